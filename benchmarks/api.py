@@ -33,7 +33,8 @@ from everstep.wire.events import EventKind
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support import postgres_server
 from tests.support.replica import Replica

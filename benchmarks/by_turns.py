@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.spec.sections import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver import main
 from train_fn.loop.attempt import Attempt

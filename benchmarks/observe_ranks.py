@@ -14,7 +14,8 @@ from benchmarks.workloads import WORKLOADS
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from train_fn.context import JournalClient, WorkerContext
 
 WORLD_SIZE = 2

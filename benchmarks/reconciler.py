@@ -27,7 +27,8 @@ from service.db.new_run import new_row
 from service.db.tables import runs
 from service.reconciler.decide import submission_id
 from service.reconciler.tail import JournalTail
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.reconciler_world import World, world
 

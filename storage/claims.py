@@ -16,7 +16,8 @@ from typing import Any
 from storage.errors import AlreadyClaimed, StorageNotFound
 from storage.filesystem import require_exclusive_creates
 from storage.process_nonce import process_nonce
-from storage.run_dir import Origin, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import Origin
 
 _GAP = 3
 """How many submissions, or attempts, in a row may have died before they claimed anything."""

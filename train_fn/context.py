@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.run_dir import CheckpointName, ProfileOrder, RunDir, Stop
+from storage.run_control import ProfileOrder, Stop
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 
 
 class JournalClient(Protocol):

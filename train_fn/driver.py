@@ -31,7 +31,8 @@ from storage.claims import claim_submission, newest_attempt, succeed_submission,
 from storage.cluster.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
-from storage.run_dir import DRIVER_PROBE, RunDir, Stop
+from storage.run_control import DRIVER_PROBE, Stop
+from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.drills.orders import Drills, Faults
 from train_fn.errors import Replaced

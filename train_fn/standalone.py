@@ -51,7 +51,8 @@ from storage.code.store import CodeStore
 from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal import read_journal
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed

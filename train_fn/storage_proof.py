@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from storage.errors import StorageError, StorageNotFound, StorageUnavailable
-from storage.run_dir import DRIVER_PROBE, probe_bytes
+from storage.run_control import DRIVER_PROBE, probe_bytes
 from train_fn.context import WorkerContext
 from train_fn.errors import StorageNotShared
 from train_fn.step.peers import Peers

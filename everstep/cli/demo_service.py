@@ -21,8 +21,6 @@ from everstep.client.client import Client
 from everstep.errors import EverstepError, Unavailable, UsageError
 
 START_TIMEOUT_S = 120.0
-
-
 STOP_TIMEOUT_S = 60.0
 
 

@@ -9,14 +9,10 @@ from everstep.doctor.finding import Finding, Level, ok, problem, warning
 from everstep.wire.deployment import DeploymentReport, NodeFacts, ServiceFacts
 
 CLOCK_WARNING_S = 1.0
-
-
 CLOCK_PROBLEM_S = 30.0
 
 
 SMALL_SHARED_MEMORY_BYTES = 1 << 30
-
-
 SMALL_DISK_BYTES = 1 << 30
 
 

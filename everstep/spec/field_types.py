@@ -8,20 +8,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 MAX_INT = 2**31 - 1
-
-
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
-
-
 NonNegativeFiniteFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 PositiveFiniteFloat = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 

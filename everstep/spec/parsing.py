@@ -14,8 +14,6 @@ from everstep.spec.run_spec import RunSpec
 
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
 """Of a resource; Ray counts them in ten-thousandths."""
-
-
 _RAYS_OWN = {
     "cpu": "CPU",
     "gpu": "GPU",

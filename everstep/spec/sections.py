@@ -18,8 +18,6 @@ from everstep.spec.field_types import (
 from everstep.wire.metric_names import mode_of
 
 Seconds = PositiveFiniteFloat
-
-
 ResourceName = Annotated[str, Field(min_length=1, max_length=128)]
 
 

@@ -41,8 +41,6 @@ def _json_value(value: Any) -> Any:
 
 
 EntryPoint = Annotated[str, Field(pattern=ENTRY_PATTERN, max_length=256)]
-
-
 Arguments = Annotated[dict[str, Any], AfterValidator(_json_value)]
 
 

@@ -20,7 +20,8 @@ from service.db.ids import new_drill_id
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.projections import drills
-from storage.run_dir import DrillOrder, RunDir
+from storage.run_control import DrillOrder
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
 

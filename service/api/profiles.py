@@ -21,7 +21,8 @@ from service.db import orders
 from service.db.ids import new_profile_id
 from service.model.run_rows import RunRow
 from service.projections import profiles
-from storage.run_dir import ProfileOrder, RunDir
+from storage.run_control import ProfileOrder
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from service.db.checkpoints import CheckpointRecords
 from storage.errors import CorruptFile
 from storage.filesystem import Storage
-from storage.run_dir import Kept, RunDir
+from storage.run_control import Kept
+from storage.run_dir import RunDir
 
 
 class KeptSteps:

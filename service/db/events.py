@@ -19,8 +19,8 @@ from service.model.rows import CheckpointCheck, EventRow
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes, project
 from service.projections.fitting import UNFIT, checked
-from storage.logs.journal import JournalEvent
-from storage.run_dir import CheckpointName
+from storage.logs.journal_line import JournalEvent
+from storage.run_names import CheckpointName
 
 logger = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from everstep.spec.sections import ResumeFrom
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.model.rows import Row
 from service.model.stored_spec import StoredSpec
-from storage.run_dir import Stop
+from storage.run_control import Stop
 
 _STATUSES: Final = {status.value: status for status in RunStatus}
 

@@ -11,7 +11,7 @@ from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow
 from storage.checkpoints.lineage import best_of, origin_of, restore_point, voided_by
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 
 KINDS: Final = frozenset(
     {

@@ -9,7 +9,7 @@ from typing import Any, Final
 from everstep.wire import Failure, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 
 KINDS: Final = frozenset(
     {

@@ -25,7 +25,7 @@ from everstep.wire import Reason, ReasonCode, RunStatus
 from service.model.states import LIVE
 from service.reconciler.facts import Facts, JobFact, RunFacts, TailFact
 from service.reconciler.schedule import plan
-from storage.run_dir import Stop
+from storage.run_control import Stop
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
 """How long a driver may take to commit its last checkpoint before Ray ends it."""

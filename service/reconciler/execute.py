@@ -38,7 +38,8 @@ from service.storage_identity.gate import StorageGate
 from storage.cluster.identity import KNOWN_VARIABLE, Known
 from storage.errors import StorageError
 from storage.filesystem import Storage
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.team import Quotas
-from storage.run_dir import Stop
+from storage.run_control import Stop
 
 
 class JobFact(StrEnum):

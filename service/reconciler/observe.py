@@ -30,7 +30,7 @@ from service.reconciler.facts import (
 from service.reconciler.pace import in_pieces
 from service.reconciler.tail import JournalTail
 from service.storage_identity.gate import StorageGate
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 
 ASK_INTERVAL_S: Final = 2.0
 """Between two questions to Ray while runs are live and nothing about them has changed: each wakes

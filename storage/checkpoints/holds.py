@@ -10,7 +10,8 @@ from contextlib import suppress
 
 from everstep.spec import plain_text
 from storage.errors import CorruptFile, StorageError, StorageNotFound
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 
 HOLD_S = 300.0
 """A hold that was not renewed for so long counts no more: its holder died."""

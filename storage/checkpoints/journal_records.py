@@ -6,7 +6,8 @@ from __future__ import annotations
 from everstep.wire.events import EventKind
 from storage.checkpoints.lineage import RestorePoint, restore_point
 from storage.logs.journal import read_journal
-from storage.run_dir import CheckpointName, Origin, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName, Origin
 
 _BATCH = 5000
 

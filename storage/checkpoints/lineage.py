@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from everstep.wire.events import BEGINNINGS
 from everstep.wire.metric_names import lookup
-from storage.run_dir import CheckpointName, Origin
+from storage.run_names import CheckpointName, Origin
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pydantic import (
 from everstep.spec import plain_text
 from everstep.wire import relative_names
 from storage.errors import CorruptFile
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 
 SCHEMA_VERSION = 3
 """1 had files' SHA-256; 1 and 2 had neither ``writer`` nor the attempt in the checkpoint's name."""

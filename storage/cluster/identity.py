@@ -12,7 +12,8 @@ from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.journal import read_journal
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 
 IDENTITY_FILE = "everstep-storage.json"
 KNOWN_VARIABLE = "EVERSTEP_KNOWN"

@@ -17,27 +17,11 @@ from storage.errors import CorruptFile, StorageError, StorageNotFound, mapped
 from storage.files.draft import draft_beside
 from storage.files.protocol import Entry, ReadStream
 from storage.files.regular_file import READ_LIMIT_BYTES, linked, open_regular, read_whole
+from storage.files.synced_file import SyncedFile, sync_path, write_all
 
-_WRITE_BACK_BYTES = 8 << 20
 _MAX_ENTRIES = 100_000
 """Most names in a directory of a run."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def sync_path(path: str | Path) -> None:
-    """fsync a file or a directory by name."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """os.write may write less than it was given."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _is_dir(path: str) -> bool:
@@ -45,48 +29,6 @@ def _is_dir(path: str) -> bool:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-class _SyncedFile:
-    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to
-    sync.
-
-    The system begins to bring pages to the medium as soon as they are written. Otherwise all of a
-    checkpoint would wait in memory for the fsync at its end, and the medium would idle meanwhile.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._offset_bytes = 0
-        with mapped("create", path):
-            self._fd: int | None = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-            )
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        assert self._fd is not None
-        view = memoryview(data).cast("B")
-        written = 0
-        with mapped("write", self._path):
-            while written < len(view):
-                count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
-                # begins to write dirty pages back that are to be dropped, and drops none before
-                # that
-                if sys.platform == "linux":
-                    os.posix_fadvise(self._fd, self._offset_bytes, count, os.POSIX_FADV_DONTNEED)
-                self._offset_bytes += count
-                written += count
-        return written
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        with mapped("write", self._path):
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
 
 
 class LocalFiles:
@@ -229,9 +171,9 @@ class LocalFiles:
         sync_path(os.path.dirname(path))
         return True
 
-    def create(self, relpath: str) -> _SyncedFile:
+    def create(self, relpath: str) -> SyncedFile:
         self.make_dir(os.path.dirname(relpath))
-        return _SyncedFile(self.path(relpath))
+        return SyncedFile(self.path(relpath))
 
     def touch(self, relpath: str) -> None:
         path = self.path(relpath)

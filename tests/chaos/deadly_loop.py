@@ -27,7 +27,7 @@ import psutil
 
 from storage.checkpoints.writer import CheckpointWriter
 from storage.errors import StorageUnavailable
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt as loop

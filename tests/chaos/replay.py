@@ -11,7 +11,7 @@ import torch
 from everstep.client.runs import RunHandle
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 
 Segments = tuple[tuple[int, int], ...]

@@ -9,7 +9,7 @@ import pytest
 
 from everstep.wire.events import EventKind
 from everstep.wire.history import Event
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from tests.hosts.compose_file import is_possible
 from tests.hosts.deployment import Deployment
 from tests.hosts.network import apart, deaf

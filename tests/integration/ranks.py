@@ -21,7 +21,8 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.run_dir import ProfileOrder, RunDir, Stop
+from storage.run_control import ProfileOrder, Stop
+from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn.node.node_dir import shared_memory_root
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.wire.events import EventKind
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.errors import StepFailed
 

@@ -20,7 +20,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import read_journal
 from storage.logs.rank_logs import read_rank_logs
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
 from tests.support.small_disk import mounted_small_disk

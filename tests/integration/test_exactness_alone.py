@@ -13,7 +13,7 @@ import torch
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import (

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from everstep.wire.events import EventKind
-from storage.run_dir import ProfileOrder
+from storage.run_control import ProfileOrder
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import make_spec
 

@@ -22,7 +22,7 @@ from service.model.rows import Role
 from service.model.run_rows import RunRow
 from service.process.app import create_app
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent
+from storage.logs.journal_line import JournalEvent
 
 NOON = 1_780_000_000.0
 

@@ -12,7 +12,8 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext

@@ -25,7 +25,8 @@ from service.reconciler import execute, observe
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 

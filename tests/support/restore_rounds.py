@@ -25,7 +25,8 @@ from torch import nn
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint
-from storage.run_dir import CheckpointName, Origin, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName, Origin
 from tests.support.storage_places import record_restored
 from tests.unit.train_fn.checkpoints.test_saver import make_context
 from train_fn.checkpoints.reading import load_checkpoint

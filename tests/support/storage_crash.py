@@ -18,7 +18,7 @@ from typing import Any
 
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, save
 

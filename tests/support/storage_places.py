@@ -18,7 +18,8 @@ from storage.errors import StorageNotFound, StorageUnavailable
 from storage.files.protocol import Entry
 from storage.files.regular_file import READ_LIMIT_BYTES, read_whole
 from storage.filesystem import Storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 
 BUCKET = "everstep-test"

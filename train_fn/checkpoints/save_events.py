@@ -8,7 +8,7 @@ from typing import Any
 from everstep.wire.events import EventKind
 from storage.checkpoints.journal_records import told_checkpoints
 from storage.checkpoints.manifest import Manifest
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from train_fn.context import WorkerContext
 
 

@@ -4,7 +4,7 @@ unavailable."""
 from __future__ import annotations
 
 from everstep.spec.sections import CheckpointSpec
-from storage.run_dir import Stop
+from storage.run_control import Stop
 
 RETRY_S = 1.0
 """Pause after the first failure; each further one doubles it."""

@@ -18,7 +18,7 @@ from storage.checkpoints.manifest import Manifest
 from storage.claims import successor
 from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
 from storage.process_nonce import process_nonce
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn import clock as head_clock
 from train_fn.checkpoints.cadence import ObservedFailures, SaveCadence, observed_failures
 from train_fn.checkpoints.files import manifest_facts, write_files

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from everstep.wire.drills import DrillKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.run_dir import DrillOrder, RunDir
+from storage.run_control import DrillOrder
+from storage.run_dir import RunDir
 from train_fn.journal.server import ActorJournalClient
 from train_fn.recovery.history import History, RankPlace, read_history
 

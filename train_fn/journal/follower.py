@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import validation_name
 from storage.errors import StorageError
-from storage.logs.journal import JournalEvent, read_journal
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
 
 INTERVAL_S = 10.0

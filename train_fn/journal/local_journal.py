@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from train_fn.journal.server import ActorJournalClient, JournalActor
 
 STEPS_EVERY_S = 1.0

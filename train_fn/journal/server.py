@@ -24,8 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
-from storage.logs.journal import JournalEvent, JournalWriter, read_journal
-from storage.run_dir import ProfileOrder, RunDir, Stop
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
+from storage.run_control import ProfileOrder, Stop
+from storage.run_dir import RunDir
 from train_fn import clock as head_clock
 from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.progress import Progress, ProgressTracker

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from everstep.wire.events import BEGINNINGS, EventKind
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.checkpoints.safetensors_file import require_safetensors
 from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies

@@ -14,7 +14,7 @@ from storage.checkpoints.journal_records import attempt_starts, told_checkpoints
 from storage.checkpoints.manifest import Manifest
 from storage.claims import claim_attempt, successor
 from storage.errors import CorruptCheckpoint, StorageUnavailable
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from train_fn.checkpoints.files import STATE_FILE
 from train_fn.checkpoints.fork import Origin, read_origin
 from train_fn.checkpoints.reading import load_checkpoint

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
-from storage.run_dir import ProfileOrder
+from storage.run_control import ProfileOrder
 from train_fn.context import WorkerContext
 from train_fn.profiling import trace_file
 

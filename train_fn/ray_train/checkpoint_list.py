@@ -14,7 +14,8 @@ import ray
 
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageError, StorageNotFound, StorageUnavailable
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 from train_fn.ray_train.ray_internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, ReportCallback
 from train_fn.ray_train.user_checkpoints import ALL, PARTS_METRIC, what_is_missing, write_manifest
 

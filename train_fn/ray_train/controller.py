@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from everstep.wire import Verdict
-from storage.run_dir import STOPS, Stop
+from storage.run_control import STOPS, Stop
 from train_fn import clock as head_clock
 from train_fn.journal.rank_logging import collect_log
 from train_fn.node.silent_peers import watch_peers

@@ -23,7 +23,7 @@ import torch
 
 from everstep.wire.events import EventKind
 from storage.errors import StorageUnavailable
-from storage.run_dir import ProfileOrder, Stop
+from storage.run_control import ProfileOrder, Stop
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.journal.rank_logging import RankLog

@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from everstep.spec.user_code import CodeSpec
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, NameLimit
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames

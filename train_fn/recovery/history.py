@@ -9,7 +9,8 @@ from typing import Any
 
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
-from storage.logs.journal import JournalEvent, read_journal
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
 from train_fn.recovery.progress import moved_at
 from train_fn.recovery.verdict import PastFailure

@@ -8,7 +8,8 @@ from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.history import History
 from train_fn.recovery.settings import RecoverySettings

@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 from everstep.wire import ReasonCode
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.recovery.launch import Outcome
 
 

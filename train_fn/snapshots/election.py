@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from storage.checkpoints.lineage import RestorePoint, voided_by
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from train_fn.snapshots.store import Label, Origin
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.samples.ledger import Count
 from train_fn.samples.randomness import MASK64
 from train_fn.step.peers import Peers

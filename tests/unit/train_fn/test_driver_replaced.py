@@ -13,7 +13,7 @@ import pytest
 
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import Storage, open_storage
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir, record_restored, save
 from train_fn import driver as driver_module

@@ -12,7 +12,8 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
-from storage.run_dir import RunDir, Stop
+from storage.run_control import Stop
+from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn import clock as head_clock
 from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent

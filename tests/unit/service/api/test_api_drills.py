@@ -10,7 +10,8 @@ import pytest
 
 from everstep.wire.drills import Drill, DrillKind, DrillState
 from everstep.wire.events import EventKind
-from storage.run_dir import DrillOrder, RunDir
+from storage.run_control import DrillOrder
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.api.test_api_runs import problem
 

@@ -13,7 +13,8 @@ import pytest
 from everstep import Client, Conflict, InvalidSpec, NotFound
 from everstep.wire.events import EventKind
 from everstep.wire.profiles import Profile, ProfileState
-from storage.run_dir import ProfileOrder, RunDir
+from storage.run_control import ProfileOrder
+from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.unit.everstep.cli.test_cli import everstep
 

@@ -23,7 +23,8 @@ from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 from service.reconciler.tail import JournalTail
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, Journal, ManualClock, spec
 

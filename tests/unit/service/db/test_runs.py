@@ -447,7 +447,7 @@ def test_a_database_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 _SUBMIT_FOREVER = """
 import sys
-from everstep.spec.run_spec import parse_spec
+from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
 from service.db.idempotency import IdempotencyKey
 from service.db.runs import RunStore

@@ -16,7 +16,9 @@ import pytest
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, quick_directory, save
 
@@ -240,7 +242,7 @@ def test_a_journal_survives_kills_at_any_moment(tmp_path: Path) -> None:
     script = f"""
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from tests.support.storage_places import event
 writer = JournalWriter(RunDir(open_storage({str(tmp_path)!r}), "run_kill"), 1)
 print("open", flush=True)

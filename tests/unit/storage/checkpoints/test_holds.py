@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from storage.checkpoints import holds as holds_module
-from storage.checkpoints import store as checkpoints_module
+from storage.checkpoints import retention as retention_module
 from storage.checkpoints.holds import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
@@ -88,7 +88,7 @@ def test_a_hold_that_is_taken_while_its_checkpoint_is_being_deleted(
             looks.append(CheckpointHold(run_dir, old.name))
         return found
 
-    monkeypatch.setattr(checkpoints_module, "held_checkpoints", look_then_hold)
+    monkeypatch.setattr(retention_module, "held_checkpoints", look_then_hold)
     assert store.retain(1, None) == []
     store.verify(old.name)
 

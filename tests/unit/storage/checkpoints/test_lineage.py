@@ -19,8 +19,9 @@ from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalWriter
-from storage.run_dir import CheckpointName, Origin, RunDir
+from storage.logs.journal_writer import JournalWriter
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName, Origin
 from tests.support.storage_places import (
     event,
     memory_run_dir,

@@ -35,7 +35,7 @@ from storage.cluster.identity import (
 )
 from storage.errors import CorruptFile, StorageMismatch
 from storage.filesystem import Storage, open_storage
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 from tests.support.reconciler_world import World

@@ -24,7 +24,8 @@ from storage.errors import (
 )
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage, open_storage
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 from tests.support.small_disk import mounted_small_disk
 from tests.support.storage_places import event, save
 
@@ -158,7 +159,7 @@ def test_a_stop_request_that_is_none(local_storage: Storage, data: bytes) -> Non
 
 
 def test_submissions_and_deletion(any_storage: Storage) -> None:
-    from storage.logs.journal import JournalWriter
+    from storage.logs.journal_writer import JournalWriter
 
     run_dir, other = RunDir(any_storage, "run_a"), RunDir(any_storage, "run_ab")
     assert run_dir.submissions() == []
@@ -231,7 +232,7 @@ def test_importing_is_quick_and_light() -> None:
     """Ranks import this while they recover: neither pyarrow nor anything else that is slow to load
     may come along."""
     script = (
-        "import sys, storage.run_dir, storage.logs.journal, storage.logs.rank_logs; "
+        "import sys, storage.run_dir, storage.logs.journal_writer, storage.logs.rank_logs; "
         "print(sorted(set(sys.modules)))"
     )
     modules = subprocess.run(

@@ -29,9 +29,10 @@ from storage.errors import (
     StorageError,
 )
 from storage.filesystem import Storage
-from storage.logs import append_log, journal
-from storage.logs.append_log import MAX_LINE_BYTES
-from storage.logs.journal import JournalWriter, journal_stamp, may_be_cut, read_journal
+from storage.logs import append_log, growing_log, journal, journal_line
+from storage.logs.journal import journal_stamp, may_be_cut, read_journal
+from storage.logs.journal_writer import JournalWriter
+from storage.logs.log_lines import MAX_LINE_BYTES, LogCursor
 from storage.logs.rank_logs import last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, save
@@ -233,16 +234,14 @@ def test_a_long_line_is_read_with_work_that_grows_with_its_length(
     """Eight times the line takes about eight times as long; quadratic reading took sixty times as
     long."""
     run_dir = RunDir(local_storage, "run_a")
-    monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(growing_log, "_BLOCK_BYTES", 1 << 10)
     took_s = []
     for number, kib in ((1, 512), (2, 4096)):
         path = local(run_dir, f"events/s{number:03d}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * (kib << 10) + b"\n")
         began = time.process_time()
-        [line] = append_log.read_log(
-            run_dir.files, run_dir.journal_stem(number), append_log.LogCursor(), 10
-        )
+        [line] = append_log.read_log(run_dir.files, run_dir.journal_stem(number), LogCursor(), 10)
         took_s.append(time.process_time() - began)
         assert len(line.data) == kib << 10
     assert took_s[1] < 25 * took_s[0]
@@ -252,8 +251,8 @@ def test_a_journal_of_long_events_comes_in_pieces(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "_BATCH_BYTES", 5_000)
-    monkeypatch.setattr(append_log, "_BATCH_BYTES", 2_000)
-    monkeypatch.setattr(append_log, "_BLOCK_BYTES", 1_000)
+    monkeypatch.setattr(growing_log, "BATCH_BYTES", 2_000)
+    monkeypatch.setattr(growing_log, "_BLOCK_BYTES", 1_000)
     run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append([event(n, text="y" * 1_000) for n in range(1, 21)])
@@ -273,7 +272,7 @@ def test_a_journal_of_long_events_comes_in_pieces(
 def test_an_event_that_no_reader_would_take_is_cut_as_it_is_written(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MAX_LINE_BYTES", 50_000)
+    monkeypatch.setattr(journal_line, "MAX_LINE_BYTES", 50_000)
     run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append(

@@ -16,7 +16,8 @@ from storage.claims import claim_submission
 from storage.errors import InvalidStorage, LogTakenOver, StorageError, StorageNotFound
 from storage.files.conditional_puts import S3ConditionalPuts
 from storage.filesystem import Storage, open_storage
-from storage.logs.journal import JournalWriter, read_journal
+from storage.logs.journal import read_journal
+from storage.logs.journal_writer import JournalWriter
 from storage.logs.rank_logs import LogRecord, RankLogWriter, read_rank_logs
 from storage.make_bucket import main as make_bucket
 from storage.run_dir import RunDir

@@ -19,9 +19,13 @@ from everstep.wire.events import EventKind
 from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageError, StorageFull
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage, open_storage
-from storage.logs import append_log
-from storage.logs.append_log import LogCursor, SegmentedLog, open_log, read_log
-from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from storage.logs import growing_log
+from storage.logs.append_log import open_log, read_log
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
+from storage.logs.log_lines import LogCursor
+from storage.logs.segmented_log import SegmentedLog
 from storage.run_dir import RunDir
 from tests.support.storage_places import MemoryObjects, event, memory_run_dir, quick_directory
 
@@ -158,7 +162,7 @@ def test_a_line_that_is_written_over_while_it_is_read(
     path = Path(run_dir.files.path("runs/run_a/events/s001.jsonl"))
     with path.open("ab") as file:
         file.write(b'{"n":2,"torn":"' + b"x" * 100)
-    monkeypatch.setattr(append_log, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(growing_log, "_BLOCK_BYTES", 64)
     taken_over = False
 
     class Stream(io.FileIO):
@@ -216,13 +220,13 @@ def test_a_full_disk_loses_and_doubles_nothing(
     run_dir = RunDir(local_storage, "run_a")
     batch = [event(n) for n in range(1, 6)]
     with JournalWriter(run_dir, 1) as writer, monkeypatch.context() as patch:
-        real_write = append_log.write_all
+        real_write = growing_log.write_all
 
         def half(fd: int, data: bytes) -> None:
             real_write(fd, data[: len(data) // 2])
             raise OSError(28, "No space left on device")
 
-        patch.setattr(append_log, "write_all", half)
+        patch.setattr(growing_log, "write_all", half)
         for _ in range(2):
             with pytest.raises(StorageFull, match="free some space"):
                 writer.append(batch)
@@ -450,14 +454,14 @@ class Trial:
         if self.objects is not None:
             self.objects.fail_next_write = "before" if after_bytes % 2 else "after"
             return
-        real_write = append_log.write_all
+        real_write = growing_log.write_all
 
         def failing(fd: int, data: bytes) -> None:
-            patch.setattr(append_log, "write_all", real_write)
+            patch.setattr(growing_log, "write_all", real_write)
             real_write(fd, data[:after_bytes])
             raise OSError(5, "I/O error")
 
-        patch.setattr(append_log, "write_all", failing)
+        patch.setattr(growing_log, "write_all", failing)
 
     def read(self, limit: int) -> None:
         events, self.cursor = read_journal(self.run_dir, 1, self.cursor, limit)
@@ -483,8 +487,8 @@ def test_a_reader_sees_each_event_exactly_once_in_order(
 ) -> None:
     with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
         # A mark every few events, so that recovery meets every arrangement of them.
-        patch.setattr(append_log.AppendedLog, "mark_every_bytes", 700)
-        patch.setattr(append_log, "_BLOCK_BYTES", 64)
+        patch.setattr(growing_log.AppendedLog, "mark_every_bytes", 700)
+        patch.setattr(growing_log, "_BLOCK_BYTES", 64)
         run_dir, objects = (
             memory_run_dir()
             if where == "objects"

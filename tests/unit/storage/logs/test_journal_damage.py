@@ -16,7 +16,9 @@ from service.projections import failures
 from storage.checkpoints.journal_records import told_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter, read_journal
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.logs.line_checksum import has_checksum, with_checksum
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from storage.errors import CorruptFile, StorageFull
 from storage.filesystem import Storage, open_storage
-from storage.logs import append_log
+from storage.logs import growing_log
 from storage.logs.rank_logs import LoggedLine, LogRecord, RankLogWriter, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir, quick_directory
@@ -102,7 +102,7 @@ def test_the_writer_goes_on_after_a_full_disk(
             def full(fd: int, data: bytes) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(append_log, "write_all", full)
+            patch.setattr(growing_log, "write_all", full)
             with pytest.raises(StorageFull):
                 writer.write([LogRecord(1.0, "INFO", "lost?")])
         writer.write([LogRecord(1.0, "INFO", "sent again")])

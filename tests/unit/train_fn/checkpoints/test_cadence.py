@@ -11,7 +11,8 @@ import pytest
 from everstep.spec.sections import CheckpointSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from train_fn.checkpoints.cadence import (
     ASSUMED_MTBF_S,

@@ -25,11 +25,12 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage import claims
 from storage.checkpoints import writer as checkpoint_writer
+from storage.checkpoints.hashed_file import CheckpointFile
 from storage.checkpoints.store import CheckpointStore
-from storage.checkpoints.writer import CheckpointFile
 from storage.claims import claim_attempt
 from storage.filesystem import open_storage
-from storage.run_dir import CheckpointName, RunDir
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.storage_places import quick_directory, record_restored, save
 from train_fn.checkpoints import saver as saver_module

@@ -14,7 +14,8 @@ from everstep.wire.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
-from storage.run_dir import ProfileOrder, RunDir, Stop
+from storage.run_control import ProfileOrder, Stop
+from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn.journal import server as journal
 from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent

@@ -14,7 +14,7 @@ from storage import claims
 from storage.claims import claim_attempt
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalWriter
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from train_fn.errors import Replaced
 from train_fn.loop.restore import claim

@@ -14,7 +14,8 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import record_restored
 from tests.unit.train_fn.checkpoints.test_saver import advance, make_context, make_state

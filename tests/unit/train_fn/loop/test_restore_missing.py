@@ -19,8 +19,10 @@ from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.files.local import LocalFiles
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, read_journal
-from storage.run_dir import CheckpointName, RunDir
+from storage.logs.journal import read_journal
+from storage.logs.journal_line import JournalEvent
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver

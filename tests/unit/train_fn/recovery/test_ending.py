@@ -10,7 +10,8 @@ from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, JournalWriter
+from storage.logs.journal_line import JournalEvent
+from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Outcome

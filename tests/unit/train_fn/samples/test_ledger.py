@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.run_dir import Stop
+from storage.run_control import Stop
 from train_fn.samples.ledger import Count, Ledger, difference, sample_hashes
 from train_fn.step.peers import Peers
 from train_fn.step.step_totals import Carrier, StepTotals, expected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from storage.checkpoints.lineage import RestorePoint
 from storage.checkpoints.lineage import in_lineage as checkpoints_in_lineage
-from storage.run_dir import CheckpointName
+from storage.run_names import CheckpointName
 from train_fn.snapshots.election import Offer, elect, in_lineage
 from train_fn.snapshots.store import Label, Origin
 

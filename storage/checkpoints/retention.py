@@ -1,0 +1,220 @@
+"""Retention: which checkpoints of a run are kept, and how the others are deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
+
+from storage.checkpoints.holds import SeenHolds, held_checkpoints
+from storage.checkpoints.journal_records import RestorePoints
+from storage.checkpoints.lineage import best_of, in_lineage
+from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.reader import CheckpointReader, named
+from storage.checkpoints.replacement import put_back
+from storage.checkpoints.writer import BEGUN, TRASH
+from storage.claims import successor
+from storage.errors import CorruptCheckpoint, StorageNotFound
+from storage.run_dir import RunDir
+from storage.run_names import CheckpointName, Origin
+
+BestBy = tuple[str, Literal["min", "max"]]
+"""Metric and mode by which a checkpoint is the best."""
+
+
+class Retention:
+    """Deletes the checkpoints of one run that need not be kept."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        run_dir: RunDir,
+        points: RestorePoints,
+        rejected: Collection[str],
+    ) -> None:
+        self._reader = reader
+        self._run_dir = run_dir
+        self._points = points
+        self._rejected = rejected
+        """Checkpoints that were found to be corrupt; grows as they are found."""
+        self._known: dict[CheckpointName, Manifest] = {}
+        """Manifests that were read or given; nobody changes a manifest."""
+        self._holds: SeenHolds = {}
+
+    def forget(self, name: CheckpointName) -> None:
+        """Forget a checkpoint that is being written again."""
+        self._known.pop(name, None)
+
+    def retain(
+        self,
+        keep_latest: int,
+        best: str | None,
+        origin: Origin | None = None,
+        written: Manifest | None = None,
+        best_by: BestBy | None = None,
+    ) -> list[str]:
+        """Delete checkpoints that need not be kept, and what dead writers left. Return the names of
+        deleted checkpoints, oldest first.
+
+        Kept are: the ``keep_latest`` of the lineage (at least one) that were committed last and are
+        not known to be corrupt; ``written``; ``best``; those that other runs begin from; and those
+        that are being read (``CheckpointHold``). A corrupt one goes once all sound ones that are
+        kept are newer. Call it only from the one process that saves, between saves.
+
+        Args:
+            origin: submission and attempt of the caller. Where a newer one has begun, or begins
+                meanwhile, nothing is deleted: it may go on from just this checkpoint.
+            written: the checkpoint that the caller has just committed; it is not read back.
+            best_by: metric and mode. The best checkpoint that exists is kept too: ``best`` itself
+                may never have been committed, if its rank died first.
+        """
+        if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
+            return []
+        if written is not None:
+            self._known[_name_of(written)] = written
+        entries = self._reader.entries()
+        committed = self._read_committed(entries)
+        if origin is not None:
+            committed = {
+                name: manifest for name, manifest in committed.items() if name.origin <= origin
+            }
+        lineage = self._lineage(committed, origin)
+        if not lineage:
+            return []
+        kept = self._kept(lineage, keep_latest, best_by) | {best, written and written.name}
+        newest = _name_of(lineage[-1])
+        counted = {manifest.name for manifest in lineage}
+        doomed = [
+            name
+            for name in committed
+            if str(name) not in kept and (str(name) in counted or self._is_past(name, newest))
+        ]
+        deleted = [
+            str(name) for name in doomed if self._delete_unless_held(name, committed[name], origin)
+        ]
+        self._sweep(entries - set(map(str, committed)), newest)
+        return deleted
+
+    def _lineage(
+        self, committed: Mapping[CheckpointName, Manifest | None], origin: Origin | None
+    ) -> list[Manifest]:
+        """Return the checkpoints that count, oldest first, without those that are not valid."""
+        # Who has begun knows where all before it began: their journals are read once in an attempt,
+        # not with every save.
+        points = self._points.found if origin in self._points.found else self._points.update()
+        return [manifest for name in in_lineage(committed, points) if (manifest := committed[name])]
+
+    def _kept(
+        self, lineage: Sequence[Manifest], keep_latest: int, best_by: BestBy | None
+    ) -> set[str | None]:
+        """Return the names of the checkpoints in the lineage that must stay."""
+        told = self._run_dir.kept()
+        corrupt = {*self._rejected, *told.corrupt}
+        sound = [manifest for manifest in lineage if manifest.name not in corrupt] or lineage
+        latest = sorted(sound, key=_commit_order)[-max(1, keep_latest) :]
+        kept: set[str | None] = {*(manifest.name for manifest in latest), sound[-1].name}
+        if best_by is not None and (best_there := best_of(sound, *best_by)):
+            kept.add(best_there.name)
+        kept |= {manifest.name for manifest in lineage if manifest.step in told.steps}
+        kept |= held_checkpoints(self._run_dir, self._holds)
+        kept |= {
+            each.name
+            for each in lineage
+            if each.name in corrupt and _commit_order(each) >= _commit_order(latest[0])
+        }
+        return kept
+
+    def collect_orphans(self) -> list[str]:
+        """Remove directories of a run that has ended that are not checkpoints. Return their names.
+
+        Nobody who counts writes there any more. A slow writer finds its marker gone and cannot
+        commit.
+        """
+        entries = self._reader.entries()
+        rest = entries - {str(name) for name in self._reader.committed(entries)}
+        orphans = sorted(name for name in rest if name.startswith(TRASH) or _unfinished(name))
+        for name in orphans:
+            self._clear(name)
+        return orphans
+
+    def _delete_unless_held(
+        self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None
+    ) -> bool:
+        """Delete a checkpoint and return True, unless a hold was taken, or a newer attempt began,
+        since the listing: its reader may have found a valid manifest."""
+        path = self._reader.manifest_path(name)
+        self._run_dir.files.delete_file(path)
+        if manifest is not None and (
+            str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)
+        ):
+            # the bytes that it was read from
+            self._run_dir.files.write(path, manifest.to_bytes())
+            return False
+        self._run_dir.files.delete_dir(self._reader.directory(str(name)))
+        return True
+
+    def _is_replaced(self, origin: Origin | None) -> bool:
+        return origin is not None and successor(self._run_dir, origin) is not None
+
+    def _sweep(self, names: Iterable[str], newest: CheckpointName) -> None:
+        """Remove those of these directories that never became checkpoints and never will."""
+        for each in names:
+            name = _unfinished(each)
+            if each.startswith(TRASH) or (name and self._is_past(name, newest)):
+                self._clear(each)
+
+    def _clear(self, entry: str) -> None:
+        """Remove a directory that is not a checkpoint. One that was set aside and is a checkpoint
+        after all is put back: the process that set it aside died before it could."""
+        path = self._run_dir.checkpoints_path(entry)
+        if entry.startswith(TRASH) and put_back(
+            self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]
+        ):
+            return
+        self._run_dir.files.delete_dir(path)
+
+    @staticmethod
+    def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
+        """Return whether no writer that counts can still be writing it: the newest attempt's steps
+        only rise."""
+        return (name.origin, name.step) < (newest.origin, newest.step)
+
+    def _read_committed(self, entries: Iterable[str]) -> dict[CheckpointName, Manifest | None]:
+        """Return as ``_committed``, with their manifests; None for one that is not valid. Each
+        manifest is read once; later calls only check that it exists."""
+        found: dict[CheckpointName, Manifest | None] = {}
+        for name in named(entries):
+            known = self._known.get(name)
+            if known is not None and self._run_dir.files.exists(self._reader.manifest_path(name)):
+                found[name] = known
+                continue
+            try:
+                found[name] = self._reader.manifest(str(name))
+            except CorruptCheckpoint:
+                found[name] = None
+            except StorageNotFound:
+                continue
+        self._known = {name: manifest for name, manifest in found.items() if manifest}
+        return found
+
+
+def _name_of(manifest: Manifest) -> CheckpointName:
+    name = CheckpointName.parse(manifest.name)
+    assert name is not None
+    return name
+
+
+def _unfinished(entry: str) -> CheckpointName | None:
+    """Return the name of the checkpoint that was begun in a directory; None where none was."""
+    return CheckpointName.parse(
+        entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry
+    )
+
+
+def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
+    """Return a key that sorts checkpoints by the order of their commits.
+
+    It uses no clock, since attempts may run on hosts with different ones. The step alone would not
+    do: an attempt that fell back past a corrupt checkpoint commits sound ones below its step.
+    Within an attempt steps only rise.
+    """
+    return manifest.submission, manifest.attempt, manifest.step

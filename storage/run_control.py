@@ -1,0 +1,217 @@
+"""What the service tells a run's driver and ranks: small files in the run's ``control/``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
+
+from everstep.spec import plain_text
+from everstep.wire.drills import DrillKind
+from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
+from storage.files.protocol import Files
+
+T = TypeVar("T")
+Stop = Literal["cancel", "pause"]
+_DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PROBE_BYTES = 4096
+_MAX_CONTROL_BYTES = 1 << 20
+DRIVER_PROBE = "driver"
+STOPS: tuple[Stop, ...] = ("cancel", "pause")
+
+
+@dataclass(frozen=True)
+class DrillOrder:
+    """A drill that the service orders from a submission's driver."""
+
+    id: str
+    kind: DrillKind
+    rank: int
+    attempt: int
+    """The attempt that is meant; no other one may be hit."""
+
+
+@dataclass(frozen=True)
+class ProfileOrder:
+    """A profile that the service orders from a rank."""
+
+    id: str
+    rank: int
+    steps: int
+    attempt: int
+    """The attempt that is meant; the same rank of another one is not recorded."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the service tells a run's retention about its checkpoints."""
+
+    steps: frozenset[int] = frozenset()
+    """Steps of the checkpoints that other runs are to begin from."""
+    corrupt: frozenset[str] = frozenset()
+    """Names of checkpoints that were damaged when they were read back."""
+
+
+class RunControl(ABC):
+    """The control files of a run: stop requests, drills, profiles, deadline, limits and probes."""
+
+    run_id: str
+
+    @property
+    @abstractmethod
+    def files(self) -> Files:
+        """Return the files of the storage."""
+
+    @abstractmethod
+    def _path(self, relpath: str = "") -> str:
+        """Return a path in the run's directory as the storage names it."""
+
+    def request_stop(self, submission: int, stop: Stop) -> None:
+        """Ask a submission's driver to stop. A pause may become a cancel, never the reverse."""
+        if stop == "pause" and self.stop_requested(submission) == "cancel":
+            return
+        self._write_control(_stop_file(submission), {"stop": stop})
+
+    def stop_requested(self, submission: int) -> Stop | None:
+        """Return the stop that was requested of a submission's driver. Raises CorruptFile."""
+
+        def read(found: Any) -> Stop:
+            for stop in STOPS:
+                if found == {"stop": stop}:
+                    return stop
+            raise ValueError(repr(found)[:80])
+
+        return self._read_control(_stop_file(submission), read, "is not a stop request")
+
+    def order_drill(self, submission: int, order: DrillOrder) -> None:
+        """Order a drill from a submission's driver. It replaces an earlier order."""
+        self._write_control(_drill_file(submission), asdict(order))
+
+    def drill_ordered(self, submission: int) -> DrillOrder | None:
+        """Return the newest drill ordered from a submission's driver, also if it was carried out.
+        Raises CorruptFile."""
+
+        def read(found: Any) -> DrillOrder:
+            return DrillOrder(
+                str(found["id"]),
+                DrillKind(found["kind"]),
+                int(found["rank"]),
+                int(found["attempt"]),
+            )
+
+        return self._read_control(_drill_file(submission), read, "is not a drill")
+
+    def order_profile(self, submission: int, order: ProfileOrder) -> None:
+        """Order a profile from a submission's ranks. It replaces an earlier order."""
+        self._write_control(_profile_file(submission), asdict(order))
+
+    def profile_ordered(self, submission: int) -> ProfileOrder | None:
+        """Return the newest profile ordered, also if it is done. Raises CorruptFile."""
+
+        def read(found: Any) -> ProfileOrder:
+            return ProfileOrder(
+                str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"])
+            )
+
+        return self._read_control(_profile_file(submission), read, "is not an order for a profile")
+
+    def write_deadline(self, at: float) -> None:
+        """Write when the run must have ended, in unix seconds. Its driver keeps to it also while
+        the service is down."""
+        self._write_control(_DEADLINE, {"at": at})
+
+    def deadline(self) -> float | None:
+        """Return when the run must have ended, in unix seconds; None for a run without a deadline.
+        Raises CorruptFile."""
+        return self._read_control(
+            _DEADLINE, lambda found: float(found["at"]), "does not hold a deadline"
+        )
+
+    def keep_steps(self, steps: Collection[int], corrupt: Collection[str] = ()) -> None:
+        """Make retention keep the checkpoints of exactly these steps, from which other runs are to
+        begin.
+
+        Args:
+            corrupt: names of checkpoints that retention must not count as sound.
+        """
+        self._write_control(_KEPT, {"steps": sorted(steps), "corrupt": sorted(corrupt)})
+
+    def kept(self) -> Kept:
+        """Return what ``keep_steps`` wrote last. Raises CorruptFile."""
+
+        def read(found: Any) -> Kept:
+            corrupt = frozenset(str(name) for name in found.get("corrupt", ()))
+            return Kept(frozenset(int(step) for step in found["steps"]), corrupt)
+
+        return self._read_control(_KEPT, read, "does not say which steps to keep") or Kept()
+
+    def kept_steps(self) -> frozenset[int]:
+        """Return the steps of ``kept``. Raises CorruptFile."""
+        return self.kept().steps
+
+    def write_probe(self, submission: int, name: str) -> None:
+        """Write a file by which other nodes check that they see the same storage. ``name`` is a
+        node's id or DRIVER_PROBE."""
+        self.files.write(self._probe_path(submission, name), probe_bytes(self, submission, name))
+
+    def read_probe(self, submission: int, name: str) -> bytes:
+        """Return a probe, which should equal ``probe_bytes``. Raises StorageNotFound where this
+        node does not see it."""
+        return self.files.read(self._probe_path(submission, name), _PROBE_BYTES)
+
+    def write_workers_limit(self, limit: int | None) -> None:
+        """Limit the run to fewer ranks than its spec asks for; None is no limit."""
+        self._write_control(_WORKERS, {"limit": limit})
+
+    def workers_limit(self) -> int | None:
+        """Return how many ranks the run may use; None for as many as its spec asks for. Raises
+        CorruptFile."""
+
+        def read(found: Any) -> int | None:
+            return None if found["limit"] is None else int(found["limit"])
+
+        return self._read_control(_WORKERS, read, "does not hold a limit of workers")
+
+    def _write_control(self, name: str, content: Mapping[str, Any]) -> None:
+        self.files.write(self._path(f"control/{name}"), json.dumps(content).encode())
+
+    def _read_control(self, name: str, read: Callable[[Any], T], problem: str) -> T | None:
+        """Return what ``read`` makes of a small JSON file's content; None where there is no file.
+
+        Raises CorruptFile, with ``problem`` in its text, where ``read`` raises ValueError, KeyError
+        or TypeError.
+        """
+        path = self._path(f"control/{name}")
+        try:
+            return read(plain_text.parse_json(self.files.read(path, _MAX_CONTROL_BYTES)))
+        except StorageNotFound:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptFile(f"{self.files.path(path)} {problem}: {exc}") from exc
+
+    def _probe_path(self, submission: int, name: str) -> str:
+        if not NAME.fullmatch(name):
+            raise InvalidStorage(f"{name!r} cannot name a node's probe")
+        return self._path(f"control/s{submission:03d}.probes/{name}")
+
+
+def probe_bytes(run: RunControl, submission: int, name: str) -> bytes:
+    """Return a probe's content, which every reader can compute."""
+    return hashlib.shake_128(f"{run.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
+
+
+def _stop_file(submission: int) -> str:
+    return f"s{submission:03d}.stop.json"
+
+
+def _profile_file(submission: int) -> str:
+    return f"s{submission:03d}.profile.json"
+
+
+def _drill_file(submission: int) -> str:
+    return f"s{submission:03d}.drill.json"
