@@ -66,6 +66,7 @@ from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.snapshots.last_save import save_own
 from train_fn.snapshots.store import snapshot_store
+from train_fn.step.nccl import group_backend
 from train_fn.step.peers import Peers, end_process_group
 from train_fn.user_code.modules import work_on
 
@@ -344,10 +345,9 @@ def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     problem = interface_problem(os.environ, nccl=device.type == "cuda")
     if problem is not None and place.world_size > 1:
         raise UsageError(problem)
-    backend, timeout = "gloo", timedelta(seconds=timeout_s)
+    backend, timeout = group_backend(device), timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "nccl"
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:

@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +25,12 @@ from storage.filesystem import open_storage
 from storage.run_control import ProfileOrder, Stop
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
+from tests.support.silent_backend import SilentOptions
 from train_fn.node.node_dir import shared_memory_root
 
 DEADLINE_S = 120.0
+_LOST = "lost"
+"""A file beside the ranks' results: one of them has died, or raised."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Job:
     """A profile that every rank has heard of from the start."""
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
+    silent: SilentOptions | None = None
+    """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
 
 
 @dataclass
@@ -140,6 +146,8 @@ def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
     ]
     for process in processes:
         process.start()
+    if job.silent is not None:
+        threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
     deadline = time.monotonic() + DEADLINE_S
     try:
         for process in processes:
@@ -166,6 +174,21 @@ def train_to_end(job: Job, tmp_path: Path) -> Outcome:
     return outcomes[0]
 
 
+def _notice_death(processes: list[Any], base: Path) -> None:
+    """Say so once a rank has died, as the controller would."""
+    while not any(process.exitcode for process in processes):
+        time.sleep(0.05)
+    (base / _LOST).touch()
+
+
+def _let_go_when_lost(lost: Path) -> None:
+    from train_fn.step.nccl import abort_collectives
+
+    while not lost.exists():
+        time.sleep(0.02)
+    abort_collectives()
+
+
 def _outcome(path: Path, exit_code: int | None) -> Outcome:
     if not path.is_file():
         return Outcome(exit_code)
@@ -178,8 +201,10 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.support.silent_backend import claim_cpu
     from train_fn.context import WorkerContext
     from train_fn.loop.attempt import train
+    from train_fn.step.nccl import group_backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -187,8 +212,16 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         module, _, function = job.setup.partition(":")
         change: Callable[[], None] = getattr(importlib.import_module(module), function)
         change()
+    if job.silent is not None:
+        os.environ.update(job.silent.env())
+        claim_cpu()
+        lost = Path(base, _LOST)
+        threading.Thread(target=_let_go_when_lost, args=(lost,), daemon=True).start()
     dist.init_process_group(
-        "gloo", init_method=f"file://{base}/rendezvous", rank=rank, world_size=job.world_size
+        group_backend(torch.device("cpu")),
+        init_method=f"file://{base}/rendezvous",
+        rank=rank,
+        world_size=job.world_size,
     )
     outcome = Outcome(exit_code=None)
     journal = ListJournal(job, rank, outcome)
@@ -213,6 +246,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         outcome.stop = train(context)
     except Exception as exc:
         outcome.error = exc
+        Path(base, _LOST).touch()
     if dist.is_initialized():
         dist.destroy_process_group()
     Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))

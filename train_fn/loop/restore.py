@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from train_fn.snapshots.election import Elected, Offer, Rejection, elect, in_lin
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.contents import DRAW_ALIKE, alike, few, sketch_weights
 from train_fn.state.tensor_tree import put_together, shapes, take_apart
+from train_fn.state.train_state import word_sum
 from train_fn.step.peers import Peers
 from train_fn.tasks.checks import told
 
@@ -234,24 +236,46 @@ def _newest_step(ctx: WorkerContext) -> int:
 
 def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
     """``state`` of rank ``holder`` on every rank: first its structure, then its tensors, in pieces
-    of one dtype."""
+    of one dtype.
+
+    Raises:
+        PeersGone: a peer is gone, so that what arrived is no state.
+        StateNotWhole: other bytes arrived than the holder sent.
+    """
     tensors: list[torch.Tensor] = []
     skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)
     if peers.rank != holder:
         ordered = sorted(shapes(skeleton), key=lambda shape: shape.position)
         tensors = [torch.empty(shape.shape, dtype=shape.dtype) for shape in ordered]
+    sums = []
     for group in _chunks(tensors):
         flat = torch.cat([tensor.to(peers.device).reshape(-1) for tensor in group])
         work = peers.start_broadcast(flat, holder)
         if work is not None:
             work.wait()
+        arrived = peers.result(flat)
+        sums.append(word_sum(arrived))
         if peers.rank != holder:
             for part, tensor in zip(
-                torch.split(flat, [tensor.numel() for tensor in group]), group, strict=True
+                torch.split(arrived, [tensor.numel() for tensor in group]), group, strict=True
             ):
                 tensor.copy_(part.view(tensor.shape))
+    if not peers.alone:
+        _require_the_same(peers, sums, holder, skeleton["step"])
     received: dict[str, Any] = put_together(skeleton, tensors)
     return received
+
+
+def _require_the_same(peers: Peers, sums: list[int], holder: int, step: int) -> None:
+    """Raise StateNotWhole on every rank where one of them received other bytes than were sent."""
+    digests = peers.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[holder]]
+    if differing:
+        raise StateNotWhole(
+            step,
+            f"rank {', '.join(map(str, differing))} received other bytes than rank {holder} sent. "
+            "Have the network between their nodes checked",
+        )
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

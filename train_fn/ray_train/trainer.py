@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 import ray.train
+import torch
 from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -25,6 +26,7 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.recovery.launch import Engine, Outcome
 from train_fn.recovery.resources import worker_resources
+from train_fn.step.nccl import group_backend
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
 """The driver removes what a dead controller leaves; no Ray Data here. Each would start a process
@@ -46,7 +48,8 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             run_rank,
             train_loop_config={"job": job},
             torch_config=TorchConfig(
-                backend="nccl" if job.use_gpu else "gloo", timeout_s=settings.collective_timeout_s
+                backend=group_backend(torch.device("cuda" if job.use_gpu else "cpu")),
+                timeout_s=settings.collective_timeout_s,
             ),
             scaling_config=_scaling_config(job.spec.scaling, job.use_gpu),
             run_config=ray.train.RunConfig(

@@ -32,6 +32,7 @@ from train_fn.profiling.profiler import StepProfiler
 from train_fn.ray_train.checkpoint_list import STEP_METRIC, latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
+from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, load_named, place_of
 from train_fn.user_code.packages import bring_packages
@@ -243,11 +244,10 @@ def _facts(ctx: WorkerContext) -> dict[str, Any]:
     unknown = dict.fromkeys(
         ("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size")
     )
-    backend = "nccl" if ctx.device.type == "cuda" else "gloo"
     return {
         **unknown,
         "snapshots": "none",
         "guarantee": GUARANTEE,
         "device": str(ctx.device),
-        "backend": backend,
+        "backend": group_backend(ctx.device),
     }

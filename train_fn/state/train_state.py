@@ -304,7 +304,7 @@ def _text(tree: Any, name: str) -> bytes:
 
 def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return str(_word_sum(leaf))
+        return str(word_sum(leaf))
     return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
 
 
@@ -320,7 +320,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _word_sum(tensor: torch.Tensor) -> int:
+def word_sum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's 8-byte words modulo 2**64, at memory speed."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = int(flat[:whole].view(torch.int64).sum()) if whole else 0

@@ -5,6 +5,8 @@ So somebody who knows (the controller, or torch's own watchdog after the time-ou
 communicator, and a rank looks at it before it believes in what was added up.
 ``recovery/environment.py`` keeps torch from ending the process meanwhile: it holds the state that
 the run goes on from.
+
+Only gloo is known to fail by itself. Any other backend is treated as NCCL is.
 """
 
 from __future__ import annotations
@@ -18,23 +20,37 @@ import torch.distributed as dist
 
 from train_fn.errors import PeersGone
 
+_FAIL_BY_THEMSELVES = frozenset({"gloo"})
+
 _aborted = threading.Event()
 
 logger = logging.getLogger(__name__)
 
 
+def group_backend(device: torch.device) -> str:
+    """Return the backend for a group of ranks on such devices: NCCL on GPUs, gloo on CPUs, or what
+    a plug-in of torch's has put in its place."""
+    return dist.get_default_backend_for_device(device)
+
+
+def fails_by_itself() -> bool:
+    """Return whether a collective of this process fails once a peer is gone. Without a process
+    group there is none to fail."""
+    return not dist.is_initialized() or dist.get_backend() in _FAIL_BY_THEMSELVES
+
+
 def abort_collectives() -> None:
-    """Free this process from collectives that will never end; for gloo, whose collectives fail by
-    themselves, nothing happens.
+    """Free this process from collectives that will never end; where they fail by themselves,
+    nothing happens.
 
     Called from any thread but the one that trains.
     """
-    backend = _backend()
-    if backend is None:
+    group = dist.group.WORLD  # the training thread may be leaving it
+    if group is None or fails_by_itself():
         return
     _aborted.set()
-    logger.warning("peers are gone; aborting NCCL's communicator")
-    backend.abort()
+    logger.warning("peers are gone; aborting the communicator of %s", group.name())
+    _inner(group).abort()
 
 
 def require_whole() -> None:
@@ -43,13 +59,17 @@ def require_whole() -> None:
 
     To be called after the device has finished them.
     """
-    backend = _backend()
-    if backend is None:
+    if fails_by_itself():
         return
-    problem = "its peers are gone" if _aborted.is_set() else backend.get_error().name
+    group = dist.group.WORLD
+    assert group is not None
+    error = _inner(group).get_error().name
+    # read after that: whoever aborts says so before anything ends
+    problem = "its peers are gone" if _aborted.is_set() else error
     if problem != "SUCCESS":
         raise PeersGone(
-            f"NCCL's communicator was aborted ({problem}); the step's sums are not to be used"
+            f"the communicator of {dist.get_backend()} was aborted ({problem}); what its "
+            "collectives left is not to be used"
         )
 
 
@@ -58,9 +78,17 @@ def begin_attempt() -> None:
     _aborted.clear()
 
 
-def _backend() -> Any | None:
-    """NCCL's part of the process group; None where there is none."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return None
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD._get_backend(torch.device("cuda"))
+def unwrapped(backend: Any) -> Any:
+    """Return the backend inside of the one that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
+
+    The outer one knows no errors, and to abort it does nothing.
+    """
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def _inner(group: dist.ProcessGroup) -> Any:
+    """Return the part of a process group that does the work."""
+    device = dist.Backend.backend_capability[dist.get_backend(group)][0]
+    return unwrapped(group._get_backend(torch.device(device)))

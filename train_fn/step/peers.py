@@ -4,6 +4,7 @@ and no caller needs to care."""
 from __future__ import annotations
 
 import contextlib
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train_fn.step.nccl import require_whole
+from train_fn.step.nccl import fails_by_itself, require_whole
 
 _NEVER_SENT = 0x7E5EE5
 """Tag of a message that nobody sends."""
@@ -45,36 +46,71 @@ class Peers:
         before reading it."""
         return None if self.alone else dist.all_reduce(tensor, async_op=True)
 
+    def result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` on the CPU once what ranks add up or send has arrived in it.
+
+        Raises PeersGone where it is no result.
+        """
+        arrived = tensor.cpu()  # waits for the device
+        self.require_whole()
+        return arrived
+
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that pickles), by rank."""
+        """Every rank's ``value`` (anything that pickles), by rank. Nothing is unpickled before it
+        is known to have arrived whole."""
         if self.alone:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        self.require_whole()
-        return values
+        data = self._pickled(value)
+        length = torch.tensor([data.numel()], device=self.device)
+        lengths = [torch.empty_like(length) for _ in range(self.world_size)]
+        dist.all_gather(lengths, length)
+        num_bytes = [int(each) for each in self.result(torch.cat(lengths))]
+        padded = torch.nn.functional.pad(data, (0, max(num_bytes) - data.numel()))
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(rows, padded)
+        arrived = [self.result(row) for row in rows]
+        return [_unpickled(row[:size]) for row, size in zip(arrived, num_bytes, strict=True)]
 
     def share(self, value: Any, source: int) -> Any:
-        """``value`` of rank ``source``; the other ranks' is ignored."""
+        """``value`` of rank ``source``; the other ranks' is ignored. Nothing is unpickled before it
+        is known to have arrived whole."""
         if self.alone:
             return value
-        values = [value if self.rank == source else None]
-        dist.broadcast_object_list(values, source, device=self.device)
-        self.require_whole()
-        return values[0]
+        data = self._pickled(value if self.rank == source else None)
+        length = torch.tensor([data.numel()], device=self.device)
+        dist.broadcast(length, source)
+        num_bytes = int(self.result(length))
+        if self.rank != source:
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, source)
+        arrived = self.result(data)
+        return value if self.rank == source else _unpickled(arrived)
 
     def require_whole(self) -> None:
         """Raise PeersGone where what the collectives so far left behind is no result; the device
         has finished them."""
-        if not self.alone and not self.on_cpu:
+        if not self.alone and not self._fails_by_itself:
             require_whole()
+
+    @cached_property
+    def _fails_by_itself(self) -> bool:
+        """Looked up once, as ``on_cpu``."""
+        return fails_by_itself()
+
+    def _pickled(self, value: Any) -> torch.Tensor:
+        data = bytearray(pickle.dumps(value))
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def end_process_group() -> None:
     """Close the connections of this process, if there are any, so that peers notice at once."""
     if not dist.is_initialized():
         return
-    if dist.get_backend() == "nccl":
+    if not fails_by_itself():
         # destroying waits for collectives that will never finish
         dist.distributed_c10d._abort_process_group()
         return

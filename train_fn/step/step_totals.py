@@ -259,9 +259,7 @@ class Carrier:
         then, too."""
         sums, self.numbers.grad = self.numbers.grad, None
         assert sums is not None
-        copied = (sums if self._peers.on_cpu else sums.cpu()).numpy().tobytes()
-        self._peers.require_whole()
-        return self.totals_of(copied)
+        return self.totals_of(self._peers.result(sums).numpy().tobytes())
 
     def totals_of(self, sums: bytes) -> StepTotals:
         """Return what the sums of all ranks' numbers say: as many float32 as ``numbers`` has."""

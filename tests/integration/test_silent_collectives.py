@@ -1,0 +1,113 @@
+"""What a run does on collectives that fail as NCCL's do: a peer that dies leaves the others
+hanging, and who is let go finds garbage where a result should be.
+
+The ranks take the path that they take over NCCL. Nothing of it is switched on for the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from everstep.wire.events import EventKind
+from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness import assert_same, final_state, make_spec
+from tests.support.silent_backend import SilentOptions
+from train_fn.errors import StepFailed
+from train_fn.loop import restore
+from train_fn.step.peers import Peers
+
+BLOCKING, AHEAD = SilentOptions(), SilentOptions(run_ahead=True, delay_s=0.002)
+
+
+@pytest.mark.parametrize("silent", [BLOCKING, AHEAD], ids=["blocking", "ahead"])
+def test_a_death_in_the_middle_of_a_step_costs_nothing_and_changes_nothing(
+    tmp_path: Path, silent: SilentOptions
+) -> None:
+    """The host of a GPU runs ahead of its collectives; whoever believes in one too early trains on
+    other numbers than gloo's ranks do."""
+    spec = make_spec()
+    peace, broken = make_run_dir(tmp_path, "peace"), make_run_dir(tmp_path, "broken")
+    train_to_end(Job(peace, spec, 2), tmp_path)
+    survivor, killed = run_ranks(Job(broken, spec, 2, killed=(1, 13), silent=silent), tmp_path)
+    assert killed.exit_code == -9
+    assert isinstance(survivor.error, StepFailed)
+    assert (survivor.error.type_name, survivor.error.snapshot_step) == ("PeersGone", 13)
+    resumed = train_to_end(Job(broken, spec, 2, attempt=2, silent=silent), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", 13, [])
+    [started] = resumed.of_kind(EventKind.TRAINING_STARTED)
+    assert started["backend"] == "silent"
+    assert_same(final_state(peace), final_state(broken))
+
+
+def test_a_state_that_arrived_in_part_is_not_left_for_the_next_attempt(tmp_path: Path) -> None:
+    """The holder dies while it sends its state. What the other rank has by then looks sound, and a
+    snapshot of it would be newer than the holder's own."""
+    spec = make_spec()
+    peace, broken = make_run_dir(tmp_path, "peace"), make_run_dir(tmp_path, "broken")
+    train_to_end(Job(peace, spec, 2), tmp_path)
+    run_ranks(Job(broken, spec, 2, killed=(1, 13), silent=BLOCKING), tmp_path)
+    setup = f"{__name__}:die_while_sending"
+    again = Job(broken, spec, 2, attempt=2, silent=BLOCKING, setup=setup)
+    holder, receiver = run_ranks(again, tmp_path)
+    assert holder.exit_code == -9
+    assert isinstance(receiver.error, StepFailed)
+    assert (receiver.error.step, receiver.error.snapshot_step) == (None, None)
+    assert (receiver.error.type_name, receiver.error.phase) == ("PeersGone", "restore")
+    resumed = train_to_end(Job(broken, spec, 2, attempt=3, silent=BLOCKING), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("snapshot", 13)
+    assert_same(final_state(peace), final_state(broken))
+
+
+def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Path) -> None:
+    setup = f"{__name__}:receive_one_other_bit"
+    outcomes = run_ranks(Job(make_run_dir(tmp_path), make_spec(), 3, setup=setup), tmp_path)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, StepFailed)
+        assert outcome.error.type_name == "StateNotWhole"
+        assert "rank 2 received other bytes than rank 0 sent" in outcome.error.message
+        assert outcome.error.snapshot_step is None
+
+
+def die_while_sending() -> None:
+    """Rank 0 ends itself before the last piece of a state; no other collective would follow it but
+    those that training begins with."""
+    chunks, start_broadcast, num_left = restore._chunks, Peers.start_broadcast, [0]
+
+    def cut(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        pieces = chunks(tensors)
+        num_left[0] = len(pieces)
+        if dist.get_rank() != 0:
+            for tensor in tensors:
+                tensor.zero_()  # as fresh memory often is: no NaN gives the garbage away
+        return pieces
+
+    def send(peers: Peers, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        num_left[0] -= 1
+        if peers.rank == 0 and num_left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start_broadcast(peers, tensor, source)
+
+    restore._chunks = cut
+    Peers.start_broadcast = send  # type: ignore[method-assign]
+
+
+def receive_one_other_bit() -> None:
+    """As a network that damages data, on its way to rank 2."""
+    start_broadcast = Peers.start_broadcast
+
+    def send(peers: Peers, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        work = start_broadcast(peers, tensor, source)
+        if peers.rank == 2 and work is not None:
+            work.wait()
+            tensor.view(torch.uint8)[1] ^= 1
+        return work
+
+    Peers.start_broadcast = send  # type: ignore[method-assign]
