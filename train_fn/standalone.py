@@ -61,7 +61,7 @@ from train_fn.loop.attempt import Attempt, train
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import interface_problem
-from train_fn.recovery.environment import NCCL_ENV
+from train_fn.recovery.environment import device_env, take_environment
 from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.snapshots.last_save import save_own
@@ -410,7 +410,7 @@ def run_local(
 def _set_up(spec: RunSpec) -> None:
     """This process as a rank's: its environment before anything reads it, its memory and
     threads."""
-    os.environ.update(NCCL_ENV | spec.env)
+    take_environment(device_env(spec) | spec.env)
     keep_memory()
     set_threads(spec)
 

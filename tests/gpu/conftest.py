@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from train_fn import standalone
+from train_fn.recovery.environment import NCCL_ENV
 from train_fn.step.peers import end_process_group
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A process group of one rank over NCCL."""
-    for name, value in standalone.NCCL_ENV.items():
+    for name, value in NCCL_ENV.items():
         monkeypatch.setenv(name, value)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

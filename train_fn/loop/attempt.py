@@ -47,6 +47,7 @@ from train_fn.state.optim import drop_gradients, lr_factor
 from train_fn.state.sound_state import not_finite
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.state.train_state import tree_digest
+from train_fn.step.determinism import reproducibility
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.step.step_clock import StepClock
@@ -502,4 +503,5 @@ def _facts(ctx: WorkerContext, replica: Replica) -> dict[str, object]:
         "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
+        "reproducible": reproducibility(),
     }

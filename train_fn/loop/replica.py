@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import LearningRates, TrainedParameters, check_no_scheduler
 from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.determinism import set_determinism
 from train_fn.step.modes import set_modes_for_training
 from train_fn.step.peers import Peers
 from train_fn.step.plain_attributes import PlainAttributes
@@ -380,7 +380,7 @@ def empty_like(batch: Any) -> Any:
 def build_replica(ctx: WorkerContext) -> Replica:
     """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
-    _make_deterministic(ctx)
+    set_determinism(train.deterministic, ctx.device)
     bring_packages(ctx)
     if spec.code is not None:
         add_to_path(ctx.run_dir.storage, spec.code.archive)
@@ -463,16 +463,3 @@ def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Traini
     return StreamSet(
         dataset, streams, spec, ctx.local_world_size, collate_of(task), source
     ), streams
-
-
-def _make_deterministic(ctx: WorkerContext) -> None:
-    """Deterministic kernels where asked for; ``auto`` is on for CPU, and lets pass what has no
-    deterministic kernel."""
-    wanted = ctx.spec.train.deterministic
-    deterministic = ctx.device.type == "cpu" if wanted == "auto" else wanted
-    if deterministic and ctx.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic, warn_only=wanted == "auto")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
-    if ctx.device.type == "cuda":
-        torch.backends.cudnn.benchmark = not deterministic

@@ -12,10 +12,12 @@ when one is not, 2 for a wrong request.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +47,8 @@ KEPT_FREE_BYTES = 1 << 30
 train with."""
 FAR_SLOWER = 5.0
 """So many times slower than the median of the other nodes is a fault."""
+LOOK_S = 60.0
+"""Longest look in a process of its own, which imports torch first."""
 NOTICEABLE_S = 0.1
 """Times below this say more of the clock than of the node."""
 
@@ -79,6 +83,28 @@ def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figur
     )
     _enter(figures, "disk", lambda: _write_through(directory))
     return figures
+
+
+def look_from_outside(rank: int, device_type: str, directory: Path) -> Figures:
+    """Do the same in a process of its own, which sees the GPUs that this one sees now.
+
+    A process that has used CUDA goes on to see the devices of that moment, and Ray shows a rank
+    those of its node's other ranks only later.
+    """
+    command = [sys.executable, "-m", "train_fn.node.device_look"]
+    try:
+        done = subprocess.run(
+            [*command, str(rank), device_type, str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Figures(rank, os.uname().nodename, problems=[f"no look at it ended in {LOOK_S:g} s"])
+    if done.returncode != 0:
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        return Figures(rank, os.uname().nodename, problems=[f"a look at it failed: {last}"])
+    return Figures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
 
 
 def look_for_room(figures: Figures, directory: Path) -> None:

@@ -35,6 +35,7 @@ from train_fn.node.network_settings import meet_on_the_clusters_network
 from train_fn.node.secrets import Redactor, read_secrets
 from train_fn.node.silent_peers import watch_peers
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
+from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.recovery.rank_error import RankFailure, describe_error
 from train_fn.step.nccl import begin_attempt
@@ -84,7 +85,7 @@ def prepare(launch: RankLaunch) -> None:
     """Take an attempt's launch: its environment is set before anything of the attempt reads it."""
     global _launch
     _launch = launch
-    os.environ.update(launch.env)
+    take_environment(launch.env)
     keep_memory()
     ip = ray.util.get_node_ip_address()
     meet_on_the_clusters_network(ip)

@@ -16,7 +16,7 @@ from train_fn.node.link_time import pass_time, take_in
 from train_fn.node.network_settings import interface_problem
 from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.out_of_memory import look_for_oom, oom_kills
-from train_fn.node.preflight import Figures, look_at_this_node
+from train_fn.node.preflight import Figures, look_at_this_node, look_from_outside
 from train_fn.node.probe import accepts_connection
 from train_fn.ray_train import rank_process as worker
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
@@ -86,9 +86,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def look_at_node(self, number: int) -> Figures:
         """What its node computes, holds and writes, told as that of ``number``."""
-        return look_at_this_node(
-            number, torch.device("cuda" if ray.get_gpu_ids() else "cpu"), own_temporary_dir()
-        )
+        if ray.get_gpu_ids():
+            return look_from_outside(number, "cuda", own_temporary_dir())
+        return look_at_this_node(number, torch.device("cpu"), own_temporary_dir())
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
         """Where its node takes in what another one sends to time a link."""

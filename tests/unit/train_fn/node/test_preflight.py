@@ -3,10 +3,13 @@ merely noisy is not."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
@@ -16,10 +19,13 @@ from train_fn.node.preflight import (
     look_at_the_links,
     look_at_this_node,
     look_for_room,
+    look_from_outside,
     main,
     report,
     unfit,
 )
+from train_fn.ray_train import worker_actor
+from train_fn.ray_train.worker_actor import EverstepTrainWorker
 
 CPU = torch.device("cpu")
 
@@ -96,3 +102,37 @@ def test_without_torchrun_or_an_interface_it_says_so(
         main([]) == 2
         and "GLOO_SOCKET_IFNAME=ens7 names no network interface" in capsys.readouterr().err
     )
+
+
+def test_a_look_from_a_process_of_its_own_finds_the_same(tmp_path: Path) -> None:
+    figures = look_from_outside(3, "cpu", tmp_path)
+    assert (figures.rank, figures.host) == (3, os.uname().nodename)
+    assert figures.problems == []
+    assert figures.seconds.keys() == {"matmul", "memory", "disk"}
+
+
+def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank's own process must not use CUDA before Ray has shown it all GPUs of its node."""
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [1])
+    monkeypatch.setattr(worker_actor, "own_temporary_dir", lambda: tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("looked at the GPU from the rank's own process")
+
+    monkeypatch.setattr(worker_actor, "look_at_this_node", refuse)
+    figures = EverstepTrainWorker.look_at_node(SimpleNamespace(), 2)
+    [problem] = figures.problems
+    assert figures.rank == 2 and problem.startswith("a look at it failed: ")
+    assert "CUDA" in problem
+    assert unfit([figures]) == {2: [problem]}
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_look_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "LOOK_S", 0.01)
+    assert look_from_outside(0, "cpu", tmp_path).problems == ["no look at it ended in 0.01 s"]

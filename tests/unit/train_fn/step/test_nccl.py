@@ -3,7 +3,9 @@ which a spec may change."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,20 @@ import torch.distributed as dist
 
 from everstep.spec.run_spec import RunSpec
 from train_fn.node.gpu_memory import memory_summary
-from train_fn.recovery.environment import rank_env
+from train_fn.recovery.environment import COMMUNICATOR_S, rank_env, take_environment
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.step import nccl
+from train_fn.step.determinism import reproducibility, set_determinism
 from train_fn.step.peers import Peers, end_process_group
+
+
+def spec_of(**fields: Any) -> RunSpec:
+    task = {
+        "name": "image_classification",
+        "model": {"name": "mini_resnet"},
+        "data": {"name": "digits"},
+    }
+    return RunSpec.model_validate({"name": "a", "task": task, **fields})
 
 
 @pytest.fixture
@@ -43,13 +55,77 @@ def test_without_a_process_group_there_is_nothing_to_abort() -> None:
 def test_torch_leaves_the_process_alive_unless_the_spec_says_otherwise(
     env: dict[str, str], expected: str
 ) -> None:
-    task = {
-        "name": "image_classification",
-        "model": {"name": "mini_resnet"},
-        "data": {"name": "digits"},
-    }
-    spec = RunSpec.model_validate({"name": "a", "task": task, "env": env})
-    assert rank_env(spec, RecoverySettings())["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == expected
+    assert (
+        rank_env(spec_of(env=env), RecoverySettings())["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "a broken device would end the process"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "a watchdog that hangs would end the process"),
+    ],
+)
+def test_nothing_of_torchs_ends_the_process_that_holds_the_state(name: str, why: str) -> None:
+    assert rank_env(spec_of(), RecoverySettings())[name] == "0", why
+
+
+def test_a_communicator_is_created_within_a_limit() -> None:
+    env = rank_env(spec_of(), RecoverySettings())
+    assert env["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert float(env["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == COMMUNICATOR_S
+
+
+@pytest.mark.parametrize(
+    ("on_the_node", "of_the_spec", "expected"),
+    [(None, None, "19"), ("22", None, "22"), ("22", "18", "18"), (None, "18", "18")],
+)
+def test_infiniband_gives_a_silent_host_up_as_soon_as_tcp_does_unless_somebody_knows_better(
+    on_the_node: str | None,
+    of_the_spec: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {} if on_the_node is None else {"NCCL_IB_TIMEOUT": on_the_node}
+    monkeypatch.setattr(os, "environ", environ)
+    take_environment({} if of_the_spec is None else {"NCCL_IB_TIMEOUT": of_the_spec})
+    assert environ["NCCL_IB_TIMEOUT"] == expected
+    seconds = 4.096e-6 * 2**19 * int(environ["NCCL_IB_RETRY_CNT"])
+    assert seconds == pytest.approx(RecoverySettings().silent_peer_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("wanted", "is_set"), [(True, True), ("auto", False), (False, False)])
+def test_one_order_of_summation_is_set_where_the_spec_asks_for_it(
+    wanted: bool | str, is_set: bool
+) -> None:
+    env = rank_env(spec_of(train={"deterministic": wanted}), RecoverySettings())
+    names = {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO"}
+    assert names & env.keys() == (names if is_set else set())
+    own = spec_of(train={"deterministic": wanted}, env={"NCCL_ALGO": "Tree"})
+    assert rank_env(own, RecoverySettings())["NCCL_ALGO"] == "Tree"
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected", "benchmark"),
+    [
+        (True, "cuda", "bitwise", False),
+        ("auto", "cuda", "float tolerance", True),
+        (False, "cuda", "float tolerance", True),
+        (True, "cpu", "bitwise", None),
+        ("auto", "cpu", "bitwise where kernels are", None),
+        (False, "cpu", "float tolerance", None),
+    ],
+)
+def test_what_holds_follows_from_the_device(
+    wanted: Any, device: str, expected: str, benchmark: bool | None
+) -> None:
+    before = torch.backends.cudnn.benchmark
+    set_determinism(wanted, torch.device(device))
+    assert reproducibility() == expected
+    assert torch.backends.cudnn.benchmark is (before if benchmark is None else benchmark)
 
 
 def test_a_host_without_a_gpu_has_no_gpu_memory_to_show() -> None:

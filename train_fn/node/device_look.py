@@ -1,0 +1,18 @@
+"""``python -m train_fn.node.device_look RANK DEVICE DIRECTORY`` looks at a node and its GPU, and
+prints what it found as one line of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from train_fn.node.preflight import look_at_this_node
+
+if __name__ == "__main__":
+    rank, device, directory = sys.argv[1:]
+    found = look_at_this_node(int(rank), torch.device(device), Path(directory))
+    print(json.dumps(dataclasses.asdict(found)))
