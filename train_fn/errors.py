@@ -14,8 +14,9 @@ TrainError
 ├── PeersGone          what all ranks do together did not come about
 ├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
-├── StorageNotShared   the run's storage is not the same on all nodes
-└── StepFailed         what a rank raises after it left a broken attempt in order; names the cause
+└── StorageNotShared   the run's storage is not the same on all nodes
+
+What kind of failure each of them is stands in ``recovery/error_kinds.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from typing import Any
-
-from train_fn import clock as head_clock
-from train_fn.recovery.error_text import message_of
-from train_fn.recovery.rank_error import ErrorKind, classify, user_place
 
 _NAMES_SHOWN = 5
 
@@ -147,8 +144,6 @@ class StepNotWhole(TrainError):
     """A step that not all ranks took part in, or that lacks samples. ``step`` counts the steps done
     before it."""
 
-    kind = ErrorKind.EXCHANGE
-
     def __init__(self, step: int, problem: str) -> None:
         super().__init__(
             f"step {step + 1} is not whole and was not taken: {problem}. The run goes on from the "
@@ -161,8 +156,6 @@ class StepNotWhole(TrainError):
 class StateNotWhole(TrainError):
     """``step`` counts the steps done."""
 
-    kind = ErrorKind.EXCHANGE
-
     def __init__(self, step: int, problem: str) -> None:
         super().__init__(
             f"the state of step {step} is not one of whole steps, and is not used: {problem}"
@@ -173,64 +166,19 @@ class StateNotWhole(TrainError):
 class PeersGone(TrainError):
     """A barrier was given up, because another rank will not come."""
 
-    kind = ErrorKind.COLLECTIVE
-
 
 class Replaced(TrainError):
     """This process belongs to a submission that a newer one has taken over from; it must change
     nothing more."""
 
-    kind = ErrorKind.COLLECTIVE
-
 
 class CheckpointFailed(TrainError):
     """A checkpoint that must be durable before the rank may go on could not be committed."""
-
-    kind = ErrorKind.STORAGE
 
 
 class StorageNotShared(TrainError):
     """Nodes read other bytes under one path than others wrote there. Trying again changes
     nothing."""
-
-    kind = ErrorKind.STORAGE
-
-
-class StepFailed(TrainError):
-    """Stands for the exception that ended a rank's attempt, after the rank saved its state and let
-    its peers go.
-
-    It is raised anew, and holds text instead of the traceback, because a traceback's frames would
-    keep the broken process group alive, and with it every peer that waits in a collective.
-    ``rank_error.describe_error`` reads its attributes.
-    """
-
-    def __init__(
-        self,
-        cause: BaseException,
-        *,
-        traceback_text: str,
-        step: int | None,
-        phase: str,
-        snapshot_step: int | None,
-        snapshot_problem: str | None,
-        memory: str | None = None,
-    ) -> None:
-        self.type_name = type(cause).__name__
-        self.message = message_of(cause)
-        super().__init__(f"{self.type_name}: {self.message}")
-        self.traceback_text = traceback_text
-        self.kind = getattr(cause, "kind", None) or classify(cause)
-        self.step = step
-        """Steps done when it happened; None before the rank knew where the run was."""
-        self.phase = phase
-        self.at = head_clock.now()
-        self.snapshot_step = snapshot_step
-        """Step of the state that was left behind on this node; None where none could be."""
-        self.snapshot_problem = snapshot_problem
-        """Why there is none."""
-        self.memory = memory
-        """What the GPU held when it was too small."""
 
 
 def _few(names: Sequence[str]) -> str:
@@ -246,16 +194,3 @@ def forget_frames(exc: BaseException) -> None:
         traceback.clear_frames(current.__traceback__)
         current.__traceback__ = None
         current = current.__cause__ or current.__context__
-
-
-def ended_program(what: str, exc: SystemExit) -> BadTask:
-    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what
-    it ended."""
-    place = user_place("".join(traceback.format_exception(exc)))
-    where = f" ({place})" if place else ""
-    return BadTask(
-        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses "
-        "arguments belongs "
-        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or '
-        "code.config"
-    )

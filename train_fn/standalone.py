@@ -55,7 +55,6 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
 from train_fn.journal.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop.attempt import Attempt, train
 from train_fn.node.cpu_threads import set_threads
@@ -63,6 +62,7 @@ from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import interface_problem
 from train_fn.recovery.environment import device_env, take_environment
 from train_fn.recovery.history import READ_BATCH, read_history
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.snapshots.last_save import save_own
 from train_fn.snapshots.store import snapshot_store
@@ -271,18 +271,19 @@ def run_rank(
         stop = _train_in_the_open(ctx) if debug else train(ctx)
         _finish(journal, stop)
     except StepFailed as exc:
+        error = exc.error
         logger.error(
             "rank %d stopped at step %s (%s): %s\n%s",
             place.rank,
-            exc.step,
-            exc.phase,
-            exc,
-            exc.traceback_text,
+            error.step,
+            error.phase,
+            error.summary,
+            error.traceback,
         )
         if place.rank == 0:
             _save_last(ctx, say)
         return Ended(
-            EXIT_FAILED, journal.step if exc.step is None else exc.step, journal.metrics, where
+            EXIT_FAILED, journal.step if error.step is None else error.step, journal.metrics, where
         )
     finally:
         journal.close(CLOSE_S)

@@ -3,6 +3,7 @@ in bytes."""
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
 from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readiness
+from everstep.wire.failure import ErrorKind, Failure, Verdict
 from everstep.wire.figures import (
     EpochSamples,
     Goodput,
@@ -23,7 +24,6 @@ from everstep.wire.history import (
     Checkpoint,
     CodeArchive,
     Event,
-    Failure,
     LogLine,
     WorkerInfo,
 )
@@ -40,7 +40,6 @@ from everstep.wire.run import (
     Run,
     RunStatus,
     Transition,
-    Verdict,
 )
 
 __all__ = [
@@ -52,6 +51,7 @@ __all__ = [
     "ClusterInfo",
     "CodeArchive",
     "EpochSamples",
+    "ErrorKind",
     "Event",
     "Failure",
     "ForkedFrom",

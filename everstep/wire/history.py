@@ -1,4 +1,4 @@
-"""What happened in a run: events, attempts, failures, log lines, checkpoints, and the code that it
+"""What happened in a run: events, attempts, log lines, checkpoints, and the code that it
 runs."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from everstep.wire.base import Answer, Time
-from everstep.wire.run import Verdict
 
 
 class Event(Answer):
@@ -60,33 +59,6 @@ class LogLine(Answer):
     """Null for the driver."""
     level: str
     message: str
-
-
-class Failure(Answer):
-    at: Time
-    attempt: int
-    verdict: Verdict
-    first_rank: int | None
-    """Rank that failed first; its peers' errors followed from it."""
-    node_id: str | None
-    step: int | None
-    exception: str | None
-    """The first failing rank's exception."""
-    evidence: dict[str, Any]
-    action: str
-    """What Everstep did."""
-    budget: str | None
-    """Which budget it was counted on."""
-    steps_lost: int | None
-    detect_s: float | None
-    recovery_s: float | None
-    world_size_before: int | None
-    world_size_after: int | None
-    submission: int = 0
-    """Ray Job whose attempt failed."""
-    last_lines: tuple[LogLine, ...] = ()
-    """What the first failing rank logged last, oldest first; ``seq`` is 0. The driver's where no
-    rank failed first."""
 
 
 class Checkpoint(Answer):

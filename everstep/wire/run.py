@@ -47,20 +47,6 @@ class ReasonCode(StrEnum):
     STORAGE_UNAVAILABLE = "storage_unavailable"
 
 
-class Verdict(StrEnum):
-    """What a failure was, decided from evidence."""
-
-    USER_ERROR = "user_error"
-    WORKER_LOST = "worker_lost"
-    NODE_LOST = "node_lost"
-    OUT_OF_MEMORY = "out_of_memory"
-    PREEMPTION = "preemption"
-    HANG = "hang"
-    STORAGE = "storage"
-    CONTROL_PLANE = "control_plane"
-    UNKNOWN = "unknown"
-
-
 class Reason(Answer):
     code: ReasonCode
     """Machine-readable cause."""

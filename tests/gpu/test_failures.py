@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everstep.wire import ErrorKind
 from train_fn.errors import PeersGone
 from train_fn.node.gpu_memory import memory_summary
-from train_fn.recovery.rank_error import ErrorKind, classify, describe_error
+from train_fn.recovery.error_kinds import kind_of
+from train_fn.recovery.rank_error import describe_error
 from train_fn.step import nccl as nccl_abort
 
 
@@ -19,7 +21,7 @@ def test_out_of_memory_is_a_verdict_with_who_held_it(nccl: torch.device) -> None
     held = torch.empty(64 << 20, dtype=torch.uint8, device=nccl)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device=nccl)
-    assert classify(caught.value) is ErrorKind.OUT_OF_MEMORY
+    assert kind_of(caught.value) is ErrorKind.DEVICE_MEMORY
     summary = memory_summary(caught.value, nccl)
     assert summary is not None
     assert "cuda:0" in summary.splitlines()[0]

@@ -8,6 +8,7 @@ variable whose value is printed and raised).
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import time
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
+from train_fn.recovery.rank_error import StepFailed, describe_error
 
 
 def train(ctx: WorkerContext) -> Stop | None:
@@ -57,14 +58,8 @@ def train(ctx: WorkerContext) -> Stop | None:
             time.sleep(float(tags["step_ms"]) / 1000)
     except BaseException as exc:
         _save(ctx, step)
-        error = StepFailed(
-            exc,
-            traceback_text=traceback.format_exc(),
-            step=step,
-            phase="step",
-            snapshot_step=step,
-            snapshot_problem=None,
-        )
+        told = describe_error(exc, ctx.world_rank)
+        error = StepFailed(dataclasses.replace(told, step=step, phase="step", snapshot_step=step))
         traceback.clear_frames(exc.__traceback__)
     if error is not None:
         del ddp

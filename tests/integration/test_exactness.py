@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from train_fn.errors import StepFailed
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.recovery.rank_error import ErrorKind, describe_error
+from train_fn.recovery.rank_error import StepFailed, describe_error
 
 STEPS_PER_EPOCH = 15
 """Of 1,437 samples in global batches of 100: the last one has 37."""
@@ -134,7 +134,7 @@ def test_survivors_of_a_killed_rank_lose_no_step(
             assert outcome.exit_code == -9
             continue
         assert isinstance(outcome.error, StepFailed)
-        assert outcome.error.snapshot_step in (13, 14)
+        assert outcome.error.error.snapshot_step in (13, 14)
         assert describe_error(outcome.error, rank).kind is ErrorKind.COLLECTIVE
     resumed = train_to_end(Job(broken, spec, world_size, attempt=2), tmp_path)
 

@@ -23,7 +23,7 @@ from tests.integration.moving_buffers import (
 )
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same
-from train_fn.errors import StepFailed
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.samples.randomness import key
 
 SETUP = "tests.integration.moving_buffers:moving_task"
@@ -92,7 +92,7 @@ def test_what_moves_is_torn_by_no_failure(
     ]
     for error in errors:
         assert isinstance(error, StepFailed)
-        assert (error.snapshot_step, error.snapshot_problem) == (killed[1], None)
+        assert (error.error.snapshot_step, error.snapshot_problem) == (killed[1], None)
     resumed = train_to_end(Job(broken, SPEC, world_size, attempt=2, setup=SETUP), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("snapshot", killed[1])

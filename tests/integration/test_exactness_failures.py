@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import LAST_STEP, make_spec
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.support.storage_places import record_restored
-from train_fn.errors import StepFailed
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.recovery.rank_error import ErrorKind, RankError, describe_error
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 
 
 def errors_of(outcomes: list[Outcome]) -> list[RankError]:
@@ -117,7 +117,7 @@ def test_too_little_shared_memory_falls_back_to_the_checkpoint_and_says_so(tmp_p
         Job(run_dir, spec, 2, killed=(1, 13), killed_after=10, setup=setup), tmp_path
     )
     assert isinstance(outcomes[0].error, StepFailed)
-    assert outcomes[0].error.snapshot_step is None
+    assert outcomes[0].error.error.snapshot_step is None
     assert "does not fit" in str(outcomes[0].error.snapshot_problem)
     resumed = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
@@ -133,7 +133,7 @@ def test_a_killed_submissions_snapshot_counts_unless_another_went_on_without_it(
     run_dir, spec = make_run_dir(tmp_path, "run_fenced"), make_spec()
     outcomes = run_ranks(Job(run_dir, spec, 2, killed=(1, 13), killed_after=10), tmp_path)
     assert isinstance(outcomes[0].error, StepFailed)
-    assert outcomes[0].error.snapshot_step == 13
+    assert outcomes[0].error.error.snapshot_step == 13
     record_restored(run_dir, 1, 0, "fresh")
     if went_on_from is not None:
         record_restored(run_dir, 2, went_on_from, "checkpoint")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import math
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -19,7 +19,6 @@ from train_fn.context import WorkerContext
 from train_fn.errors import (
     BadTask,
     NonFiniteLoss,
-    StepFailed,
     StepNotWhole,
     TrainError,
     forget_frames,
@@ -37,6 +36,7 @@ from train_fn.loop.reporter import Reporter
 from train_fn.loop.restore import claim, restore
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.profiling.profiler import StepProfiler
+from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.samples.ledger import difference
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.forgotten import sweep_forgotten
@@ -435,7 +435,7 @@ class Attempt:
         Peers first: only a dead rank's neighbours notice by themselves, each frees the next by
         leaving, and nobody should have to wait until others have written their state.
         """
-        text = "".join(traceback.format_exception(cause))
+        error = describe_error(cause, self.ctx.world_rank)
         memory = memory_summary(cause, self.ctx.device)
         forget_frames(cause)
         replica = self._replica
@@ -473,15 +473,10 @@ class Attempt:
         if self._reporter is not None:
             self._reporter.close()
         self._replica = self._saver = self._publisher = self._reporter = None
-        return StepFailed(
-            cause,
-            traceback_text=text,
-            step=step,
-            phase=self.phase,
-            snapshot_step=snapshot_step,
-            snapshot_problem=problem,
-            memory=memory,
+        error = dataclasses.replace(
+            error, step=step, phase=self.phase, snapshot_step=snapshot_step, memory=memory
         )
+        return StepFailed(error, problem)
 
 
 def _finite(value: float) -> float | None:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from everstep.wire import ErrorKind
 from everstep.wire.events import NODE_UNFIT
 from train_fn.node.preflight import Figures, unfit
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.start_checks import LeaveOut, first_on_nodes, prepared
 from train_fn.recovery.partition import nodes_apart
-from train_fn.recovery.rank_error import ErrorKind, RankError
+from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.verdict import RankReport
 

@@ -37,7 +37,7 @@ from train_fn.node.silent_peers import watch_peers
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
-from train_fn.recovery.rank_error import RankFailure, describe_error
+from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.nccl import begin_attempt
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage
@@ -287,7 +287,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
             error.summary,
             error.traceback,
         )
-        raise RankFailure(error) from None
+        raise StepFailed(error) from None
     finally:
         for variable in job.spec.secrets:
             os.environ.pop(variable, None)

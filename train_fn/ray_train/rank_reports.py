@@ -19,7 +19,7 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.ray_train.stopped_processes import find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
-from train_fn.recovery.rank_error import RankFailure, describe_error
+from train_fn.recovery.rank_error import describe_error
 from train_fn.recovery.sizing import NodeView
 from train_fn.recovery.verdict import RankReport
 
@@ -59,6 +59,7 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
     error = getattr(error, "_base_exc", error)
+    error = getattr(error, "cause", error)
     if error is None:
         return report
     if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):
@@ -73,8 +74,6 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
             preempted=bool(error.preempted),
             still_running=False,
         )
-    if isinstance(error, RankFailure):
-        return dataclasses.replace(report, error=error.error)
     return dataclasses.replace(report, error=describe_error(error, report.rank))
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from everstep.wire import ErrorKind
 from train_fn.ray_train.rank_process import versions
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.worker_actor import RankReady
 from train_fn.recovery.partition import nodes_apart
-from train_fn.recovery.rank_error import ErrorKind, RankError
+from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 from train_fn.recovery.verdict import RankReport

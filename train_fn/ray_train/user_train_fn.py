@@ -8,12 +8,12 @@ Everstep's own loop.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +27,12 @@ from everstep.wire.metric_names import MAX_NAMES, NameLimit
 from storage.run_control import Stop
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, PeersGone, StepFailed, forget_frames
+from train_fn.errors import BadTask, PeersGone, forget_frames
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.ray_train.checkpoint_list import STEP_METRIC, latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
+from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, load_named, place_of
@@ -152,7 +153,7 @@ def train(ctx: WorkerContext) -> Stop | None:
     except BaseException as exc:
         if reports is not None:
             reports.close(failed=True)
-        failed = _leave(exc, reports.step if reports is not None else None)
+        failed = _leave(ctx, exc, reports.step if reports is not None else None)
     # outside of the handler: a context would keep the function's frames, and the process group,
     # alive
     raise failed
@@ -206,21 +207,15 @@ def _call(ctx: WorkerContext) -> None:
     function(*([config] if num_required else []))
 
 
-def _leave(cause: BaseException, step: int | None) -> StepFailed:
+def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFailed:
     """Let the peers go and describe what happened: only a dead rank's neighbours notice by
     themselves."""
-    text = "".join(traceback.format_exception(cause))
+    error = describe_error(cause, ctx.world_rank)
     forget_frames(cause)
     gc.collect()
     end_process_group()
-    return StepFailed(
-        cause,
-        traceback_text=text,
-        step=step,
-        phase="train_fn",
-        snapshot_step=None,
-        snapshot_problem="a train_fn keeps its state by its own checkpoints",
-    )
+    error = dataclasses.replace(error, step=step, phase="train_fn")
+    return StepFailed(error, "a train_fn keeps its state by its own checkpoints")
 
 
 def _code(ctx: WorkerContext) -> CodeSpec:

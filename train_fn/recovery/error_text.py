@@ -4,6 +4,9 @@ advice that does not apply here."""
 from __future__ import annotations
 
 import re
+import traceback
+
+from train_fn.errors import BadTask
 
 _WRAPPED = re.compile(r"Caught \w+ in .*\.\nOriginal Traceback \(most recent call last\):\n")
 """How torch begins the message of what was raised in a loader process: the original's whole
@@ -33,6 +36,11 @@ _TWICE_ADVICE = (
     "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
+_USER_FRAME = re.compile(
+    r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?'
+)
+"""A frame of uploaded code, by where nodes keep it (``user_code/modules.py``)."""
+
 
 def message_of(exc: BaseException) -> str:
     """Return an exception's message; of a group also the first exception that is in it."""
@@ -44,7 +52,18 @@ def message_of(exc: BaseException) -> str:
             f"the code ended the program by sys.exit({exc.code!r}); let it return, or raise an "
             "error that says why"
         )
-    return str(exc) if leaf is exc else f"{exc}; the first: {type(leaf).__name__}: {leaf}"
+    if leaf is exc:
+        return _said(exc)
+    return f"{_said(exc)}; the first: {type(leaf).__name__}: {_said(leaf)}"
+
+
+def _said(exc: BaseException) -> str:
+    """Return ``str(exc)``. A user's exception may raise there; its rank must still be accounted
+    for."""
+    try:
+        return str(exc)
+    except Exception as failed:
+        return f"(its __str__ raised {type(failed).__name__})"
 
 
 def plain_message(message: str) -> str:
@@ -67,6 +86,35 @@ def with_place(message: str, place: str | None) -> str:
         return message
     first, *rest = message.split("\n", 1)
     return "\n".join([f"{first} ({place})", *rest])
+
+
+def user_place(trace: str) -> str | None:
+    """Return ``file, line N, in function`` of a traceback's innermost frame in uploaded code.
+
+    None where there is none. A line that Python could not even parse is in no function.
+    """
+    frames = _USER_FRAME.findall(trace)
+    if not frames:
+        return None
+    file, line, function = frames[-1]
+    return (
+        f"{file}, line {line}, in {function}"
+        if function and function != "<module>"
+        else f"{file}, line {line}"
+    )
+
+
+def ended_program(what: str, exc: SystemExit) -> BadTask:
+    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what
+    it ended."""
+    place = user_place("".join(traceback.format_exception(exc)))
+    where = f" ({place})" if place else ""
+    return BadTask(
+        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses "
+        "arguments belongs "
+        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or '
+        "code.config"
+    )
 
 
 def _unwrapped(message: str) -> str:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
-from everstep.wire import ReasonCode, Verdict
-from train_fn.recovery.rank_error import ErrorKind, RankError
+from everstep.wire import ErrorKind, ReasonCode, Verdict
+from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of_death
+from train_fn.recovery.rank_error import RankError
 
 BUDGET_OF = {
     Verdict.USER_ERROR: "user_errors",
@@ -24,16 +25,6 @@ BUDGET_OF = {
 """Budget that a verdict is charged to; all others are ``system_failures``. Only ``user_errors`` and
 ``system_failures`` can be exhausted: a preemption and trouble of the control plane or of the
 storage say nothing about the run, which waits longer each time."""
-
-_VERDICT_OF_KIND = {
-    ErrorKind.USER: Verdict.USER_ERROR,
-    ErrorKind.OUT_OF_MEMORY: Verdict.OUT_OF_MEMORY,
-    ErrorKind.STORAGE: Verdict.STORAGE,
-    ErrorKind.NODE: Verdict.NODE_LOST,
-    ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
-    ErrorKind.HANG: Verdict.HANG,
-    ErrorKind.EXCHANGE: Verdict.UNKNOWN,
-}
 
 
 @dataclass(frozen=True)
@@ -88,6 +79,8 @@ class Judgement:
     exception: str | None
     signature: str | None
     """Equal for two occurrences of one bug."""
+    kind: ErrorKind | None = None
+    """Of the first rank's error; None where it raised none."""
     detail: dict[str, Any] = field(default_factory=dict)
     """The evidence as the failure event shows it."""
 
@@ -134,7 +127,7 @@ def judge(evidence: Evidence) -> Judgement:
     if raised:
         error = raised[0].error
         assert error is not None
-        return _judgement(evidence, raised[0], _VERDICT_OF_KIND[error.kind])
+        return _judgement(evidence, raised[0], VERDICT_OF_KIND[error.kind])
     draining = [r for r in evidence.ranks if r.node_draining]
     if draining:
         return _judgement(evidence, draining[0], Verdict.PREEMPTION)
@@ -167,7 +160,7 @@ def decide(
         return _decide_user_error(judgement, past, spec)
     if judgement.verdict is Verdict.PREEMPTION:
         return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
-    if (judgement.signature or "").startswith("StorageNotShared|") and not judgement.step:
+    if judgement.kind is ErrorKind.STORAGE_NOT_SHARED and not judgement.step:
         # Of a run that has trained, a node has lost its mount: that is trouble of the storage as
         # any other.
         return Decision(
@@ -296,11 +289,7 @@ def _decide_storage(
 def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:
     """Whether a GPU ran out of memory where it did before. A host's memory is shared with others,
     and may suffice the next time."""
-    if judgement.verdict is not Verdict.OUT_OF_MEMORY or not (judgement.signature or "").startswith(
-        "OutOfMemoryError|"
-    ):
-        return False
-    return any(
+    return judgement.kind is ErrorKind.DEVICE_MEMORY and any(
         (failure.verdict, failure.step, failure.signature)
         == (judgement.verdict, judgement.step, judgement.signature)
         for failure in past
@@ -342,11 +331,8 @@ def _death_verdict(report: RankReport) -> Verdict:
         return Verdict.PREEMPTION
     if not report.node_alive:
         return Verdict.NODE_LOST
-    if report.death and any(
-        words in report.death for words in ("OUT_OF_MEMORY", "OutOfMemory", "out of memory")
-    ):
-        return Verdict.OUT_OF_MEMORY
-    return Verdict.WORKER_LOST
+    kind = kind_of_death(report.death)
+    return Verdict.WORKER_LOST if kind is None else VERDICT_OF_KIND[kind]
 
 
 def _judgement(evidence: Evidence, first: RankReport | None, verdict: Verdict) -> Judgement:
@@ -361,6 +347,7 @@ def _judgement(evidence: Evidence, first: RankReport | None, verdict: Verdict) -
         step=error.step if error and error.step is not None else evidence.last_step,
         exception=exception,
         signature=error.signature if error else None,
+        kind=error.kind if error else None,
         detail=_detail(evidence, first),
     )
 
@@ -378,6 +365,7 @@ def _detail(evidence: Evidence, first: RankReport | None) -> dict[str, Any]:
         if first.death:
             detail["death"] = first.death[-4000:]
         if first.error:
+            detail["kind"] = first.error.kind.value
             detail["signature"] = first.error.signature
             detail["traceback"] = first.error.traceback
             detail["phase"] = first.error.phase

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.errors import BadTask, ended_program
+from train_fn.errors import BadTask
+from train_fn.recovery.error_text import ended_program
 from train_fn.samples.loader import Collate, Loaded, loader_options, num_loader_workers
 from train_fn.samples.randomness import key, seed_sample
 from train_fn.samples.sampler import MicroBatch

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 
 from everstep.spec.user_code import CodeSpec
-from train_fn.errors import BadTask, ended_program
+from train_fn.errors import BadTask
+from train_fn.recovery.error_text import ended_program
 from train_fn.tasks.protocol import Task
 from train_fn.user_code.modules import load_named, place_of
 

@@ -22,9 +22,9 @@ from everstep.code.rules import import_roots
 from storage.code.archive import read_members, unpack
 from storage.code.store import CodeStore
 from storage.filesystem import Storage
-from train_fn.errors import BadTask, ended_program
+from train_fn.errors import BadTask
 from train_fn.node.node_dir import cache_root, files_of, once_a_node
-from train_fn.recovery.rank_error import user_place
+from train_fn.recovery.error_text import ended_program, user_place
 from train_fn.user_code.torchvision_ops import declare_missing_ops
 
 _path_lock = threading.Lock()

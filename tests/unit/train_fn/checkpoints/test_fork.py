@@ -23,9 +23,9 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.errors import StepFailed
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
+from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
 
@@ -323,9 +323,9 @@ def test_a_fork_whose_own_checkpoints_are_all_damaged_begins_again(
 def refusal(run_dir: RunDir, wanted: RunSpec) -> str:
     with pytest.raises(StepFailed) as caught:
         run(run_dir, wanted)
-    assert caught.value.type_name == "ForkRefused"
+    assert caught.value.error.type == "ForkRefused"
     assert CheckpointStore(run_dir).list() == []
-    return caught.value.message
+    return caught.value.error.message
 
 
 def test_a_changed_model_is_refused_with_every_key_and_shape(

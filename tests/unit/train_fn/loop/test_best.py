@@ -20,10 +20,10 @@ from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
 from train_fn.loop import boundary, replica
 from train_fn.loop.attempt import train
 from train_fn.loop.replica import Replica
+from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
 
@@ -134,7 +134,7 @@ def run(
         try:
             assert train(one_rank(SPEC, run_dir, attempt=attempt)) is None
         except StepFailed as exc:
-            assert exc.type_name == "PeerGone", exc
+            assert exc.error.type == "PeerGone", exc
         else:
             return attempt
     raise AssertionError("the run does not end")

@@ -19,9 +19,9 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.errors import StepFailed
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
+from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
 

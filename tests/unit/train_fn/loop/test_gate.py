@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn import standalone
-from train_fn.errors import StepFailed, StepNotWhole
+from train_fn.errors import StepNotWhole
 from train_fn.loop.attempt import Attempt
-from train_fn.recovery.rank_error import ErrorKind, describe_error
+from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.samples.ledger import Count
 from train_fn.step.peers import Peers
 from train_fn.step.step_totals import Carrier, StepTotals
@@ -117,7 +118,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
             attempt.run()
         weights = [parameter.detach().clone() for parameter in replica.parameters]
         failed = attempt.leave(raised.value)
-    assert isinstance(failed, StepFailed) and failed.snapshot_step == 3
+    assert isinstance(failed, StepFailed) and failed.error.snapshot_step == 3
     told = describe_error(failed, 0)
     assert (told.kind, told.step, told.collateral) == (ErrorKind.EXCHANGE, 3, False), (
         "no mistake of the user's"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
@@ -19,11 +20,10 @@ from tests.support.one_rank import Journal, journal_of, one_rank
 from train_fn import standalone
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
-from train_fn.recovery.rank_error import ErrorKind
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots import store as snapshot
 from train_fn.state.skipped_steps import MOST_IN_A_ROW
 
@@ -84,7 +84,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
 def refusal(ctx: WorkerContext) -> StepFailed:
     with pytest.raises(StepFailed) as raised:
         train(ctx)
-    assert (raised.value.type_name, raised.value.kind) == ("BadTask", ErrorKind.USER)
+    assert (raised.value.error.type, raised.value.error.kind) == ("BadTask", ErrorKind.USER)
     return raised.value
 
 
@@ -139,10 +139,10 @@ def test_a_scheduler_for_the_optimizer_is_refused_before_a_step(
 ) -> None:
     ctx = begin(SteppedInAHook())
     failed = refusal(ctx)
-    assert failed.message.startswith("SteppedInAHook.build_optimizer (")
+    assert failed.error.message.startswith("SteppedInAHook.build_optimizer (")
     assert (
-        "test_own_changes.py, line" in failed.message
-        and "use schedule: in the spec" in failed.message
+        "test_own_changes.py, line" in failed.error.message
+        and "use schedule: in the spec" in failed.error.message
     )
     assert journal_of(ctx).points == []
 
@@ -152,11 +152,12 @@ def test_a_learning_rate_that_the_task_changes_is_refused_by_name(
     when: str, step: int, begin: Callable[..., WorkerContext]
 ) -> None:
     failed = refusal(begin(ScaledInAHook(when)))
-    assert failed.step == step
+    assert failed.error.step == step
     assert (
-        "parameter group 0 is " in failed.message and "use schedule: in the spec" in failed.message
+        "parameter group 0 is " in failed.error.message
+        and "use schedule: in the spec" in failed.error.message
     )
-    assert "ScaledInAHook.build_optimizer (" in failed.message
+    assert "ScaledInAHook.build_optimizer (" in failed.error.message
 
 
 def test_the_learning_rate_that_is_told_is_the_step_s_own(
@@ -250,11 +251,11 @@ def test_what_is_trained_cannot_change_within_a_run(
     begin: Callable[..., WorkerContext],
 ) -> None:
     failed = refusal(begin(Unfrozen(change, in_loss_at)))
-    assert failed.step == step
-    assert said.replace("(test", "(") in failed.message.replace(
+    assert failed.error.step == step
+    assert said.replace("(test", "(") in failed.error.message.replace(
         str(Path(__file__).parent) + "/", ""
     ).replace("(test", "(")
-    assert "start a new run with resume_from" in failed.message
+    assert "start a new run with resume_from" in failed.error.message
 
 
 def test_a_group_that_is_added_to_the_optimizer_is_refused(
@@ -269,7 +270,9 @@ def test_a_group_that_is_added_to_the_optimizer_is_refused(
             self.optimizer.add_param_group({"params": list(model[0].parameters())})
 
     failed = refusal(begin(Added()))
-    assert "changed which parameters the optimizer holds: it had 2 in 1 groups" in failed.message
+    assert (
+        "changed which parameters the optimizer holds: it had 2 in 1 groups" in failed.error.message
+    )
 
 
 # ---------------------------------------------------------------- fp16
@@ -314,11 +317,15 @@ def test_fp16_that_trains_nothing_is_a_failure_that_names_the_parameters(
     with pytest.raises(StepFailed) as raised:
         train(ctx)
     failed = raised.value
-    assert (failed.type_name, failed.kind, failed.step) == ("NothingTrained", ErrorKind.USER, steps)
-    assert failed.message.startswith(
+    assert (failed.error.type, failed.error.kind, failed.error.step) == (
+        "NothingTrained",
+        ErrorKind.USER,
+        steps,
+    )
+    assert failed.error.message.startswith(
         f"{steps} steps in a row, {steps} of {steps} in all, were left out"
     )
-    assert "The gradients of 0.bias are not finite" in failed.message
+    assert "The gradients of 0.bias are not finite" in failed.error.message
 
 
 def test_fp16_whose_scale_collapses_is_a_failure_though_a_few_steps_are_taken(
@@ -329,9 +336,10 @@ def test_fp16_whose_scale_collapses_is_a_failure_though_a_few_steps_are_taken(
     ctx = begin(Overflowing(lambda step: step % 3 != 0), precision="fp16", epochs=20, max_steps=200)
     with pytest.raises(StepFailed) as raised:
         train(ctx)
-    assert (raised.value.type_name, raised.value.step) == ("NothingTrained", 46)
+    assert (raised.value.error.type, raised.value.error.step) == ("NothingTrained", 46)
     assert (
-        "31 of 46 in all" in raised.value.message and "down to 3.05176e-05" in raised.value.message
+        "31 of 46 in all" in raised.value.error.message
+        and "down to 3.05176e-05" in raised.value.error.message
     )
 
 

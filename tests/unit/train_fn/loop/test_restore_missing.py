@@ -26,9 +26,9 @@ from storage.run_names import CheckpointName
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.errors import StepFailed
 from train_fn.journal.local_journal import open_local_journal
 from train_fn.loop.attempt import train
+from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
 
@@ -142,7 +142,8 @@ def test_a_run_whose_checkpoints_are_all_gone_waits_for_them(run_dir: RunDir) ->
     with pytest.raises(StepFailed) as caught:
         attempt(run_dir, 2)
     assert (
-        caught.value.type_name == StorageUnavailable.__name__ and NAMES[1] in caught.value.message
+        caught.value.error.type == StorageUnavailable.__name__
+        and NAMES[1] in caught.value.error.message
     )
     assert len(restored(run_dir)) == 1, "no attempt began again"
     elsewhere.rename(place)

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.code.store import CodeStore
 from storage.filesystem import Storage, open_storage
@@ -23,7 +24,6 @@ from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.unit.train_fn.tasks.test_own_task import own_node
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
 from train_fn.ray_train import user_train_fn as own_function
 from train_fn.ray_train.checkpoint_list import (
     KeepCheckpointList,
@@ -32,7 +32,7 @@ from train_fn.ray_train.checkpoint_list import (
     repair_snapshot_file,
 )
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
-from train_fn.recovery.rank_error import ErrorKind, describe_error
+from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.recovery.settings import RecoverySettings
 
 __all__ = ["own_node"]

@@ -3,7 +3,9 @@ that applies here."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import pickle
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -21,10 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.text import words as cli_words
-from everstep.wire import Failure, Verdict
-from train_fn.errors import StepFailed
+from everstep.wire import ErrorKind, Failure, Verdict
 from train_fn.recovery.error_text import plain_message
-from train_fn.recovery.rank_error import ErrorKind, RankError, describe_error
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import Decision, Evidence, RankReport, failure_data, judge
 
 pytestmark = pytest.mark.own_process
@@ -79,15 +80,11 @@ def described(raises: Any, *, after_the_loop: bool = True) -> RankError:
     try:
         raises()
     except BaseException as exc:
-        import traceback
-
-        text = "".join(traceback.format_exception(exc))
+        error = describe_error(exc, 1)
         if not after_the_loop:
-            return describe_error(exc, 1)
-        failed = StepFailed(
-            exc, traceback_text=text, step=3, phase="step", snapshot_step=3, snapshot_problem=None
-        )
-        return describe_error(failed, 1)
+            return error
+        left = dataclasses.replace(error, step=3, phase="step", snapshot_step=3)
+        return describe_error(pickle.loads(pickle.dumps(StepFailed(left))), 1)
     raise AssertionError("it raised nothing")
 
 

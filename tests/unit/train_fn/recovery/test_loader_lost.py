@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from everstep.wire import ErrorKind
 from tests.support.service_process import wait_for
-from train_fn.recovery.rank_error import ErrorKind, describe_error
+from train_fn.recovery.rank_error import describe_error
 
 
 class Tensors(Dataset[torch.Tensor]):

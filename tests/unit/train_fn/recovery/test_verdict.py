@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
-from everstep.wire import ReasonCode, Verdict
+from everstep.wire import ErrorKind, ReasonCode, Verdict
 from storage.errors import StorageFull
-from train_fn.recovery.rank_error import ErrorKind, RankError, RankFailure, classify, describe_error
+from train_fn.recovery.error_kinds import kind_of
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import (
     Decision,
     Evidence,
@@ -206,12 +207,10 @@ def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() ->
     assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
 
 
-def storage_judgement(
-    step: int | None = 5, signature: str = "CorruptFile|line # is not an event|"
-) -> Judgement:
-    return Judgement(
-        Verdict.STORAGE, 0, "n0", step, "CorruptFile: line 3 is not an event", signature
-    )
+def storage_judgement(step: int | None = 5, kind: ErrorKind = ErrorKind.STORAGE) -> Judgement:
+    message = "CorruptFile: line 3 is not an event"
+    signature = "CorruptFile|line # is not an event|"
+    return Judgement(Verdict.STORAGE, 0, "n0", step, message, signature, kind)
 
 
 def test_trouble_of_the_storage_waits_longer_each_time_and_fails_no_run() -> None:
@@ -256,7 +255,7 @@ def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
 
 
 def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
-    unshared = "StorageNotShared|storage # is not the same on all nodes|"
+    unshared = ErrorKind.STORAGE_NOT_SHARED
     assert weighed(storage_judgement(7, unshared), []).restart
     assert not weighed(storage_judgement(0, unshared), []).restart
 
@@ -283,20 +282,12 @@ def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
     ],
 )
 def test_exceptions_are_told_apart(exc: BaseException, kind: ErrorKind) -> None:
-    assert classify(exc) is kind
+    assert kind_of(exc) is kind
 
 
 def test_what_the_loop_raises_anew_stands_for_its_cause() -> None:
-    from train_fn.errors import StepFailed
-
-    raised = StepFailed(
-        RuntimeError(GLOO),
-        traceback_text="frames",
-        step=41,
-        phase="backward",
-        snapshot_step=41,
-        snapshot_problem=None,
-    )
+    cause = describe_error(RuntimeError(GLOO), 3)
+    raised = StepFailed(dataclasses.replace(cause, step=41, phase="backward", snapshot_step=41))
     described = describe_error(raised, 3)
     assert (described.kind, described.type, described.step, described.phase) == (
         ErrorKind.COLLECTIVE,
@@ -305,17 +296,8 @@ def test_what_the_loop_raises_anew_stands_for_its_cause() -> None:
         "backward",
     )
     assert described.collateral
-    assert describe_error(
-        StepFailed(
-            StorageFull("x"),
-            traceback_text="",
-            step=1,
-            phase="",
-            snapshot_step=None,
-            snapshot_problem=None,
-        ),
-        0,
-    ).kind is (ErrorKind.STORAGE)
+    full = StepFailed(describe_error(StorageFull("x"), 0))
+    assert describe_error(full, 0).kind is ErrorKind.STORAGE
 
 
 def test_a_signature_survives_addresses_and_numbers_but_not_another_place() -> None:
@@ -329,7 +311,7 @@ def test_a_signature_survives_addresses_and_numbers_but_not_another_place() -> N
 
 
 def test_a_rank_failure_survives_pickling() -> None:
-    failure = RankFailure(error(2, ErrorKind.USER, 1.5))
+    failure = StepFailed(error(2, ErrorKind.USER, 1.5))
     again = pickle.loads(pickle.dumps(failure))
     assert again.error == failure.error
     assert str(again) == str(failure)
@@ -340,7 +322,7 @@ def test_a_gpu_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_
         message = f"CUDA out of memory. Tried to allocate {amount}"
         found = RankError(
             0,
-            ErrorKind.OUT_OF_MEMORY,
+            ErrorKind.DEVICE_MEMORY,
             "OutOfMemoryError",
             message,
             "",

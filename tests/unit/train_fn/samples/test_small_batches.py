@@ -20,9 +20,9 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.context import WorkerContext
-from train_fn.errors import StepFailed
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
+from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
 
@@ -75,8 +75,8 @@ def context(
 def refusal(ctx: WorkerContext) -> str:
     with pytest.raises(StepFailed) as caught:
         train(ctx)
-    assert caught.value.type_name == "BadTask" and not journal_of(ctx).points
-    return caught.value.message
+    assert caught.value.error.type == "BadTask" and not journal_of(ctx).points
+    return caught.value.error.message
 
 
 @pytest.mark.parametrize(

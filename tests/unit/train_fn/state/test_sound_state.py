@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
@@ -21,11 +22,10 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
 from train_fn import standalone
 from train_fn.checkpoints.reading import load_checkpoint
-from train_fn.errors import StepFailed
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
-from train_fn.recovery.rank_error import ErrorKind
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.samples.ledger import Count, Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.samples.stream_sampler import StreamSampler
@@ -162,15 +162,16 @@ def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
         train(ctx)
     failed = raised.value
     assert (
-        failed.type_name in ("NonFiniteWeights", "NonFiniteLoss") and failed.kind is ErrorKind.USER
+        failed.error.type in ("NonFiniteWeights", "NonFiniteLoss")
+        and failed.error.kind is ErrorKind.USER
     )
-    assert max_steps > 4 or failed.type_name == "NonFiniteWeights", (
+    assert max_steps > 4 or failed.error.type == "NonFiniteWeights", (
         "the last step has no step after it"
     )
-    assert "3.weight, 3.bias" in failed.message and "grad_clip_norm" in failed.message
+    assert "3.weight, 3.bias" in failed.error.message and "grad_clip_norm" in failed.error.message
     assert (
-        failed.step == 4
-        and failed.snapshot_step is None
+        failed.error.step == 4
+        and failed.error.snapshot_step is None
         and "not finite" in str(failed.snapshot_problem)
     )
     for manifest in CheckpointStore(run_dir).list():

@@ -20,9 +20,10 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.unit.train_fn.loop.test_buffers import SPEC
 from train_fn.checkpoints.saver import Saver
-from train_fn.errors import BadTask, StepFailed
+from train_fn.errors import BadTask
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import digest
 from train_fn.step.plain_attributes import PlainAttributes

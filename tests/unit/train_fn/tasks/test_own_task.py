@@ -21,6 +21,7 @@ import torch
 
 from everstep.code.pack import pack
 from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from service.submission_rules import user_code as code_look
 from storage.code.store import CodeStore
@@ -30,10 +31,10 @@ from storage.run_dir import RunDir
 from tests.support.code_archives import TASK, tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, StepFailed
+from train_fn.errors import BadTask
 from train_fn.loop.attempt import train
 from train_fn.node.node_dir import snapshots_dir
-from train_fn.recovery.rank_error import ErrorKind, RankError, describe_error
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.tasks import own
 from train_fn.user_code import modules as own_code
 from train_fn.user_code.modules import add_to_path, load_named

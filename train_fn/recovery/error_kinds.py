@@ -1,0 +1,186 @@
+"""Say what kind of failure an exception is: one table, read once, where the exception was raised.
+
+``kind_of`` goes by the real class and its bases, then by the exception's explicit cause. Torch
+raises a plain RuntimeError for several troubles of the system; for these alone the message
+decides. The kind then travels with the rank's error; nothing reads its class or message again.
+Ray's account of a death is text already, so ``kind_of_death`` reads words: the only other place.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from everstep.wire import ErrorKind, Verdict
+from storage.errors import StorageError
+from train_fn.errors import (
+    CheckpointFailed,
+    PeersGone,
+    Replaced,
+    StateNotWhole,
+    StepNotWhole,
+    StorageNotShared,
+)
+
+VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
+    {
+        ErrorKind.USER: Verdict.USER_ERROR,
+        ErrorKind.OUT_OF_MEMORY: Verdict.OUT_OF_MEMORY,
+        ErrorKind.DEVICE_MEMORY: Verdict.OUT_OF_MEMORY,
+        ErrorKind.DEVICE: Verdict.WORKER_LOST,
+        ErrorKind.STORAGE: Verdict.STORAGE,
+        ErrorKind.STORAGE_NOT_SHARED: Verdict.STORAGE,
+        ErrorKind.NODE: Verdict.NODE_LOST,
+        ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
+        ErrorKind.HANG: Verdict.HANG,
+        ErrorKind.EXCHANGE: Verdict.UNKNOWN,
+    }
+)
+"""Verdict on a rank that failed first. ``collective`` has none: such a rank never failed first."""
+
+_DISK_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE}
+)
+"""A disk that is full, or that fails: no line of the user's code is wrong."""
+
+_PEER_WORDS = re.compile(
+    r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL ([Ee]rror|communicator|operation)|Application "
+    r"timeout caused pair closure"
+)
+"""Gloo raises a plain RuntimeError; only the path of its source file tells that a peer is gone."""
+
+_LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+
+_DEVICE_MEMORY_WORDS = re.compile(
+    r"^CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)|CUDNN_STATUS_ALLOC_FAILED"
+)
+_DEVICE_MISUSE_WORDS = re.compile(
+    r"^CUDA error: (device-side assert triggered|CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED))"
+)
+"""A kernel refused its arguments, as for an index that is out of range: a bug of the user's."""
+
+_DEVICE_WORDS = re.compile(
+    r"^(CUDA|HIP) error: |CUBLAS_STATUS_|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|"
+    r"MAPPING_ERROR|NOT_INITIALIZED)"
+)
+
+_MEMORY_DEATH_WORDS = ("OUT_OF_MEMORY", "OutOfMemory", "out of memory")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the table: exceptions of ``of`` are of ``kind``, where the conditions hold."""
+
+    kind: ErrorKind
+    of: type[BaseException] | str
+    """A class, or ``module:name`` of one whose module may not be imported in this process."""
+    words: re.Pattern[str] | None = None
+    """Found in the message. Not read of a subclass, whose author chose another class for it."""
+    holds: Callable[[BaseException], bool] | None = None
+
+    def matches(self, exc: BaseException, cls: type) -> bool:
+        if cls is not _resolved(self.of):
+            return False
+        if self.words is not None and not (cls is type(exc) and self.words.search(str(exc))):
+            return False
+        return self.holds is None or self.holds(exc)
+
+
+def _resolved(known: type[BaseException] | str) -> object:
+    """Return the class itself; None where its module is not imported, so that no instance is."""
+    if isinstance(known, type):
+        return known
+    module, _, name = known.partition(":")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _has_errno(*, among: frozenset[int]) -> Callable[[BaseException], bool]:
+    return lambda exc: getattr(exc, "errno", None) in among
+
+
+def _lost_its_loader(exc: BaseException) -> bool:
+    """Return whether torch was taking a batch's memory over from a loader process, which is gone.
+
+    What a data set raises in a loader process comes out of another frame.
+    """
+    files = [
+        (frame.f_code.co_filename, frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(exc.__traceback__)
+    ]
+    for number, (file, name) in enumerate(files):
+        if name == "_try_get_data" and file.endswith("torch/utils/data/dataloader.py"):
+            return any("multiprocessing/" in inner for inner, _ in files[number + 1 :])
+    return False
+
+
+_TABLE: Final[tuple[_Row, ...]] = (
+    _Row(ErrorKind.OUT_OF_MEMORY, MemoryError),
+    _Row(ErrorKind.OUT_OF_MEMORY, OSError, holds=_has_errno(among=frozenset({errno.ENOMEM}))),
+    _Row(ErrorKind.OUT_OF_MEMORY, "ray.exceptions:OutOfMemoryError"),
+    _Row(ErrorKind.DEVICE_MEMORY, "torch:OutOfMemoryError"),
+    _Row(ErrorKind.DEVICE_MEMORY, "torch:AcceleratorError", _DEVICE_MEMORY_WORDS),
+    _Row(ErrorKind.USER, "torch:AcceleratorError", _DEVICE_MISUSE_WORDS),
+    _Row(ErrorKind.DEVICE, "torch:AcceleratorError"),
+    _Row(ErrorKind.COLLECTIVE, PeersGone),
+    _Row(ErrorKind.COLLECTIVE, Replaced),
+    _Row(ErrorKind.COLLECTIVE, "torch.distributed:DistError"),
+    _Row(ErrorKind.COLLECTIVE, RuntimeError, _PEER_WORDS),
+    _Row(ErrorKind.LOADER_LOST, RuntimeError, _LOADER_WORDS),
+    _Row(ErrorKind.DEVICE_MEMORY, RuntimeError, _DEVICE_MEMORY_WORDS),
+    _Row(ErrorKind.USER, RuntimeError, _DEVICE_MISUSE_WORDS),
+    _Row(ErrorKind.DEVICE, RuntimeError, _DEVICE_WORDS),
+    _Row(ErrorKind.EXCHANGE, StepNotWhole),
+    _Row(ErrorKind.EXCHANGE, StateNotWhole),
+    _Row(ErrorKind.STORAGE, StorageError),
+    _Row(ErrorKind.STORAGE, CheckpointFailed),
+    _Row(ErrorKind.STORAGE_NOT_SHARED, StorageNotShared),
+    _Row(ErrorKind.STORAGE, OSError, holds=_has_errno(among=_DISK_ERRNOS)),
+    *(
+        _Row(ErrorKind.LOADER_LOST, lost, holds=_lost_its_loader)
+        for lost in (ConnectionError, FileNotFoundError, EOFError)
+    ),
+)
+"""Of two rows of one class the first that matches counts; a class's rows count before those of its
+bases. Whatever has no row is the user's."""
+
+
+def kind_of(exc: BaseException) -> ErrorKind:
+    """Return the kind of the nearest classified class of ``exc``, else of its explicit cause.
+
+    Call it before the exception's frames are forgotten.
+    """
+    for each in _chain(exc):
+        for cls in type(each).__mro__:
+            for row in _TABLE:
+                if row.matches(each, cls):
+                    return row.kind
+    return ErrorKind.USER
+
+
+def kind_of_death(words: str | None) -> ErrorKind | None:
+    """Return what Ray's words say of a process that is gone; None where they say no more than that.
+
+    Ray's memory monitor names its kills in the text of an ActorDiedError, and in no class or field.
+    """
+    if words and any(each in words for each in _MEMORY_DEATH_WORDS):
+        return ErrorKind.OUT_OF_MEMORY
+    return None
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from: of a group the first that is in it."""
+    current: BaseException | None = exc
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        if isinstance(current, BaseExceptionGroup):
+            current = current.exceptions[0]
+        else:
+            current = current.__cause__
