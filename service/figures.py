@@ -175,7 +175,7 @@ class RunFigures:
                 self._last_verdict.pop(run.id, None)
 
     def _failure(self, run: RunRow, data: dict[str, Any]) -> None:
-        verdict = data["verdict"] if data["verdict"] in set(Verdict) else Verdict.UNKNOWN.value
+        verdict = Verdict(data["verdict"]).value
         self.failures.labels(run.project, verdict).inc()
         if data.get("action") != "stop":
             self.restarts.labels(run.project, verdict).inc()

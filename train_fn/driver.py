@@ -48,7 +48,7 @@ from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.outcome import Stopping, ending
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.verdict import Evidence, decide, failure_data, judge
+from train_fn.recovery.verdict import Evidence, decide, failure_of, judge
 
 if TYPE_CHECKING:
     from train_fn.ray_train.left_states import LeftStates
@@ -266,15 +266,15 @@ class Driver:
             else history.moved_at
         )
         detect_s = round(max(0.0, noticed_at - since), 3) if since is not None else None
-        data = failure_data(
+        failure = failure_of(
             evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size
         )
-        self._client.emit(EventKind.FAILURE, data, attempt=history.last_attempt)
+        self._client.emit(EventKind.FAILURE, failure.event_data(), attempt=history.last_attempt)
         if history.attempt_open:
             ended = {"cause": judgement.verdict.value, "last_step": history.last_step}
             self._client.emit(EventKind.ATTEMPT_ENDED, ended, attempt=history.last_attempt)
         history = dataclasses.replace(
-            history, failures=(*history.failures, past_failure(data)), attempt_open=False
+            history, failures=(*history.failures, past_failure(failure)), attempt_open=False
         )
         if not decision.restart:
             given_up = Outcome(

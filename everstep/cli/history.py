@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from everstep.cli.terminal import JsonOption, RunArgument, UrlOption, command, terminal
+from everstep.text import events as event_words
+from everstep.text import failure as failure_words
 from everstep.text import words
 
 
@@ -65,14 +67,14 @@ def why(
     out.line(words.summary(run.run).splitlines()[0])
     if run.reason is not None:
         out.line(f"{run.reason.code}: {run.reason.message}")
-    for line in words.stragglers(report):
+    for line in event_words.stragglers(report):
         out.line(line)
     for number, fault in enumerate(failures, start=1):
         out.line()
-        for line in f"{number}. {fault.at.astimezone():%H:%M:%S} {words.failure(fault)}".split(
-            "\n"
-        ):
-            out.line(line)
+        at = f"{fault.at.astimezone():%H:%M:%S}"
+        out.line(f"{number}. {at} {failure_words.headline(fault)}")
+        for line in failure_words.story(fault):
+            out.line(f"  {line}")
     if not failures:
         out.note("no failure was recorded")
 

@@ -16,6 +16,7 @@ from everstep.cli.terminal import (
     command,
     terminal,
 )
+from everstep.text import events as event_words
 from everstep.text import words
 from everstep.wire import GoodputBuckets
 from everstep.wire.profiles import MOST_STEPS, Profile, ProfileState
@@ -117,7 +118,7 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
             ],
             empty="",
         )
-    for line in words.stragglers(report):
+    for line in event_words.stragglers(report):
         out.line(line)
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from everstep.cli.terminal import Terminal
 from everstep.client.runs import RunHandle
 from everstep.spec.plain_text import printable
+from everstep.text import events as event_words
 from everstep.text import words
 from everstep.wire import Event, RunStatus
 from everstep.wire.events import EventKind
@@ -85,7 +86,7 @@ class Watcher:
             self._terminal.json(event)
             return
         self._take(event)
-        line = None if self._is_old(event) else words.event(event)
+        line = None if self._is_old(event) else event_words.event(event)
         if line is not None:
             self.say(line, event)
         if self._progress is not None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from sqlalchemy import delete, select, text, update
 
+from everstep.wire import Failure
 from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.tables import events, node_marks
@@ -101,20 +102,17 @@ class NodeMarkStore:
     def failures_since(self, since: float) -> list[NodeFailure]:
         """Failures of all runs whose first failing rank, and its node, are known; oldest first."""
         query = (
-            select(events.c.run_id, events.c.at, events.c.data)
+            select(
+                events.c.run_id, events.c.at, events.c.attempt, events.c.submission, events.c.data
+            )
             .where(_FAILURES, events.c.at >= since)
             .order_by(events.c.at)
         )
         with self._database.read() as connection:
-            found = [(row.run_id, row.at, row.data) for row in connection.execute(query)]
+            found = connection.execute(query).all()
+        failures = [(row.run_id, row.at, Failure.of(row)) for row in found]
         return [
-            NodeFailure(
-                run_id,
-                str(data["node_id"]),
-                at,
-                str(data.get("verdict")),
-                str(data.get("exception") or ""),
-            )
-            for run_id, at, data in found
-            if data.get("node_id") and data.get("first_rank") is not None
+            NodeFailure(run_id, one.node_id, at, one.verdict, one.exception or "", one.kind)
+            for run_id, at, one in failures
+            if one.node_id and one.first_rank is not None
         ]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from sqlalchemy import RowMapping, Select, Table, select
 
+from everstep.wire import ErrorKind
 from storage.cluster.node_marks import NodeMark
 
 Role = Literal["viewer", "submitter", "admin"]
@@ -153,3 +154,4 @@ class NodeFailure:
     at: float
     verdict: str
     exception: str = ""
+    kind: ErrorKind | None = None

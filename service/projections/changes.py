@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from everstep.wire import Reason, ReasonCode, RunStatus, Verdict
+from everstep.text import failure as failure_words
+from everstep.wire import Failure, Reason, ReasonCode, RunStatus, Verdict
 from everstep.wire.events import BEGINNINGS, EventKind
 from everstep.wire.metric_names import NameLimit, lookup, validation_name
 from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint
@@ -237,7 +238,8 @@ def _failure(run: RunRow, event: EventRow) -> Changes:
     starts."""
     columns, reason = dict(NO_WORKERS), None
     if event.data.get("verdict") == Verdict.STORAGE and run.status is not RunStatus.STOPPING:
-        message = f"{event.data.get('exception')}; what is done: {event.data.get('action')}"
+        failure = Failure.of(event)
+        message = f"{failure_words.cause(failure)}; what is done: {failure.action}"
         reason = Reason(code=ReasonCode.STORAGE_UNAVAILABLE, message=message)
         columns |= {"reason_code": reason.code.value, "reason_message": message}
     return Changes(columns, **_to(run, RunStatus.RECOVERING, reason))

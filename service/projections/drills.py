@@ -189,8 +189,7 @@ def _note(
 def _verdict(failure: EventRow | None) -> Verdict | None:
     if failure is None:
         return None
-    verdict = failure.data["verdict"]
-    return Verdict(verdict) if verdict in set(Verdict) else Verdict.UNKNOWN
+    return Verdict(failure.data["verdict"])
 
 
 def _time(seconds: float) -> datetime:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from everstep.wire import Verdict
+from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import NODE_UNFIT
 from service.model.rows import NodeFailure
 from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
@@ -18,9 +18,6 @@ NODE_VERDICTS: Final = frozenset(
 )
 """What may be the fault of a node. An error of the user's code, of storage or of the control plane
 is not."""
-_DEVICE_MEMORY: Final = "CUDA"
-"""In the exception of a rank that had not enough memory on its GPU: that is the model's doing, not
-the host's."""
 _SHOWN_RUNS: Final = 3
 
 
@@ -75,7 +72,7 @@ def find_suspects(
     suspects = []
     for node_id, found in by_node.items():
         runs = {failure.run_id for failure in found}
-        unfit = [failure for failure in found if failure.exception.startswith(NODE_UNFIT)]
+        unfit = [failure for failure in found if failure.kind is ErrorKind.NODE]
         if unfit:
             newest = max(unfit, key=lambda failure: failure.at)
             reason = (
@@ -119,9 +116,8 @@ def choose_to_cordon(
 
 
 def _is_nodes_fault(failure: NodeFailure) -> bool:
-    if failure.verdict == Verdict.OUT_OF_MEMORY:
-        return _DEVICE_MEMORY not in failure.exception
-    return failure.verdict in NODE_VERDICTS
+    """Memory of a GPU that is too small is the model's doing, not the node's."""
+    return failure.verdict in NODE_VERDICTS and failure.kind is not ErrorKind.DEVICE_MEMORY
 
 
 def _reason(found: Sequence[NodeFailure], rule: CordonRule) -> str:

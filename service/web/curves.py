@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from everstep.text import failure
+from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from everstep.wire.metric_names import PREFIX
 from service.model.rows import EventRow
@@ -37,10 +39,7 @@ def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
     attempts: set[int] = set()
     for event in events:
         if event.kind == EventKind.FAILURE:
-            rank = event.data.get("first_rank")
-            why = str(event.data.get("verdict") or "unknown") + (
-                "" if rank is None else f" of rank {rank}"
-            )
+            why = failure.who(Failure.of(event))
         elif event.attempt not in attempts:
             if (attempts or event.attempt > 1) and event.data.get("step") is not None:
                 label = f"attempt {event.attempt}" + (f": {why}" if why else "")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from everstep.wire import RunStatus, Verdict
+from everstep.wire import Failure, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 
@@ -49,7 +49,7 @@ class Fault:
     """A failure that began with this rank."""
 
     at: float
-    verdict: str
+    verdict: Verdict
 
 
 @dataclass
@@ -132,9 +132,8 @@ def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
         current.stopped_at = max(current.started_at, event.at - (event.data.get("detect_s") or 0.0))
         rank = event.data.get("first_rank")
         if rank is not None:
-            verdict = str(event.data.get("verdict") or Verdict.UNKNOWN)
             found.setdefault(int(rank), Lane(int(rank))).faults.append(
-                Fault(current.stopped_at, verdict)
+                Fault(current.stopped_at, Failure.of(event).verdict)
             )
 
 

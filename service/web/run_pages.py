@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 
-from everstep.text import words as cli_words
+from everstep.text import events as event_words
+from everstep.text import failure as failure_words
 from everstep.wire import Failure, Run, RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.profiles import MOST_STEPS, ProfileRequest
@@ -104,30 +105,13 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
 
 def _told(failure: Failure) -> dict[str, Any]:
     """A failure with its story: the headline, and what followed."""
-    headline, *rest = cli_words.failure(failure).splitlines()
+    headline = failure_words.headline(failure)
     return {
         "fault": failure,
         "headline": headline[:1].upper() + headline[1:],
-        "rest": [line.strip() for line in rest],
-        "evidence": _evidence(failure.evidence),
+        "rest": [line.strip() for line in failure_words.story(failure)],
+        "evidence": failure_words.evidence_items(failure),
     }
-
-
-def _evidence(evidence: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each piece of evidence as a name and its text; nested pieces one a line."""
-    return [
-        (name.replace("_", " "), _text(value))
-        for name, value in evidence.items()
-        if value not in (None, "", [], {})
-    ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{name}: {_text(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return "\n".join(_text(item) for item in value)
-    return str(value)
 
 
 @router.get("/curves.json")
@@ -233,7 +217,7 @@ async def get_events(
     """What happened in words, oldest first; what is too small to be told is left out."""
     page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _TOLD)
     events = [event_answer(row) for row in page.rows]
-    told = [(event, text) for event in events if (text := cli_words.event(event))]
+    told = [(event, text) for event in events if (text := event_words.event(event))]
     next_after = page.rows[-1].seq if page.more else None
     return await run_page(
         request,

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 
 from everstep.spec.run_spec import RunSpec
+from everstep.text import failure as failure_words
+from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
@@ -133,10 +135,8 @@ class MlflowTracking(JournalFollower):
     def _tell(self, event: JournalEvent) -> None:
         """Restarts as tags; the end as the status."""
         if event.kind is EventKind.FAILURE:
-            rank = event.data.get("first_rank")
-            words = f"step {event.data.get('step')}: {event.data.get('verdict')}" + (
-                "" if rank is None else f" of rank {rank}"
-            )
+            failure = Failure.of(event)
+            words = f"step {failure.step}: {failure_words.who(failure)}"
             self._post(
                 "runs/set-tag",
                 {

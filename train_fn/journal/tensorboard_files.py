@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from google_crc32c import value as crc32c
 
+from everstep.text import failure as failure_words
+from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.event_files import EventFile, open_event_file
 from storage.logs.journal_line import JournalEvent
@@ -110,17 +112,9 @@ class Points:
 
 
 def _failed(event: JournalEvent) -> str:
-    data = event.data
-    who = (
-        ""
-        if data.get("first_rank") is None
-        else f" of rank {data['first_rank']} on node {data.get('node_id')}"
-    )
-    what = f": {data['exception']}" if data.get("exception") else ""
-    return (
-        f"**Attempt {event.attempt} failed at step {data.get('step')}**: "
-        f"{data.get('verdict')}{who}{what}"
-    )
+    failure = Failure.of(event)
+    words = [failure_words.headline(failure), *failure_words.story(failure)[:-1]]
+    return f"**Attempt {event.attempt} failed at step {failure.step}**: " + "\n\n".join(words)
 
 
 def _recovered(data: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from everstep.text import failure as failure_words
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
 from train_fn.journal.server import ActorJournalClient, deliver_to
@@ -20,7 +21,7 @@ from train_fn.recovery.verdict import (
     Judgement,
     PastFailure,
     RankReport,
-    failure_data,
+    failure_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -85,22 +86,18 @@ class Chronicle:
     def failed(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
         """The attempt failed, and so has ended where it had begun."""
         detect_s = self._detect_s(evidence, judgement)
-        data = failure_data(
+        failure = failure_of(
             evidence, judgement, decision, detect_s=detect_s, world_size=self.world_size
         )
-        self.failures.append(past_failure(data))
-        self.journal.emit(EventKind.FAILURE, data)
+        self.failures.append(past_failure(failure))
+        self.journal.emit(EventKind.FAILURE, failure.event_data())
         if self.is_open:
             self.ended(judgement.verdict.value, evidence.last_step)
         self.recovery = RecoveryNote(
             evidence.noticed_at, detect_s, evidence.last_step, self.world_size, time.time()
         )
         logger.warning(
-            "attempt %d failed: %s, %s; %s",
-            self.attempt,
-            judgement.verdict,
-            judgement.exception,
-            decision.action,
+            "attempt %d failed: %s; %s", self.attempt, failure_words.line(failure), failure.action
         )
 
     def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:

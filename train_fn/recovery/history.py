@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.wire import Verdict
+from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.journal import read_journal
 from storage.logs.journal_line import JournalEvent
@@ -80,7 +80,7 @@ class History:
                 others if event.source.startswith("driver") else (*others, event.data)
             )
         elif event.kind is EventKind.FAILURE:
-            changes["failures"] = (*self.failures, past_failure(event.data))
+            changes["failures"] = (*self.failures, past_failure(Failure.of(event)))
         elif event.kind is EventKind.ATTEMPT_STARTED:
             workers = (
                 RankPlace(place["rank"], place["node_id"], place["pid"])
@@ -105,14 +105,9 @@ class History:
         return dataclasses.replace(self, **changes)
 
 
-def past_failure(data: dict[str, object]) -> PastFailure:
-    """PastFailure from the data of a failure event."""
-    evidence = data.get("evidence")
-    signature = evidence.get("signature") if isinstance(evidence, dict) else None
-    step = data.get("step")
-    return PastFailure(
-        Verdict(str(data["verdict"])), step if isinstance(step, int) else None, signature
-    )
+def past_failure(failure: Failure) -> PastFailure:
+    """Return what later decisions need of a failure."""
+    return PastFailure(failure.verdict, failure.step, failure.evidence.get("signature"))
 
 
 def read_history(run_dir: RunDir) -> History:

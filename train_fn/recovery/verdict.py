@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
-from everstep.wire import ErrorKind, ReasonCode, Verdict
+from everstep.wire import ErrorKind, Failure, ReasonCode, Verdict
 from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of_death
 from train_fn.recovery.rank_error import RankError
 
@@ -204,31 +205,33 @@ def decide(
     return Decision(True, budget, action, backoff_s)
 
 
-def failure_data(
+def failure_of(
     evidence: Evidence,
     judgement: Judgement,
     decision: Decision,
     *,
     detect_s: float | None,
     world_size: int,
-) -> dict[str, Any]:
-    """Data of the failure event; what only the recovery shows is null and follows with its own
+) -> Failure:
+    """Return the failure as its event tells it; what only the recovery shows follows with its own
     event."""
-    return {
-        "verdict": judgement.verdict.value,
-        "first_rank": judgement.first_rank,
-        "node_id": judgement.node_id,
-        "step": judgement.step,
-        "exception": judgement.exception,
-        "evidence": judgement.detail,
-        "action": decision.action,
-        "budget": decision.budget,
-        "steps_lost": None,
-        "detect_s": detect_s,
-        "recovery_s": None,
-        "world_size_before": world_size or None,
-        "world_size_after": None,
-    }
+    return Failure(
+        at=datetime.fromtimestamp(evidence.noticed_at, UTC),
+        attempt=evidence.attempt,
+        verdict=judgement.verdict,
+        first_rank=judgement.first_rank,
+        node_id=judgement.node_id,
+        step=judgement.step,
+        exception=judgement.exception,
+        evidence=judgement.detail,
+        action=decision.action,
+        budget=decision.budget,
+        steps_lost=None,
+        detect_s=detect_s,
+        recovery_s=None,
+        world_size_before=world_size or None,
+        world_size_after=None,
+    )
 
 
 def _decide_user_error(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep.text import words as cli_words
+from everstep.text import events as event_words
+from everstep.text import failure as failure_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.rank_logs import LogRecord, RankLogWriter
@@ -80,7 +81,7 @@ async def test_the_last_lines_of_the_rank_that_failed_first(api: ApiService) -> 
         "line 29",
     ]
     assert (await failures(api, run_id, "?lines=0"))[0].last_lines == ()
-    told = cli_words.failure(found)
+    told = "\n".join([failure_words.headline(found), *failure_words.story(found)])
     for words in (
         "rank 1 on node node-2-l died at step 7",
         "evidence: Worker exit type: SYSTEM_ERROR, worker exit detail: connection error code 2.",
@@ -141,11 +142,11 @@ async def test_what_the_kernel_says_afterwards_changes_the_verdict(api: ApiServi
         101,
     )
     assert second.verdict == "worker_lost"
-    told = cli_words.failure(first)
+    told = "\n".join([failure_words.headline(first), *failure_words.story(first)])
     assert (
         "rank 1 on node node-2-l ran out of memory at step 7" in told and f"kernel: {line}" in told
     )
-    assert "killed for want of memory" in (cli_words.event(_newest(api, run_id)) or "")
+    assert "killed for want of memory" in (event_words.event(_newest(api, run_id)) or "")
 
 
 def _newest(api: ApiService, run_id: str) -> Any:

@@ -4,6 +4,7 @@ that applies it."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.wire import Verdict
+from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.control_files.node_marks import MarksFile
@@ -37,8 +38,9 @@ def failure(
     ago_s: float = 10.0,
     verdict: str = "worker_lost",
     error: str = "",
+    kind: ErrorKind | None = None,
 ) -> NodeFailure:
-    return NodeFailure(run, node, NOW - ago_s, verdict, error)
+    return NodeFailure(run, node, NOW - ago_s, verdict, error, kind)
 
 
 def suspected(
@@ -81,11 +83,12 @@ def test_only_what_may_be_the_node_s_fault_counts(verdict: Verdict) -> None:
 
 
 def test_the_memory_of_a_gpu_is_the_model_s_matter() -> None:
-    words = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert suspected([failure(verdict="out_of_memory", error=words)] * 5) == []
-    assert suspected(
-        [failure(verdict="out_of_memory", error="killed by the memory monitor")] * 5
-    ) == ["n1"]
+    of_gpu = failure(verdict="out_of_memory", kind=ErrorKind.DEVICE_MEMORY)
+    assert suspected([of_gpu] * 5) == []
+    words = "MemoryError: the loader of the CUDA samples wants 2 TB"
+    of_host = failure(verdict="out_of_memory", error=words, kind=ErrorKind.OUT_OF_MEMORY)
+    assert suspected([of_host] * 5) == ["n1"]
+    assert suspected([failure(verdict="out_of_memory", error="killed")] * 5) == ["n1"]
 
 
 def test_failures_before_a_pardon_are_forgiven() -> None:
@@ -110,12 +113,13 @@ def test_the_reason_is_the_evidence() -> None:
 
 def test_a_node_that_was_not_fit_for_one_run_is_one_too_many() -> None:
     words = "NodeUnfit: disk: [Errno 28] No space left on device"
-    [suspect] = find_suspects([failure("r1", verdict="node_lost", error=words)], RULE, NOW, {})
+    unfit = failure("r1", verdict="node_lost", error=words, kind=ErrorKind.NODE)
+    [suspect] = find_suspects([unfit], RULE, NOW, {})
     assert (suspect.node_id, suspect.reason) == (
         "n1",
         "not fit for r1: disk: [Errno 28] No space left on device",
     )
-    assert suspected([failure(verdict="node_lost", error=words, ago_s=100)], n1=50) == []
+    assert suspected([dataclasses.replace(unfit, at=NOW - 100)], n1=50) == []
 
 
 records = st.lists(

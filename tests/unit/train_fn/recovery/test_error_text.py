@@ -8,7 +8,6 @@ import importlib.util
 import pickle
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from everstep.text import words as cli_words
+from everstep.text import failure as failure_words
 from everstep.wire import ErrorKind, Failure, Verdict
+from everstep.wire.events import EventKind
+from storage.logs.journal import JournalEvent
 from train_fn.recovery.error_text import plain_message
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
-from train_fn.recovery.verdict import Decision, Evidence, RankReport, failure_data, judge
+from train_fn.recovery.verdict import Decision, Evidence, RankReport, failure_of, judge
 
 pytestmark = pytest.mark.own_process
 
@@ -92,12 +93,22 @@ def why(error: RankError) -> list[str]:
     """The lines that ``everstep why`` prints of a rank's error."""
     evidence = Evidence(1, 1.0, (RankReport(1, "node", 7, error=error),), 3)
     judgement = judge(evidence)
-    data = failure_data(
+    told = failure_of(
         evidence, judgement, Decision(False, "user_errors", "stop"), detect_s=None, world_size=2
     )
-    fault = Failure.model_validate({**data, "at": datetime.now(UTC), "attempt": 1})
+    event = JournalEvent(
+        kind=EventKind.FAILURE,
+        at=1.0,
+        submission=1,
+        attempt=1,
+        data=told.event_data(),
+        source="controller",
+        source_n=1,
+    )
+    fault = Failure.of(event)
+    assert fault == told.model_copy(update={"submission": 1}), "nothing is lost on the way"
     assert fault.verdict is Verdict.USER_ERROR
-    return [line.strip() for line in cli_words.failure(fault).splitlines()]
+    return [failure_words.headline(fault), *failure_words.story(fault)]
 
 
 @pytest.mark.parametrize("after_the_loop", [True, False])
@@ -275,4 +286,4 @@ def test_other_messages_stay_but_for_sentences_about_ddp() -> None:
     ],
 )
 def test_the_line_of_an_exception_s_text(text: str, line: str) -> None:
-    assert cli_words.exception_line(text) == line
+    assert failure_words.exception_line(text) == line

@@ -1,0 +1,134 @@
+"""Events of a run in words, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.text import failure
+from everstep.text.words import count, duration, numbers, size
+from everstep.wire import Event, Failure, StragglerReport
+from everstep.wire.events import EventKind
+
+
+def event(item: Event) -> str | None:
+    """An event in one line; None for what is too frequent or too small to be told."""
+    data = item.data
+    match item.kind:
+        case EventKind.STATUS:
+            reason = data.get("reason") or {}
+            return f"{data.get('to')}{': ' + str(reason.get('message')) if reason else ''}"
+        case EventKind.WAITING:
+            return f"waiting: {data.get('message') or data.get('code')}"
+        case EventKind.ATTEMPT_STARTED:
+            workers = ", ".join(
+                f"rank {worker.get('rank')} on {str(worker.get('node_id'))[:8]}"
+                for worker in data.get("workers") or ()
+            )
+            return (
+                f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: "
+                f"{workers}"
+            )
+        case EventKind.RESTORED if data.get("source") != "fresh":
+            rejected = "".join(
+                f"; rejected {bad.get('name')}: {bad.get('problem')}"
+                for bad in data.get("rejected") or ()
+            )
+            return (
+                f"goes on from step {data.get('step')} "
+                f"({data.get('checkpoint') or data.get('source')}){rejected}"
+            )
+        case EventKind.TRAINING_STARTED:
+            warnings = "".join(f"; warning: {text}" for text in data.get("warnings") or ())
+            return (
+                f"training on {data.get('device')} over {data.get('backend')}: "
+                f"{data.get('total_steps')} steps{warnings}"
+            )
+        case EventKind.SNAPSHOTS if data.get("problem"):
+            return f"no state is kept on the nodes: {data.get('problem')}; checkpoints remain"
+        case EventKind.SNAPSHOTS:
+            return f"from step {data.get('step')} on the state is kept on the nodes again"
+        case EventKind.EVALUATED:
+            return (
+                f"step {data.get('step')}, epoch {data.get('epoch')}: "
+                f"{numbers(data.get('metrics') or {})}"
+            )
+        case EventKind.CHECKPOINT_COMMITTED:
+            return f"checkpoint of step {data.get('step')}, {size(data.get('size_bytes') or 0)}"
+        case EventKind.CHECKPOINT_FAILED:
+            return (
+                f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training "
+                "goes on"
+            )
+        case EventKind.CHECKPOINT_CORRUPT:
+            return f"checkpoint {data.get('name')} is corrupt: {data.get('problem')}"
+        case EventKind.CHECKPOINT_CADENCE:
+            return (
+                f"a checkpoint every {duration(data.get('interval_s') or 0)} from now on: "
+                f"{data.get('reason')}"
+            )
+        case EventKind.FAILURE:
+            return f"failure: {failure.line(Failure.of(item))}"
+        case EventKind.RECOVERED:
+            return (
+                f"recovered in {duration(data.get('recovery_s') or 0)}: "
+                f"{data.get('world_size_before')} -> "
+                f"{count(data.get('world_size_after') or 0, 'rank')}, "
+                f"{count(data.get('steps_lost') or 0, 'step')} lost"
+            )
+        case EventKind.STRAGGLER if data.get("slow"):
+            return (
+                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} holds the others "
+                f"up: {_slowness(data)}"
+            )
+        case EventKind.STRAGGLER:
+            return (
+                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} is as fast as "
+                "the others again"
+            )
+        case EventKind.EVIDENCE:
+            found = data.get("oom_line") or "out-of-memory kills were counted on its node"
+            return f"rank {data.get('rank')} was killed for want of memory: {found}"
+        case EventKind.STOP_REQUESTED:
+            return f"asked to {data.get('stop')}"
+        case EventKind.WORKERS_LIMITED if data.get("by"):
+            return (
+                f"makes room for run {data.get('by')} of a higher priority: goes on with "
+                f"{count(data.get('limit') or 0, 'rank')}"
+            )
+        case EventKind.WORKERS_LIMITED:
+            return "may grow again"
+        case EventKind.DRILL_STARTED:
+            return f"drill: {data.get('kind')} of rank {data.get('rank')}"
+        case EventKind.DRILL_FAILED:
+            return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
+        case EventKind.PROFILE_STARTED:
+            return (
+                f"profile {data.get('id')}: rank {data.get('rank')} is recorded from step "
+                f"{data.get('step')} on"
+            )
+        case EventKind.PROFILE_DONE:
+            return (
+                f"profile {data.get('id')}: {count(data.get('steps') or 0, 'step')} of rank "
+                f"{data.get('rank')} are kept"
+            )
+        case EventKind.PROFILE_FAILED:
+            return f"profile {data.get('id')} failed: {data.get('problem')}"
+        case _:
+            return None
+
+
+def _slowness(data: Mapping[str, Any]) -> str:
+    own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
+    return f"{own_ms:.0f} ms of its own in a step, its peers {peers_ms:.0f} ms for the same share"
+
+
+def stragglers(report: StragglerReport) -> list[str]:
+    """Ranks that hold the others up now, one line each."""
+    return [
+        f"rank {each.rank} on node {each.node_id[:8]} holds the others up since "
+        f"{each.at.astimezone():%H:%M:%S}: "
+        f"{_slowness(each.model_dump())}"
+        for each in report.stragglers
+        if each.ended_at is None
+    ]

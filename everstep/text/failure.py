@@ -1,0 +1,168 @@
+"""A failure in words: the only place where a ``wire.Failure`` becomes a text.
+
+The command line, the pages, a run's reason (which webhooks and notebooks show), MLflow,
+TensorBoard and the logs all say it by these functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.text.words import count, duration
+from everstep.wire import Failure, LogLine
+
+_TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
+"""``LookupError: no such sample``."""
+
+
+def headline(fault: Failure) -> str:
+    """Return what failed, where and when, as a person would tell it."""
+    rank = "a worker" if fault.first_rank is None else f"rank {fault.first_rank}"
+    node = fault.node_id[:8] if fault.node_id else ""
+    place = f" on node {node}" if node else ""
+    the_node = f"the node {node}".rstrip()
+    when = f" at step {fault.step}" if fault.step is not None else ""
+    what = {
+        "user_error": f"the run's own code failed in {rank}{place}{when}",
+        "worker_lost": f"{rank}{place} died{when}",
+        "node_lost": f"{the_node} with {rank} was lost{when}",
+        "out_of_memory": f"{rank}{place} ran out of memory{when}",
+        "preemption": f"{the_node} was told to leave{when}",
+        "hang": f"{rank}{place} stopped making progress{when}",
+        "storage": f"checkpoint {fault.evidence['checkpoint']} is damaged"
+        if "checkpoint" in fault.evidence
+        else f"storage failed for {rank}{place}{when}",
+        "control_plane": f"the driver or the Ray head was lost{when}",
+        "unknown": f"{rank}{place} failed{when}, for a reason that the evidence does not tell",
+    }[fault.verdict]
+    return f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"
+
+
+def story(fault: Failure) -> list[str]:
+    """Return the cause, the evidence, and what was done about it, in lines below the headline."""
+    lines = [f"cause: {cause(fault)}"] if fault.exception else []
+    if fault.evidence.get("place"):
+        lines.append(f"your code: {fault.evidence['place']}")
+    return [*lines, *_evidence(fault), f"then: {_outcome(fault)}"]
+
+
+def who(fault: Failure) -> str:
+    """Return the verdict and the first failing rank: ``worker_lost of rank 1``."""
+    rank = "" if fault.first_rank is None else f" of rank {fault.first_rank}"
+    return f"{fault.verdict}{rank}"
+
+
+def line(fault: Failure) -> str:
+    """Return the failure in one line: ``worker_lost of rank 1: KeyError: 'a'``."""
+    return f"{who(fault)}: {cause(fault)[:300]}" if cause(fault) else who(fault)
+
+
+def cause(fault: Failure) -> str:
+    """Return the line of its exception that says what happened; empty where there is none."""
+    return exception_line(fault.exception or "")
+
+
+def exception_line(text: str) -> str:
+    """Return the line of an exception's text that says its type and what it says first.
+
+    That is the first line, unless the text is a whole traceback, or wraps one: then the last line
+    that is not indented.
+    """
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if not _TYPE_AND_MESSAGE.match(lines[0]) or "\nOriginal Traceback (" in text:
+        return [line for line in lines if not line[0].isspace()][-1].strip()
+    is_type_alone = " " not in lines[0] and lines[0].endswith(":")
+    return (
+        f"{lines[0]} {lines[1].strip()}" if is_type_alone and len(lines) > 1 else lines[0].strip()
+    )
+
+
+def _evidence(fault: Failure) -> list[str]:
+    """Return what the verdict rests on, apart from the exception, in lines."""
+    evidence = fault.evidence
+    lines = []
+    if evidence.get("death"):
+        lines.append(f"evidence: {_first_words(str(evidence['death']))}")
+    if evidence.get("oom_line"):
+        lines.append(f"kernel: {str(evidence['oom_line']).strip()}")
+    elif evidence.get("oom_kills"):
+        lines.append(
+            f"kernel: killed {count(evidence['oom_kills'], 'process')} there for want of memory "
+            "since the rank began"
+        )
+    if evidence.get("node_alive") is not None:
+        lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
+    collateral = [
+        str(rank.get("rank"))
+        for rank in evidence.get("ranks") or ()
+        if rank.get("state") == "collateral"
+    ]
+    if collateral:
+        lines.append(f"other ranks: {', '.join(collateral)} only lost their peer")
+    if evidence.get("stack"):
+        lines += [
+            "it stood at:",
+            *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:]),
+        ]
+    if fault.last_lines:
+        lines += ["its last lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
+    return lines
+
+
+def evidence_items(fault: Failure) -> list[tuple[str, str]]:
+    """Return each piece of evidence as a name and its text, nested pieces one a line."""
+    return [
+        (name.replace("_", " "), _text(value))
+        for name, value in fault.evidence.items()
+        if value not in (None, "", [], {})
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "\n".join(_text(item) for item in value)
+    return str(value)
+
+
+def _first_words(text: str) -> str:
+    """Ray's account of a death without its list of usual causes: the line that tells how the
+    process ended, else the first."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    telling = [
+        line
+        for line in lines
+        if "exit" in line.lower() or "memory" in line.lower() or "killed" in line.lower()
+    ]
+    return (telling or lines or [""])[0][:500]
+
+
+def _log_line(line: LogLine) -> str:
+    return f"{line.at.astimezone():%H:%M:%S} {line.level} {line.message[:300]}"
+
+
+def _outcome(fault: Failure) -> str:
+    parts = [fault.action or "nothing was done"]
+    if fault.world_size_before is not None and fault.world_size_after is not None:
+        parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
+    if fault.steps_lost is not None:
+        parts.append(f"{count(fault.steps_lost, 'step')} lost")
+    if fault.detect_s is not None:
+        parts.append(f"noticed after {duration(fault.detect_s)}")
+    if fault.recovery_s is not None:
+        phases = fault.evidence.get("recovery_phases") or {}
+        slowest = max(phases, key=lambda name: phases[name], default=None)
+        most = (
+            f" (most of it: {slowest.replace('_', ' ')}, {duration(phases[slowest])})"
+            if slowest
+            else ""
+        )
+        parts.append(f"training again after {duration(fault.recovery_s)}{most}")
+    if fault.budget:
+        parts.append(f"counted on {fault.budget}")
+    return ", ".join(parts)
