@@ -92,7 +92,7 @@ class EventKind(StrEnum):
     submission_before, submission (the newest in the storage, if that is later), lost (whether the
     storage lacked what was known of the run)."""
     FAILURE = "failure"
-    """An attempt failed. data: as wire.Failure without ``at`` and ``attempt``."""
+    """An attempt failed. data: ``wire.Failure.event_data()``."""
     EVIDENCE = "evidence"
     """What was found out about a failure after it was told. data: rank, node_id, pid, oom_line |
     null, oom_kills | null."""
