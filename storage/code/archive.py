@@ -24,7 +24,7 @@ from everstep.code.rules import (
     MAX_UNPACKED_BYTES,
 )
 from everstep.wire import relative_names
-from storage.errors import InvalidArchive
+from storage.errors import InvalidArchive, StorageFull, StorageUnreadable, from_foreign
 
 _BLOCK_BYTES = 1 << 20
 _MAX_TAR_BYTES = MAX_UNPACKED_BYTES + MAX_FILES * 2048
@@ -68,6 +68,9 @@ def read_members(data: bytes) -> Iterator[Member]:
         else:
             raise InvalidArchive("the file is neither a zip nor a tar.gz archive")
     except _BROKEN as exc:
+        error = from_foreign(exc, "unpack an archive in", tempfile.gettempdir())
+        if isinstance(error, StorageFull | StorageUnreadable):  # not the archive's fault
+            raise error from exc
         raise InvalidArchive(f"the archive is broken: {exc}") from exc
     if not checked.files:
         raise InvalidArchive("the archive holds no file")

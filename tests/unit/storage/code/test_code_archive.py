@@ -9,6 +9,7 @@ import random
 import stat
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from everstep.code.rules import collisions, import_roots, module_path, modules
 from storage.code import archive as code_archive
 from storage.code.archive import read_members, unpack
 from storage.code.store import CodeStore
-from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageNotFound
+from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageFull, StorageNotFound
 from storage.filesystem import open_storage
 from tests.support.code_archives import tar_entry, tar_gz, zip_of
 
@@ -177,6 +178,13 @@ def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_archive_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArchive):
         list(read_members(data))
+
+
+def test_an_archive_is_not_to_blame_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = partial(Path("/dev/full").open, "r+b", buffering=0)
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(StorageFull, match="No space left"):
+        list(read_members(tar_gz({"task.py": ""})))
 
 
 @given(st.sampled_from([tar_gz(FILES), zip_of(FILES)]), st.integers(0, 2**32), st.booleans())
