@@ -17,11 +17,14 @@ SILENT_S = 1.5
 """A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside
 of Python."""
 
-_WAITING_FILES = re.compile(
-    r"/torch/distributed/|/torch/autograd/graph\.py|/train_fn/(collectives|step_totals|replica)\.py|/ray/(_private|train|util)/"
+WAITING_FILES = (
+    *("/torch/distributed/", "/torch/autograd/graph.py"),
+    *("/ray/_private/", "/ray/train/", "/ray/util/"),
+    *("/train_fn/loop/replica.py", "/train_fn/loop/restore.py", "/train_fn/user_code/packages.py"),
+    *("/train_fn/step/buffers.py", "/train_fn/step/peers.py", "/train_fn/step/step_totals.py"),
 )
-"""Source files whose code waits for other ranks: collectives, a backward that ends with one, a
-barrier of Ray Train."""
+"""Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
+ends with one, a barrier of Ray Train."""
 
 
 class HangWatch:
@@ -124,4 +127,4 @@ def _cannot_leave(stack: str) -> bool:
 def waits_for_others(stack: str) -> bool:
     """Whether a training stack ends in code that waits for other ranks."""
     files = re.findall(r'File "([^"]+)", line \d+', stack)
-    return bool(files) and _WAITING_FILES.search(files[-1]) is not None
+    return bool(files) and any(part in files[-1] for part in WAITING_FILES)

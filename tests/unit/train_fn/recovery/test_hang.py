@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import train_fn
 from everstep.wire.events import EventKind
 from train_fn.recovery import progress as progress_module
-from train_fn.recovery.hang import HangWatch, find_silent, find_stuck
+from train_fn.recovery.hang import (
+    WAITING_FILES,
+    HangWatch,
+    find_silent,
+    find_stuck,
+    waits_for_others,
+)
 from train_fn.recovery.progress import Phase, Progress, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
 
@@ -155,6 +164,22 @@ def test_evaluation_has_a_time_of_its_own() -> None:
     watch = HangWatch(RecoverySettings(hang_evaluation_s=100.0), 10.0)
     assert watch.limit_s(Progress(attempt=1, phase=Phase.EVALUATION)) == 100.0
     assert watch.limit_s(Progress(attempt=1, phase=Phase.START)) == 600.0
+
+
+HOUSE = Path(train_fn.__path__[0])
+WAITS = re.compile(r"\b(work|store)\.wait\(|async_op=True")
+"""Code of ours that waits for other ranks in C++, so that it is a stack's innermost frame."""
+
+
+def test_every_file_of_ours_that_waits_for_other_ranks_is_known() -> None:
+    waiting = [path for path in HOUSE.rglob("*.py") if WAITS.search(path.read_text())]
+    assert len(waiting) >= 4, "what the loop waits by has another name now"
+    for path in waiting:
+        assert waits_for_others(f'  File "{path}", line 7, in f\n'), path
+    ours = [part for part in WAITING_FILES if part.startswith("/train_fn/")]
+    assert len(ours) == 6
+    for part in ours:
+        assert (HOUSE.parent / part[1:]).is_file(), f"{part} was moved"
 
 
 LOOP = '  File "/app/train_fn/loop.py", line 99, in run\n'
