@@ -45,7 +45,7 @@ class ErrorKind(StrEnum):
     DEVICE = "device"
     """The GPU, its driver or one of its libraries failed."""
     STORAGE = "storage"
-    """The run's storage, or a disk of the node, could not be read or written."""
+    """Everstep's storage code could not read or write."""
     STORAGE_NOT_SHARED = "storage_not_shared"
     """Nodes see other storage under one path."""
     NODE = "node"

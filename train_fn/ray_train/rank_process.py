@@ -246,7 +246,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     """The training function that Ray Train calls: None when all steps are done, the stop, or
     ``YIELDED``.
 
-    Raises RankFailure, whatever happened: its content survives pickling, also where an exception's
+    Raises StepFailed, whatever happened: its content survives pickling, also where an exception's
     class does not.
     """
     job, launch = config["job"], _launch

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.ray_internals import (
@@ -59,7 +59,8 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
     error = getattr(error, "_base_exc", error)
-    error = getattr(error, "cause", error)
+    if isinstance(error, RayTaskError):
+        error = error.cause
     if error is None:
         return report
     if isinstance(error, WorkerHealthCheckTimeoutError | ActorUnavailableError):

@@ -27,6 +27,7 @@ from train_fn.errors import (
     StepNotWhole,
     StorageNotShared,
 )
+from train_fn.recovery.error_text import text_of
 
 VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
     {
@@ -43,11 +44,6 @@ VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
     }
 )
 """Verdict on a rank that failed first. ``collective`` has none: such a rank never failed first."""
-
-_DISK_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE}
-)
-"""A disk that is full, or that fails: no line of the user's code is wrong."""
 
 _PEER_WORDS = re.compile(
     r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL ([Ee]rror|communicator|operation)|Application "
@@ -87,7 +83,7 @@ class _Row:
     def matches(self, exc: BaseException, cls: type) -> bool:
         if cls is not _resolved(self.of):
             return False
-        if self.words is not None and not (cls is type(exc) and self.words.search(str(exc))):
+        if self.words is not None and not (cls is type(exc) and self.words.search(text_of(exc))):
             return False
         return self.holds is None or self.holds(exc)
 
@@ -100,8 +96,22 @@ def _resolved(known: type[BaseException] | str) -> object:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _has_errno(*, among: frozenset[int]) -> Callable[[BaseException], bool]:
-    return lambda exc: getattr(exc, "errno", None) in among
+def _has_no_memory(exc: BaseException) -> bool:
+    return getattr(exc, "errno", None) == errno.ENOMEM
+
+
+def _raised_in_storage(exc: BaseException) -> bool:
+    """Return whether an error of the OS came out of Everstep's storage code.
+
+    The same error in the user's code is the user's: a run that waits for a full disk which it fills
+    itself would wait for ever.
+    """
+    frames = traceback.walk_tb(exc.__traceback__)
+    return any(_is_of_storage(frame.f_globals.get("__name__")) for frame, _ in frames)
+
+
+def _is_of_storage(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == "storage"
 
 
 def _lost_its_loader(exc: BaseException) -> bool:
@@ -121,7 +131,7 @@ def _lost_its_loader(exc: BaseException) -> bool:
 
 _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.OUT_OF_MEMORY, MemoryError),
-    _Row(ErrorKind.OUT_OF_MEMORY, OSError, holds=_has_errno(among=frozenset({errno.ENOMEM}))),
+    _Row(ErrorKind.OUT_OF_MEMORY, OSError, holds=_has_no_memory),
     _Row(ErrorKind.OUT_OF_MEMORY, "ray.exceptions:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:AcceleratorError", _DEVICE_MEMORY_WORDS),
@@ -140,7 +150,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.STORAGE, StorageError),
     _Row(ErrorKind.STORAGE, CheckpointFailed),
     _Row(ErrorKind.STORAGE_NOT_SHARED, StorageNotShared),
-    _Row(ErrorKind.STORAGE, OSError, holds=_has_errno(among=_DISK_ERRNOS)),
+    _Row(ErrorKind.STORAGE, OSError, holds=_raised_in_storage),
     *(
         _Row(ErrorKind.LOADER_LOST, lost, holds=_lost_its_loader)
         for lost in (ConnectionError, FileNotFoundError, EOFError)

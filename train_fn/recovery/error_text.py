@@ -3,8 +3,10 @@ advice that does not apply here."""
 
 from __future__ import annotations
 
+import io
 import re
 import traceback
+from pathlib import Path
 
 from train_fn.errors import BadTask
 
@@ -36,6 +38,11 @@ _TWICE_ADVICE = (
     "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_FULL_ADVICE = (
+    "the disk is full. Free some space there, or let your code write to a disk that has room"
+)
+
 _USER_FRAME = re.compile(
     r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?'
 )
@@ -53,11 +60,11 @@ def message_of(exc: BaseException) -> str:
             "error that says why"
         )
     if leaf is exc:
-        return _said(exc)
-    return f"{_said(exc)}; the first: {type(leaf).__name__}: {_said(leaf)}"
+        return text_of(exc)
+    return f"{text_of(exc)}; the first: {type(leaf).__name__}: {text_of(leaf)}"
 
 
-def _said(exc: BaseException) -> str:
+def text_of(exc: BaseException) -> str:
     """Return ``str(exc)``. A user's exception may raise there; its rank must still be accounted
     for."""
     try:
@@ -78,6 +85,31 @@ def plain_message(message: str) -> str:
         kept = [sentence for sentence in sentences if not _FOREIGN.search(sentence)]
         return " ".join(kept) or message
     return message
+
+
+def with_full_disk(message: str, exc: BaseException) -> str:
+    """Return the message of a user's error; if a disk was full, add the path and what to do.
+
+    The error of a ``write`` names no path. The traceback's frames know which file was open.
+    """
+    if not _FULL.search(message):
+        return message
+    path = None if getattr(exc, "filename", None) else _file_at_hand(exc)
+    where = f": {path!r}" if path is not None and path not in message else ""
+    first, *rest = message.split("\n", 1)
+    return "\n".join([f"{first}{where}; {_FULL_ADVICE}", *rest])
+
+
+def _file_at_hand(exc: BaseException) -> str | None:
+    """Return the path of a file being written, from the innermost frame that has one open."""
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    for frame in reversed(frames):
+        files = [each for each in frame.f_locals.values() if issubclass(type(each), io.IOBase)]
+        for file in files:
+            path, mode = getattr(file, "name", None), str(getattr(file, "mode", ""))
+            if isinstance(path, str | Path) and set(mode) & set("wax+"):
+                return str(path)
+    return None
 
 
 def with_place(message: str, place: str | None) -> str:

@@ -16,7 +16,13 @@ from everstep.wire import ErrorKind
 from train_fn import clock as head_clock
 from train_fn.errors import TrainError
 from train_fn.recovery.error_kinds import kind_of
-from train_fn.recovery.error_text import message_of, plain_message, user_place, with_place
+from train_fn.recovery.error_text import (
+    message_of,
+    plain_message,
+    user_place,
+    with_full_disk,
+    with_place,
+)
 
 TRACEBACK_CHARS = 20_000
 """Longest traceback that travels; the middle of a longer one is cut out."""
@@ -86,11 +92,14 @@ def describe_error(exc: BaseException, rank: int) -> RankError:
         return exc.error
     trace = "".join(traceback.format_exception(exc))
     place = user_place(trace)
-    message = plain_message(message_of(exc))[:1800]
+    kind = kind_of(exc)
+    message = plain_message(message_of(exc))[:1600]
+    if kind is ErrorKind.USER:
+        message = with_full_disk(message, exc)[:1800]
     step = getattr(exc, "step", None) if isinstance(exc, TrainError) else None
     return RankError(
         rank=rank,
-        kind=kind_of(exc),
+        kind=kind,
         type=type(exc).__name__,
         message=written_out(with_place(message, place and place.partition(", in ")[0])[:2000]),
         traceback=written_out(_shorten(trace)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import inspect
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +20,14 @@ from ray.exceptions import OutOfMemoryError, RayTaskError
 import storage.errors
 import train_fn.errors
 from everstep.wire import ErrorKind, Verdict
-from storage.errors import StorageError, StorageUnavailable
+from storage.code.archive import unpack
+from storage.errors import StorageError, StorageUnavailable, mapped
+from tests.support.code_archives import tar_gz
 from train_fn.errors import BadTask, DataMissing, StepNotWhole, TrainError
 from train_fn.ray_train.rank_reports import with_error
+from train_fn.recovery import error_kinds
 from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of, kind_of_death
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import Evidence, RankReport, judge
 
 
@@ -87,16 +93,78 @@ def test_a_class_is_of_the_kind_of_its_nearest_classified_base(
         assert judge(Evidence(1, 0.0, (report,))).verdict is Verdict.UNKNOWN
 
 
-@given(
-    st.sampled_from([OSError, PermissionError, type("Mine", (OSError,), {})]),
-    st.sampled_from(sorted(errno.errorcode)),
-)
-def test_an_error_of_the_os_is_of_the_kind_of_its_number(cls: type[OSError], number: int) -> None:
-    disk = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE}
-    expected = ErrorKind.STORAGE if number in disk else ErrorKind.USER
-    if number == errno.ENOMEM:
-        expected = ErrorKind.OUT_OF_MEMORY
-    assert kind_of(cls(number, "why")) is expected
+OF_THE_OS = [OSError, PermissionError, type("Mine", (OSError,), {})]
+
+
+@given(st.sampled_from(OF_THE_OS), st.sampled_from(sorted(errno.errorcode)))
+def test_an_error_of_the_os_is_the_user_s_unless_storage_code_raised_it(
+    cls: type[OSError], number: int
+) -> None:
+    no_memory = number == errno.ENOMEM
+    exc = cls(number, "why")
+    assert kind_of(exc) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.USER)
+    inside = raised_in(exc, ("storage.files.local", "local.py", "write"))
+    assert kind_of(inside) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.STORAGE)
+    beside = raised_in(cls(number, "why"), ("storage_of_mine.files", "local.py", "write"))
+    assert kind_of(beside) is (ErrorKind.OUT_OF_MEMORY if no_memory else ErrorKind.USER)
+
+
+def raised_in(exc: BaseException, *places: tuple[str, str, str]) -> BaseException:
+    """Return ``exc`` raised through functions, each given as module, file and name."""
+
+    def innermost() -> None:
+        raise exc
+
+    inner = innermost
+    for module, file, name in reversed(places):
+        scope: dict[str, Any] = {"__name__": module, "inner": inner}
+        exec(compile(f"def {name}(): inner()", file, "exec"), scope)
+        inner = scope[name]
+    with pytest.raises(type(exc)) as caught:
+        inner()
+    return caught.value
+
+
+def full_disk(write: Callable[[], object]) -> RankError:
+    with pytest.raises((OSError, StorageError)) as caught:
+        write()
+    return describe_error(caught.value, 0)
+
+
+def write_in_user_code() -> None:
+    with Path("/dev/full").open("w") as cached, Path(__file__).open() as other:
+        cached.write(other.read())
+        cached.flush()
+
+
+def test_a_disk_that_the_user_s_code_fills_is_the_user_s_and_named() -> None:
+    error = full_disk(write_in_user_code)
+    assert error.kind is ErrorKind.USER and VERDICT_OF_KIND[error.kind] is Verdict.USER_ERROR
+    assert "No space left on device: '/dev/full'; the disk is full" in error.message
+    assert Path(__file__).name not in error.message, "a file that was only read"
+    named = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.bin")
+    told = describe_error(raised_in(named), 0).message
+    assert told.count("/data/cache/a.bin") == 1 and "the disk is full. Free" in told
+    quota = describe_error(OSError(errno.EDQUOT, "Disk quota exceeded"), 0)
+    assert quota.kind is ErrorKind.USER and "the disk is full" in quota.message
+    assert "disk is full" not in describe_error(OSError(errno.EIO, "Input/output error"), 0).message
+
+
+def test_a_full_disk_under_everstep_s_storage_is_the_storage_s(tmp_path: Path) -> None:
+    def write() -> None:
+        with mapped("write", "checkpoints/a"), Path("/dev/full").open("wb", buffering=0) as file:
+            file.write(b"x")
+
+    full = full_disk(write)
+    assert (full.kind, full.type) == (ErrorKind.STORAGE, "StorageFull")
+    (tmp_path / "a file").touch()
+    archive = tar_gz({"mine/task.py": ""})
+    not_ours = full_disk(lambda: unpack(archive, tmp_path / "a file"))
+    assert issubclass(getattr(builtins, not_ours.type), OSError), "storage code did not map it"
+    assert not_ours.kind is ErrorKind.STORAGE
+    for each in (full, not_ours):
+        assert VERDICT_OF_KIND[each.kind] is Verdict.STORAGE
+        assert "let your code write" not in each.message
 
 
 def raised_from(exc: BaseException, cause: BaseException | None) -> BaseException:
@@ -129,31 +197,70 @@ def test_an_error_in_a_handler_is_not_what_was_handled() -> None:
     assert kind_of(caught.value) is ErrorKind.USER
 
 
-@pytest.mark.parametrize(
-    ("exc", "kind"),
-    [
-        (torch.AcceleratorError("CUDA error: an illegal memory access"), ErrorKind.DEVICE),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel"), ErrorKind.DEVICE_MEMORY),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), ErrorKind.USER),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), ErrorKind.DEVICE),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
-            ErrorKind.DEVICE_MEMORY,
-        ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
-            ErrorKind.DEVICE,
-        ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), ErrorKind.DEVICE),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"), ErrorKind.USER),
-        (RuntimeError("NCCL Error 2: unhandled system error"), ErrorKind.COLLECTIVE),
-        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1"), ErrorKind.COLLECTIVE),
-        (ValueError("CUDA error: told by a user"), ErrorKind.USER),
-    ],
-)
+OF_A_GPU: list[tuple[BaseException, ErrorKind]] = [
+    (torch.AcceleratorError("CUDA error: an illegal memory access"), ErrorKind.DEVICE),
+    (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel"), ErrorKind.DEVICE_MEMORY),
+    (torch.AcceleratorError("CUDA error: device-side assert triggered"), ErrorKind.USER),
+    (RuntimeError("CUDA error: device-side assert triggered"), ErrorKind.USER),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered"), ErrorKind.DEVICE),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+        ErrorKind.DEVICE_MEMORY,
+    ),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        ErrorKind.DEVICE,
+    ),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), ErrorKind.DEVICE),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"), ErrorKind.USER),
+    (RuntimeError("NCCL Error 2: unhandled system error"), ErrorKind.COLLECTIVE),
+    (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1"), ErrorKind.COLLECTIVE),
+    (ValueError("CUDA error: told by a user"), ErrorKind.USER),
+]
+
+
+@pytest.mark.parametrize(("exc", "kind"), OF_A_GPU)
 def test_faults_of_a_gpu_spend_no_budget_of_the_user(exc: BaseException, kind: ErrorKind) -> None:
     assert kind_of(exc) is kind
     assert (VERDICT_OF_KIND.get(kind) is Verdict.USER_ERROR) == (kind is ErrorKind.USER)
+
+
+HALF_READ = [ConnectionResetError, FileNotFoundError, EOFError]
+LOADER = ("torch.utils.data.dataloader", "/x/torch/utils/data/dataloader.py", "_try_get_data")
+PIPE = ("multiprocessing.connection", "/x/multiprocessing/connection.py", "recv")
+
+EXAMPLES: list[tuple[BaseException, ErrorKind]] = [
+    *OF_A_GPU,
+    *((made(cls), kind) for cls, kind in CLASSIFIED.items()),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.OUT_OF_MEMORY),
+    (raised_in(OSError(errno.ENOSPC, "full"), ("storage.claims", "c.py", "f")), ErrorKind.STORAGE),
+    (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] x"), ErrorKind.COLLECTIVE),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: 9"), ErrorKind.LOADER_LOST),
+    *((raised_in(each("gone"), LOADER, PIPE), ErrorKind.LOADER_LOST) for each in HALF_READ),
+    *((raised_in(each("gone"), PIPE), ErrorKind.USER) for each in HALF_READ),
+]
+
+
+@pytest.mark.parametrize(("exc", "kind"), EXAMPLES)
+def test_an_example_of_each_row(exc: BaseException, kind: ErrorKind) -> None:
+    assert kind_of(exc) is kind
+
+
+@pytest.mark.parametrize("number", range(len(error_kinds._TABLE)))
+def test_every_row_of_the_table_decides_an_example(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = error_kinds._TABLE
+    monkeypatch.setattr(error_kinds, "_TABLE", rows[:number] + rows[number + 1 :])
+    assert any(kind_of(exc) is not kind for exc, kind in EXAMPLES), rows[number]
+
+
+def test_an_error_that_cannot_say_its_message_is_classified() -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise LookupError
+
+    assert kind_of(RuntimeError(Mute())) is ErrorKind.USER
 
 
 def test_every_kind_but_the_collateral_one_has_a_verdict() -> None:
@@ -165,6 +272,8 @@ def test_what_ray_wraps_is_of_its_cause_s_kind() -> None:
     wrapped = RayTaskError("f", "Traceback …/gloo/…", cause).as_instanceof_cause()
     report = with_error(RankReport(0, "n0", 100), wrapped)
     assert report.error is not None
+    own = type("Mine", (ValueError,), {"cause": None})("what a user's class has of that name")
+    assert with_error(RankReport(0, "n0", 100), own).error is not None
     assert (report.error.kind, report.error.type) == (ErrorKind.OUT_OF_MEMORY, "Mine")
 
 

@@ -416,6 +416,24 @@ def test_a_fault_names_file_and_line(storage: Storage, source: str, words: str) 
     assert re.search(words, error.message, re.DOTALL), error.message
 
 
+FULL = """        with open("/dev/full", "w") as cache:
+            cache.write("a batch")
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_disk_that_a_task_fills_is_the_user_s_fault_and_named(
+    storage: Storage, num_workers: int
+) -> None:
+    in_loss = changed("        x, y = batch\n", f"{FULL}        x, y = batch\n")
+    in_data = changed("        return self.x[index", f"{FULL}        return self.x[index")
+    source, loader = (in_data, {"num_workers": 1}) if num_workers else (in_loss, {"num_workers": 0})
+    told = failure(context(storage, source, train={"loader": loader}))
+    assert "No space left on device" in told.message and "the disk is full. Free" in told.message
+    assert re.search(r"task.py, line \d+", told.message)
+    assert num_workers or "'/dev/full'" in told.message
+
+
 def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> None:
     source = changed("return self.x[index : index + 1], ", "raise LookupError(index); ")
     error = failure(context(storage, source, train={"loader": {"num_workers": 1}}))
