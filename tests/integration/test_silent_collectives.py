@@ -18,8 +18,8 @@ from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.silent_backend import SilentOptions
-from train_fn.errors import StepFailed
 from train_fn.loop import restore
+from train_fn.recovery.rank_error import StepFailed
 from train_fn.step.peers import Peers
 
 BLOCKING, AHEAD = SilentOptions(), SilentOptions(run_ahead=True, delay_s=0.002)
@@ -37,7 +37,7 @@ def test_a_death_in_the_middle_of_a_step_costs_nothing_and_changes_nothing(
     survivor, killed = run_ranks(Job(broken, spec, 2, killed=(1, 13), silent=silent), tmp_path)
     assert killed.exit_code == -9
     assert isinstance(survivor.error, StepFailed)
-    assert (survivor.error.type_name, survivor.error.snapshot_step) == ("PeersGone", 13)
+    assert (survivor.error.error.type, survivor.error.error.snapshot_step) == ("PeersGone", 13)
     resumed = train_to_end(Job(broken, spec, 2, attempt=2, silent=silent), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", 13, [])
@@ -58,8 +58,8 @@ def test_a_state_that_arrived_in_part_is_not_left_for_the_next_attempt(tmp_path:
     holder, receiver = run_ranks(again, tmp_path)
     assert holder.exit_code == -9
     assert isinstance(receiver.error, StepFailed)
-    assert (receiver.error.step, receiver.error.snapshot_step) == (None, None)
-    assert (receiver.error.type_name, receiver.error.phase) == ("PeersGone", "restore")
+    assert (receiver.error.error.step, receiver.error.error.snapshot_step) == (None, None)
+    assert (receiver.error.error.type, receiver.error.error.phase) == ("PeersGone", "restore")
     resumed = train_to_end(Job(broken, spec, 2, attempt=3, silent=BLOCKING), tmp_path)
     [restored] = resumed.of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("snapshot", 13)
@@ -71,9 +71,9 @@ def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Pa
     outcomes = run_ranks(Job(make_run_dir(tmp_path), make_spec(), 3, setup=setup), tmp_path)
     for outcome in outcomes:
         assert isinstance(outcome.error, StepFailed)
-        assert outcome.error.type_name == "StateNotWhole"
-        assert "rank 2 received other bytes than rank 0 sent" in outcome.error.message
-        assert outcome.error.snapshot_step is None
+        assert outcome.error.error.type == "StateNotWhole"
+        assert "rank 2 received other bytes than rank 0 sent" in outcome.error.error.message
+        assert outcome.error.error.snapshot_step is None
 
 
 def die_while_sending() -> None:
