@@ -164,9 +164,22 @@ def test_a_rank_struck_in_any_phase(
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
+    strike_and_check(phase, world, how, cluster, reference(world), tmp_path)
+
+
+def strike_and_check(
+    phase: str,
+    world: int,
+    how: Signals,
+    cluster: RayCluster,
+    expected_state: dict[str, Any],
+    directory: Path,
+) -> DrivenRun:
+    """Train on ``cluster``, strike a rank in ``phase``, and hold the run against one that nothing
+    happened to."""
     strikes = PLANS[phase](world, how) if phase in PLANS else [Strike("start", 0, 0, -1, how)]
     run = DrivenRun(
-        cluster, tmp_path, deadly_spec(world, strikes), module="tests.chaos.deadly_driver"
+        cluster, directory, deadly_spec(world, strikes), module="tests.chaos.deadly_driver"
     )
     try:
         run.start(**PATIENCE)
@@ -179,7 +192,8 @@ def test_a_rank_struck_in_any_phase(
         # of two at once nobody survives a group of two
         somebody_survives = phase != "two_at_once" or world > 2 or how is SIGSTOP
         _check(run, _blamed(phase, world, how), expect_recovery=somebody_survives)
-        assert_same(final_state(run.run_dir), reference(world))
+        assert_same(final_state(run.run_dir), expected_state)
+        return run
     finally:
         run.stop()
 
