@@ -41,14 +41,16 @@ from train_fn.journal.profile_orders import ProfileOrders
 from train_fn.journal.rank_logging import RankLog
 from train_fn.journal.server import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.journal.tensorboard_files import TensorBoardFiles
+from train_fn.recovery.decision import decide, failure_of
 from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.environment import rank_env, ray_train_env
+from train_fn.recovery.evidence import Evidence
 from train_fn.recovery.history import History, past_failure, read_history
 from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
 from train_fn.recovery.outcome import Stopping, ending
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.verdict import Evidence, decide, failure_of, judge
+from train_fn.recovery.verdict import judge
 
 if TYPE_CHECKING:
     from train_fn.ray_train.left_states import LeftStates

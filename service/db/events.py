@@ -17,8 +17,9 @@ from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow
 from service.model.run_rows import RunRow
-from service.projections.changes import Changes, project
+from service.projections.changes import Changes
 from service.projections.fitting import UNFIT, checked
+from service.projections.handlers import project
 from storage.logs.journal_line import JournalEvent
 from storage.run_names import CheckpointName
 

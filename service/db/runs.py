@@ -30,7 +30,8 @@ from service.db.writer import RunWriter
 from service.model.rows import TransitionRow
 from service.model.run_rows import ListedRun, RunHead, RunRow
 from service.model.states import LIVE, SUBMITTED, TransitionConflict
-from service.projections.changes import NO_WORKERS, cancelled_by_user, paused_by_user, preempted
+from service.projections.changes import NO_WORKERS
+from service.projections.reasons import cancelled_by_user, paused_by_user, preempted
 from storage.run_control import Stop
 
 _CREATE_ATTEMPTS: Final = 5

@@ -21,9 +21,10 @@ from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
-from service.projections.changes import NO_WORKERS, preempted
+from service.projections.changes import NO_WORKERS
 from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger
+from service.projections.reasons import preempted
 
 logger = structlog.get_logger(__name__)
 

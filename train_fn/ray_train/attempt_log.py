@@ -13,16 +13,11 @@ from everstep.wire import Verdict
 from everstep.wire.events import EventKind
 from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.ray_train.ray_internals import Worker
+from train_fn.recovery.decision import Decision, PastFailure, failure_of
+from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
-from train_fn.recovery.verdict import (
-    Decision,
-    Evidence,
-    Judgement,
-    PastFailure,
-    RankReport,
-    failure_of,
-)
+from train_fn.recovery.verdict import Judgement
 
 logger = logging.getLogger(__name__)
 

@@ -40,20 +40,14 @@ from train_fn.ray_train.ray_internals import (
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.decision import BUDGET_OF, Decision, decide
+from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, Engine, Outcome, RankLaunch
 from train_fn.recovery.marks import WorkersLimit
 from train_fn.recovery.partition import Apart
 from train_fn.recovery.sizing import NodeView
-from train_fn.recovery.verdict import (
-    BUDGET_OF,
-    Decision,
-    Evidence,
-    Judgement,
-    RankReport,
-    decide,
-    judge,
-)
+from train_fn.recovery.verdict import Judgement, judge
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.ray_internals import Worker
 from train_fn.ray_train.stopped_processes import wake_stopped
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import find_silent, silent_ranks, waits_for_others
-from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

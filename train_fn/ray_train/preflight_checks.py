@@ -18,10 +18,10 @@ from everstep.wire.events import NODE_UNFIT
 from train_fn.node.preflight import Figures, unfit
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.start_checks import LeaveOut, first_on_nodes, prepared
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.partition import nodes_apart
 from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.ray_train.stopped_processes import find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.rank_error import describe_error
 from train_fn.recovery.sizing import NodeView
-from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from everstep.wire import ErrorKind
 from train_fn.ray_train.rank_process import versions
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.worker_actor import RankReady
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.partition import nodes_apart
 from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
-from train_fn.recovery.verdict import RankReport
 
 LeaveOut = Callable[[list[str]], None]
 """Is told the ids of nodes that are to get no rank for a while."""

@@ -43,11 +43,11 @@ from train_fn.ray_train.start_checks import (
     prepared,
 )
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import SILENT_S, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
-from train_fn.recovery.verdict import RankReport
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,4 @@
-"""What the run's journals say of its past: earlier failures for the budgets, and how many attempts
-there were."""
+"""Read a run's past from its journals: earlier failures, attempts, and where its ranks ran."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from everstep.wire.events import EventKind
 from storage.logs.journal import read_journal
 from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
+from train_fn.recovery.decision import PastFailure
 from train_fn.recovery.progress import moved_at
-from train_fn.recovery.verdict import PastFailure
 
 READ_BATCH = 5000
 
@@ -29,40 +28,40 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class History:
-    """The past of a run, over all its submissions."""
+    """A run's past, over all its submissions."""
 
     failures: tuple[PastFailure, ...] = ()
     last_attempt: int = 0
     last_step: int | None = None
-    """Most steps done that any journal tells of."""
+    """Most steps done, as far as any journal knows."""
     total_steps: int | None = None
-    """Steps of the whole run, once a rank has told."""
+    """Steps of the whole run, once a rank has reported them."""
     world_size: int = 0
     """Ranks of the last attempt."""
     workers: tuple[RankPlace, ...] = ()
     """Those ranks."""
     nodes: frozenset[str] = frozenset()
-    """Ids of all nodes that ever ran ranks: where their snapshots may lie."""
+    """Ids of all nodes that ever ran ranks: their snapshots may be there."""
     attempt_open: bool = False
-    """Whether the last attempt began and has not ended."""
+    """Whether the last attempt has not ended."""
     drills: frozenset[str] = frozenset()
-    """Ids of drills that were begun or refused."""
+    """Ids of drills that were started or refused."""
     finished: bool = True
-    """Whether the last submission came to its end; it did not where its driver was lost."""
+    """Whether the last submission ended in order; False if its driver was lost."""
     last_at: float | None = None
-    """When the last event happened, in unix seconds."""
+    """Time of the last event, in unix seconds."""
     damage: tuple[dict[str, Any], ...] = ()
-    """Damage of journals that no driver has told yet, as data of ``journal_damaged`` events."""
+    """Damage of journals that no driver has reported yet, as data of ``journal_damaged`` events."""
     moved_at: float | None = None
-    """When training was last seen to move, in unix seconds."""
+    """When training last made progress, in unix seconds."""
 
     @property
     def steps_done(self) -> bool:
-        """Whether every step was done at some time, though perhaps not kept."""
+        """Return whether every step was done once, though perhaps not saved."""
         return self.total_steps is not None and (self.last_step or 0) >= self.total_steps
 
     def with_event(self, event: JournalEvent) -> History:
-        """The same with one event more."""
+        """Return the history with one more event."""
         changes: dict[str, Any] = {
             "last_attempt": max(self.last_attempt, event.attempt),
             "last_at": event.at,
@@ -106,16 +105,15 @@ class History:
 
 
 def past_failure(failure: Failure) -> PastFailure:
-    """Return what later decisions need of a failure."""
+    """Return the part of a failure that later decisions need."""
     return PastFailure(failure.verdict, failure.step, failure.evidence.get("signature"))
 
 
 def read_history(run_dir: RunDir) -> History:
-    """The run's past from its journals, oldest submission first. Raises StorageError where they
-    cannot be read.
+    """Return the run's past, from its journals, oldest submission first.
 
-    Lines that are damaged cost an event each and nothing behind them. Nobody may write any of these
-    journals meanwhile.
+    A damaged line costs its own event only. No process may write these journals meanwhile. Raises
+    StorageError if they cannot be read.
     """
     history = History()
     for submission in run_dir.submissions():

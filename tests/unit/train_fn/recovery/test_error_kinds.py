@@ -27,8 +27,9 @@ from train_fn.errors import BadTask, DataMissing, StepNotWhole, TrainError
 from train_fn.ray_train.rank_reports import with_error
 from train_fn.recovery import error_kinds
 from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of, kind_of_death
+from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
-from train_fn.recovery.verdict import Evidence, RankReport, judge
+from train_fn.recovery.verdict import judge
 
 
 def classes_of(module: Any, base: type[BaseException]) -> list[type[BaseException]]:

@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from storage.errors import StorageFull
+from train_fn.recovery.decision import Decision, PastFailure, decide
 from train_fn.recovery.error_kinds import kind_of
+from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
-from train_fn.recovery.verdict import (
-    Decision,
-    Evidence,
-    Judgement,
-    PastFailure,
-    RankReport,
-    decide,
-    judge,
-)
+from train_fn.recovery.verdict import Judgement, judge
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "

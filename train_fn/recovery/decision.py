@@ -1,0 +1,246 @@
+"""Decide what follows a verdict: restart now, restart later, pause, or fail the run.
+
+Pure functions: the verdict is made by ``verdict.judge``, the earlier failures are read from the
+run's journals by ``history``, and the controller carries the decision out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from everstep.spec.sections import CheckpointSpec, RecoverySpec
+from everstep.wire import ErrorKind, Failure, ReasonCode, Verdict
+from train_fn.recovery.evidence import Evidence
+from train_fn.recovery.verdict import Judgement
+
+BUDGET_OF = {
+    Verdict.USER_ERROR: "user_errors",
+    Verdict.PREEMPTION: "preemptions",
+    Verdict.CONTROL_PLANE: "control_plane",
+    Verdict.STORAGE: "storage",
+}
+"""The budget that each verdict is charged to; all others are charged to ``system_failures``.
+
+Only ``user_errors`` and ``system_failures`` can run out. A preemption, or trouble of the control
+plane or the storage, is not the run's fault: the run retries with a growing backoff."""
+
+
+@dataclass(frozen=True)
+class PastFailure:
+    """The part of an earlier failure that later decisions need."""
+
+    verdict: Verdict
+    step: int | None
+    signature: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``restart`` after ``backoff_s``, or end the submission for ``reason``: the run fails, or is
+    paused if ``pause`` is set."""
+
+    restart: bool
+    budget: str
+    action: str
+    backoff_s: float = 0.0
+    reason: ReasonCode | None = None
+    message: str | None = None
+    pause: bool = False
+
+
+def decide(
+    judgement: Judgement,
+    past: Sequence[PastFailure],
+    spec: RecoverySpec,
+    *,
+    no_progress_limit: int,
+    backoff_max_s: float,
+    checkpoint: CheckpointSpec | None = None,
+) -> Decision:
+    """Decide whether the run goes on after ``judgement``.
+
+    Args:
+        judgement: The newest failure.
+        past: Earlier failures of the run, oldest first.
+        spec: The run's budgets.
+        no_progress_limit: Fail the run after so many system failures without a new step.
+        backoff_max_s: Longest pause before a restart, in seconds.
+        checkpoint: Says whether storage failures pause the run, and after how many. None: never.
+    """
+    budget = BUDGET_OF.get(judgement.verdict, "system_failures")
+    if judgement.verdict is Verdict.USER_ERROR:
+        return _decide_user_error(judgement, past, spec)
+    if judgement.verdict is Verdict.PREEMPTION:
+        return Decision(restart=True, budget=budget, action="restart on the remaining nodes")
+    if judgement.kind is ErrorKind.STORAGE_NOT_SHARED and not judgement.step:
+        # After the first step it means that a node lost its mount, which is worth waiting for.
+        return Decision(
+            False,
+            budget,
+            "stop",
+            reason=ReasonCode.STORAGE_UNAVAILABLE,
+            message=judgement.exception,
+        )
+    if _gpu_is_too_small(judgement, past):
+        message = (
+            f"the GPU ran out of memory twice {_place(judgement)}; lower "
+            "train.micro_batch_size, which changes no result "
+            f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
+        )
+        return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
+    in_a_row = 1 + _failures_without_progress(judgement, budget, past)
+    backoff_s = min(backoff_max_s, 0.5 * 2 ** min(in_a_row - 3, 16)) if in_a_row > 2 else 0.0
+    if judgement.verdict is Verdict.STORAGE:
+        return _decide_storage(judgement, in_a_row, backoff_s, checkpoint)
+    if judgement.verdict is not Verdict.CONTROL_PLANE:
+        stop = _exhausted(judgement, budget, in_a_row, spec, no_progress_limit)
+        if stop is not None:
+            return stop
+    action = (
+        "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
+    )
+    return Decision(True, budget, action, backoff_s)
+
+
+def failure_of(
+    evidence: Evidence,
+    judgement: Judgement,
+    decision: Decision,
+    *,
+    detect_s: float | None,
+    world_size: int,
+) -> Failure:
+    """Return the failure for its event. The cost of the recovery is null: the ``recovered`` event
+    reports it."""
+    return Failure(
+        at=datetime.fromtimestamp(evidence.noticed_at, UTC),
+        attempt=evidence.attempt,
+        verdict=judgement.verdict,
+        first_rank=judgement.first_rank,
+        node_id=judgement.node_id,
+        step=judgement.step,
+        exception=judgement.exception,
+        evidence=judgement.detail,
+        action=decision.action,
+        budget=decision.budget,
+        steps_lost=None,
+        detect_s=detect_s,
+        recovery_s=None,
+        world_size_before=world_size or None,
+        world_size_after=None,
+    )
+
+
+def _decide_user_error(
+    judgement: Judgement, past: Sequence[PastFailure], spec: RecoverySpec
+) -> Decision:
+    budget = BUDGET_OF[Verdict.USER_ERROR]
+    earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]
+    if any(
+        failure.step == judgement.step and failure.signature == judgement.signature
+        for failure in earlier
+    ):
+        message = f"the same error {_place(judgement)} twice: {judgement.exception}"
+        return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
+    if len(earlier) >= spec.max_user_errors:
+        message = (
+            f"user code raised {len(earlier) + 1} times, recovery.max_user_errors is "
+            f"{spec.max_user_errors}: {judgement.exception}"
+        )
+        return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
+    return Decision(
+        True, budget, f"restart, user error {len(earlier) + 1} of at most {spec.max_user_errors}"
+    )
+
+
+def _decide_storage(
+    judgement: Judgement, in_a_row: int, backoff_s: float, checkpoint: CheckpointSpec | None
+) -> Decision:
+    """Wait for the storage, or pause if the spec prefers that. The run never fails for it: nothing
+    of its own is wrong."""
+    budget = BUDGET_OF[Verdict.STORAGE]
+    if (
+        checkpoint is not None
+        and checkpoint.on_failed_saves == "pause"
+        and in_a_row >= checkpoint.max_failed_saves
+    ):
+        message = (
+            f"paused after {in_a_row} storage failures in a row {_place(judgement)} "
+            "(checkpoint.on_failed_saves is pause); "
+            f"repair the storage, then resume the run. The last failure: {judgement.exception}"
+        )
+        return Decision(
+            False,
+            budget,
+            "pause",
+            reason=ReasonCode.STORAGE_UNAVAILABLE,
+            message=message,
+            pause=True,
+        )
+    pause = "at once" if backoff_s == 0 else f"after {backoff_s:g} s"
+    return Decision(
+        True,
+        budget,
+        f"wait for the storage, restart {pause} (failure {in_a_row} in a row)",
+        backoff_s,
+    )
+
+
+def _exhausted(
+    judgement: Judgement, budget: str, in_a_row: int, spec: RecoverySpec, no_progress_limit: int
+) -> Decision | None:
+    """Return the decision to fail the run if its system failures exceed a limit, else None."""
+    if in_a_row > spec.max_system_failures:
+        message = (
+            f"{in_a_row} system failures in a row without progress exceed "
+            "recovery.max_system_failures "
+            f"{spec.max_system_failures}; the last was {judgement.verdict}"
+        )
+        code = ReasonCode.SYSTEM_FAILURES_EXHAUSTED
+        return Decision(False, budget, "stop", reason=code, message=message)
+    if in_a_row >= no_progress_limit:
+        message = (
+            f"{in_a_row} attempts in a row failed before one new step; the last failure was "
+            f"{judgement.verdict}"
+        )
+        return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
+    return None
+
+
+def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:
+    """Return whether a GPU ran out of memory at the same place before.
+
+    A host's memory is shared with other processes and may suffice the next time; a GPU's is not.
+    """
+    return judgement.kind is ErrorKind.DEVICE_MEMORY and any(
+        (failure.verdict, failure.step, failure.signature)
+        == (judgement.verdict, judgement.step, judgement.signature)
+        for failure in past
+    )
+
+
+def _failures_without_progress(
+    judgement: Judgement, budget: str, past: Sequence[PastFailure]
+) -> int:
+    """Return how many earlier failures of the same budget follow the last one at a smaller step.
+
+    A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
+    look like a step back.
+    """
+    steps: list[int] = []
+    for known in (*(failure.step for failure in past), judgement.step):
+        steps.append(known if known is not None else steps[-1] if steps else 0)
+    count = 0
+    for failure, step in zip(reversed(past), reversed(steps[:-1]), strict=True):
+        if BUDGET_OF.get(failure.verdict, "system_failures") != budget:
+            continue
+        if steps[-1] > step:
+            break
+        count += 1
+    return count
+
+
+def _place(judgement: Judgement) -> str:
+    return "before the first step" if judgement.step is None else f"at step {judgement.step}"

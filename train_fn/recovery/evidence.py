@@ -1,0 +1,108 @@
+"""The facts about one failure of an attempt, collected from every rank before a verdict is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from train_fn.recovery.rank_error import RankError
+
+_DETAIL_CHARS = 4000
+_STACK_CHARS = 8000
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What is known about one rank once its group has shut down."""
+
+    rank: int
+    node_id: str
+    pid: int
+    node_alive: bool = True
+    """Whether its node's raylet accepted a connection."""
+    node_draining: bool = False
+    died: bool = False
+    """Its process is gone, and the controller did not kill it."""
+    death: str | None = None
+    """Ray's description of that death."""
+    preempted: bool = False
+    """Ray says that the node was taken away as announced."""
+    unresponsive: bool = False
+    """Its process lives but answers no call: it is stopped, or stuck outside Python."""
+    stack: str | None = None
+    """Its stack when the rank was taken for hung."""
+    still_running: bool = False
+    """Its training thread had not ended when the wait for it was over."""
+    held_up: bool = False
+    """That thread was waiting in a collective that had not failed yet."""
+    error: RankError | None = None
+
+    @property
+    def state(self) -> str:
+        """How the rank ended, in one or two words."""
+        if self.died:
+            return "died"
+        if self.unresponsive:
+            return "unresponsive"
+        if self.still_running:
+            return "held up" if self.held_up else "still running"
+        if self.error is None:
+            return "left"
+        return "collateral" if self.error.collateral else "raised"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One failure of an attempt: each rank's report, or why the group could not start."""
+
+    attempt: int
+    noticed_at: float
+    """Unix seconds."""
+    ranks: tuple[RankReport, ...] = ()
+    last_step: int | None = None
+    """Most steps done, as far as any rank or the journal knows."""
+    control_error: str | None = None
+    """An error of the controller or of the group's start, not of a training function."""
+
+    def detail(self, first: RankReport | None) -> dict[str, Any]:
+        """Return the evidence as JSON: the first failing rank in full, every other in one line."""
+        detail: dict[str, Any] = {"ranks": [_line(report) for report in self.ranks]}
+        if self.control_error:
+            detail["control_error"] = self.control_error[-_DETAIL_CHARS:]
+        if first is not None:
+            detail |= {"pid": first.pid, "node_alive": first.node_alive}
+            if first.stack:
+                detail["stack"] = first.stack[-_STACK_CHARS:]
+            if first.death:
+                detail["death"] = first.death[-_DETAIL_CHARS:]
+            if first.error:
+                detail |= _error_detail(first.error)
+        return detail
+
+
+def _error_detail(error: RankError) -> dict[str, Any]:
+    detail: dict[str, Any] = {
+        "kind": error.kind.value,
+        "signature": error.signature,
+        "traceback": error.traceback,
+        "phase": error.phase,
+    }
+    if error.place:
+        detail["place"] = error.place
+    if error.memory:
+        detail["memory"] = error.memory[-_STACK_CHARS:]
+    return detail
+
+
+def _line(report: RankReport) -> dict[str, Any]:
+    error = report.error
+    return {
+        "rank": report.rank,
+        "node_id": report.node_id,
+        "state": report.state,
+        "error": error.summary[:500] if error else None,
+        "step": error.step if error else None,
+        "snapshot_step": error.snapshot_step if error else None,
+        "at": error.at if error else None,
+        **({"stack": report.stack[-_DETAIL_CHARS:]} if report.stack else {}),
+    }
