@@ -1,5 +1,4 @@
-"""Suggest the name that somebody meant, with work that stays small however many and however long
-the names are."""
+"""Suggest the name that was meant. The work is bounded, however many and long the names are."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ _MOST_NAMES = 500
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like ``name``; None where none is, or where there is too much to
-    compare.
+    """Return the name most like ``name``; None if none is close, or ``name`` is too long.
 
     >>> closest("epohcs", ["epochs", "max_steps"])
     'epochs'

@@ -1,4 +1,4 @@
-"""Events of a run in words, one line each."""
+"""Describe events of a run, one line each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.wire.events import EventKind
 
 
 def event(item: Event) -> str | None:
-    """An event in one line; None for what is too frequent or too small to be told."""
+    """Return an event in one line; None for kinds that are too frequent or too small to show."""
     data = item.data
     match item.kind:
         case EventKind.STATUS:
@@ -35,7 +35,7 @@ def event(item: Event) -> str | None:
                 for bad in data.get("rejected") or ()
             )
             return (
-                f"goes on from step {data.get('step')} "
+                f"continues from step {data.get('step')} "
                 f"({data.get('checkpoint') or data.get('source')}){rejected}"
             )
         case EventKind.TRAINING_STARTED:
@@ -45,9 +45,9 @@ def event(item: Event) -> str | None:
                 f"{data.get('total_steps')} steps{warnings}"
             )
         case EventKind.SNAPSHOTS if data.get("problem"):
-            return f"no state is kept on the nodes: {data.get('problem')}; checkpoints remain"
+            return f"nodes keep no snapshots: {data.get('problem')}; checkpoints are still saved"
         case EventKind.SNAPSHOTS:
-            return f"from step {data.get('step')} on the state is kept on the nodes again"
+            return f"nodes keep snapshots again, from step {data.get('step')} on"
         case EventKind.EVALUATED:
             return (
                 f"step {data.get('step')}, epoch {data.get('epoch')}: "
@@ -58,7 +58,7 @@ def event(item: Event) -> str | None:
         case EventKind.CHECKPOINT_FAILED:
             return (
                 f"the checkpoint of step {data.get('step')} failed: {data.get('error')}; training "
-                "goes on"
+                "continues"
             )
         case EventKind.CHECKPOINT_CORRUPT:
             return f"checkpoint {data.get('name')} is corrupt: {data.get('problem')}"
@@ -78,8 +78,8 @@ def event(item: Event) -> str | None:
             )
         case EventKind.STRAGGLER if data.get("slow"):
             return (
-                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} holds the others "
-                f"up: {_slowness(data)}"
+                f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} slows the others "
+                f"down: {_slowness(data)}"
             )
         case EventKind.STRAGGLER:
             return (
@@ -87,13 +87,13 @@ def event(item: Event) -> str | None:
                 "the others again"
             )
         case EventKind.EVIDENCE:
-            found = data.get("oom_line") or "out-of-memory kills were counted on its node"
-            return f"rank {data.get('rank')} was killed for want of memory: {found}"
+            found = data.get("oom_line") or "its node counted out-of-memory kills"
+            return f"the OOM killer ended rank {data.get('rank')}: {found}"
         case EventKind.STOP_REQUESTED:
-            return f"asked to {data.get('stop')}"
+            return f"{data.get('stop')} requested"
         case EventKind.WORKERS_LIMITED if data.get("by"):
             return (
-                f"makes room for run {data.get('by')} of a higher priority: goes on with "
+                f"makes room for run {data.get('by')} of higher priority: continues with "
                 f"{count(data.get('limit') or 0, 'rank')}"
             )
         case EventKind.WORKERS_LIMITED:
@@ -101,16 +101,16 @@ def event(item: Event) -> str | None:
         case EventKind.DRILL_STARTED:
             return f"drill: {data.get('kind')} of rank {data.get('rank')}"
         case EventKind.DRILL_FAILED:
-            return f"drill: {data.get('kind')} was not carried out: {data.get('problem')}"
+            return f"drill: {data.get('kind')} failed: {data.get('problem')}"
         case EventKind.PROFILE_STARTED:
             return (
-                f"profile {data.get('id')}: rank {data.get('rank')} is recorded from step "
+                f"profile {data.get('id')}: recording rank {data.get('rank')} from step "
                 f"{data.get('step')} on"
             )
         case EventKind.PROFILE_DONE:
             return (
                 f"profile {data.get('id')}: {count(data.get('steps') or 0, 'step')} of rank "
-                f"{data.get('rank')} are kept"
+                f"{data.get('rank')} recorded"
             )
         case EventKind.PROFILE_FAILED:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
@@ -120,15 +120,14 @@ def event(item: Event) -> str | None:
 
 def _slowness(data: Mapping[str, Any]) -> str:
     own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
-    return f"{own_ms:.0f} ms of its own in a step, its peers {peers_ms:.0f} ms for the same share"
+    return f"it works {own_ms:.0f} ms in a step, a peer {peers_ms:.0f} ms for the same share"
 
 
 def stragglers(report: StragglerReport) -> list[str]:
-    """Ranks that hold the others up now, one line each."""
+    """Return the ranks that slow the others down now, one line each."""
     return [
-        f"rank {each.rank} on node {each.node_id[:8]} holds the others up since "
-        f"{each.at.astimezone():%H:%M:%S}: "
-        f"{_slowness(each.model_dump())}"
+        f"rank {each.rank} on node {each.node_id[:8]} slows the others down since "
+        f"{each.at.astimezone():%H:%M:%S}: {_slowness(each.model_dump())}"
         for each in report.stragglers
         if each.ended_at is None
     ]

@@ -1,7 +1,7 @@
-"""A failure in words: the only place where a ``wire.Failure`` becomes a text.
+"""Describe a failure for people. Nothing else turns a ``wire.Failure`` into text.
 
-The command line, the pages, a run's reason (which webhooks and notebooks show), MLflow,
-TensorBoard and the logs all say it by these functions.
+Used by the command line, the pages, a run's reason (shown by webhooks and notebooks), MLflow,
+TensorBoard and the logs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
 
 
 def headline(fault: Failure) -> str:
-    """Return what failed, where and when, as a person would tell it."""
+    """Return what failed, where and when, in one line."""
     rank = "a worker" if fault.first_rank is None else f"rank {fault.first_rank}"
     node = fault.node_id[:8] if fault.node_id else ""
     place = f" on node {node}" if node else ""
@@ -29,19 +29,19 @@ def headline(fault: Failure) -> str:
         "worker_lost": f"{rank}{place} died{when}",
         "node_lost": f"{the_node} with {rank} was lost{when}",
         "out_of_memory": f"{rank}{place} ran out of memory{when}",
-        "preemption": f"{the_node} was told to leave{when}",
+        "preemption": f"{the_node} was taken away or drained{when}",
         "hang": f"{rank}{place} stopped making progress{when}",
         "storage": f"checkpoint {fault.evidence['checkpoint']} is damaged"
         if "checkpoint" in fault.evidence
         else f"storage failed for {rank}{place}{when}",
         "control_plane": f"the driver or the Ray head was lost{when}",
-        "unknown": f"{rank}{place} failed{when}, for a reason that the evidence does not tell",
+        "unknown": f"{rank}{place} failed{when}; the evidence does not show why",
     }[fault.verdict]
     return f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"
 
 
 def story(fault: Failure) -> list[str]:
-    """Return the cause, the evidence, and what was done about it, in lines below the headline."""
+    """Return the lines below the headline: cause, evidence, and what was done."""
     lines = [f"cause: {cause(fault)}"] if fault.exception else []
     if fault.evidence.get("place"):
         lines.append(f"your code: {fault.evidence['place']}")
@@ -60,15 +60,15 @@ def line(fault: Failure) -> str:
 
 
 def cause(fault: Failure) -> str:
-    """Return the line of its exception that says what happened; empty where there is none."""
+    """Return the line of the exception that says what happened; empty if there is none."""
     return exception_line(fault.exception or "")
 
 
 def exception_line(text: str) -> str:
-    """Return the line of an exception's text that says its type and what it says first.
+    """Return the line of an exception's text with its type and message.
 
-    That is the first line, unless the text is a whole traceback, or wraps one: then the last line
-    that is not indented.
+    That is the first line. If the text is a traceback or wraps one, it is the last line that is not
+    indented.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     if not lines:
@@ -82,7 +82,7 @@ def exception_line(text: str) -> str:
 
 
 def _evidence(fault: Failure) -> list[str]:
-    """Return what the verdict rests on, apart from the exception, in lines."""
+    """Return the evidence besides the exception, one line each."""
     evidence = fault.evidence
     lines = []
     if evidence.get("death"):
@@ -90,10 +90,8 @@ def _evidence(fault: Failure) -> list[str]:
     if evidence.get("oom_line"):
         lines.append(f"kernel: {str(evidence['oom_line']).strip()}")
     elif evidence.get("oom_kills"):
-        lines.append(
-            f"kernel: killed {count(evidence['oom_kills'], 'process')} there for want of memory "
-            "since the rank began"
-        )
+        ended = _processes(evidence["oom_kills"])
+        lines.append(f"kernel: the OOM killer ended {ended} on this node since the rank started")
     if evidence.get("node_alive") is not None:
         lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
     collateral = [
@@ -102,19 +100,23 @@ def _evidence(fault: Failure) -> list[str]:
         if rank.get("state") == "collateral"
     ]
     if collateral:
-        lines.append(f"other ranks: {', '.join(collateral)} only lost their peer")
+        lines.append(f"other ranks: {', '.join(collateral)} failed only because their peer did")
     if evidence.get("stack"):
         lines += [
-            "it stood at:",
+            "stack:",
             *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:]),
         ]
     if fault.last_lines:
-        lines += ["its last lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
+        lines += ["last log lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
     return lines
 
 
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
+
+
 def evidence_items(fault: Failure) -> list[tuple[str, str]]:
-    """Return each piece of evidence as a name and its text, nested pieces one a line."""
+    """Return each piece of evidence as a name and a text; nested values get a line each."""
     return [
         (name.replace("_", " "), _text(value))
         for name, value in fault.evidence.items()
@@ -131,8 +133,8 @@ def _text(value: Any) -> str:
 
 
 def _first_words(text: str) -> str:
-    """Ray's account of a death without its list of usual causes: the line that tells how the
-    process ended, else the first."""
+    """Return the line of Ray's description of a death that says how the process ended, else its
+    first line."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     telling = [
         line
@@ -147,13 +149,13 @@ def _log_line(line: LogLine) -> str:
 
 
 def _outcome(fault: Failure) -> str:
-    parts = [fault.action or "nothing was done"]
+    parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
         parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
     if fault.steps_lost is not None:
         parts.append(f"{count(fault.steps_lost, 'step')} lost")
     if fault.detect_s is not None:
-        parts.append(f"noticed after {duration(fault.detect_s)}")
+        parts.append(f"detected after {duration(fault.detect_s)}")
     if fault.recovery_s is not None:
         phases = fault.evidence.get("recovery_phases") or {}
         slowest = max(phases, key=lambda name: phases[name], default=None)
@@ -164,5 +166,5 @@ def _outcome(fault: Failure) -> str:
         )
         parts.append(f"training again after {duration(fault.recovery_s)}{most}")
     if fault.budget:
-        parts.append(f"counted on {fault.budget}")
+        parts.append(f"charged to the {fault.budget} budget")
     return ", ".join(parts)

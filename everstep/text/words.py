@@ -1,4 +1,4 @@
-"""Runs and amounts in words."""
+"""Format amounts, durations and the state of a run for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATUS_STYLES: Mapping[RunStatus, str] = {
 
 
 def size(num_bytes: float) -> str:
-    """``3.4 MB``."""
+    """Return a size: ``3.4 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -31,7 +31,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1.3 s``, ``4 min 5 s``, ``3 h 12 min``, ``2 d 5 h``."""
+    """Return a duration: ``1.3 s``, ``4 min 5 s``, ``3 h 12 min``, ``2 d 5 h``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def ago(at: datetime | None, now: datetime | None = None) -> str | None:
-    """``5.0 s ago``."""
+    """Return how long ago a time was: ``5.0 s ago``."""
     return (
         None
         if at is None
@@ -55,12 +55,12 @@ def number(value: float | None) -> str:
 
 
 def numbers(values: Mapping[str, Any]) -> str:
-    """``loss 0.1234, val_accuracy 0.98``."""
+    """Return named values: ``loss 0.1234, val_accuracy 0.98``."""
     return ", ".join(f"{name} {number(value)}" for name, value in values.items())
 
 
 def count(amount: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
+    """Return a count with its noun: ``1 step``, ``2 steps``."""
     return f"{amount} {noun}{'' if amount == 1 else 's'}"
 
 
@@ -69,7 +69,7 @@ def progress(run: Run) -> str:
 
 
 def summary(run: Run) -> str:
-    """How a run ended, in one line."""
+    """Return how a run ended: a line, and a second one for its reason."""
     parts = [f"{run.status} at step {progress(run)}"]
     if run.finished_at is not None:
         parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")

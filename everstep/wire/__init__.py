@@ -1,5 +1,7 @@
-"""Answers of the service: what a client reads. Times are RFC 3339 UTC, durations in seconds, sizes
-in bytes."""
+"""The service's answers, as clients read them.
+
+Times are RFC 3339 in UTC, durations in seconds, sizes in bytes. Imports nothing of ours.
+"""
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
 from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readiness

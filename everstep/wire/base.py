@@ -1,4 +1,4 @@
-"""What all answers share: times, pages and problems."""
+"""Types that all answers share: times, pages and problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
 
 
 def format_time(value: datetime) -> str:
-    """RFC 3339 in UTC with milliseconds, for example ``2026-01-02T03:04:05.678Z``."""
+    """Return a time as RFC 3339 in UTC with milliseconds: ``2026-01-02T03:04:05.678Z``."""
     return (
         (value if value.tzinfo is UTC else value.astimezone(UTC))
         .isoformat(timespec="milliseconds")
@@ -21,8 +21,8 @@ Time = Annotated[AwareDatetime, PlainSerializer(format_time, return_type=str, wh
 
 
 class Answer(BaseModel):
-    """Base of answers: immutable; unknown fields are ignored so that an older client can read a
-    newer service."""
+    """Base of all answers. Immutable; unknown fields are ignored, so that an older client can read
+    a newer service."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 

@@ -7,20 +7,20 @@ from typing import Literal
 from everstep.wire.base import Answer, Time
 
 NodeState = Literal["ALIVE", "CORDONED", "DRAINING", "DRAINED", "DEAD"]
-"""``CORDONED``: no new rank goes there, those that are there stay. ``DRAINING``: ranks are leaving.
-``DRAINED``: they have left, and the node may be taken away. ``DEAD``: the cluster has lost it."""
+"""``CORDONED``: gets no new ranks, keeps those it has. ``DRAINING``: its ranks are leaving.
+``DRAINED``: they have left; the node may be taken away. ``DEAD``: the cluster has lost it."""
 
 
 class NodeMark(Answer):
     """Why a node takes no new ranks."""
 
     reason: str | None
-    """In words; evidence where the service cordoned the node by itself."""
+    """In words. The evidence, if the service cordoned the node by itself."""
     by: str
-    """Name of the token that asked for it; ``everstep`` is the service itself."""
+    """Name of the token that set the mark; ``everstep`` is the service itself."""
     at: Time
     deadline: Time | None
-    """When a draining node is to be taken away; null where nobody said."""
+    """When a draining node will be taken away; null if unknown."""
 
 
 class Node(Answer):
@@ -30,15 +30,16 @@ class Node(Answer):
     state: NodeState
     is_head: bool
     mark: NodeMark | None = None
-    """Who cordoned or drained it, and why; null where nobody did, or where only Ray was told."""
+    """Who cordoned or drained the node, and why; null if nobody did, or if it was drained by
+    Ray."""
     resources_total: dict[str, float]
     runs: tuple[str, ...]
-    """Ids of the runs with ranks on it."""
+    """Ids of the runs with ranks on this node."""
 
 
 class ClusterInfo(Answer):
     available: bool
-    """Whether Ray answered; nodes are then current."""
+    """Whether Ray answered; only then is the list of nodes current."""
     address: str | None
     dashboard_url: str | None
     ray_version: str | None
@@ -51,4 +52,4 @@ class Readiness(Answer):
     storage: Literal["up", "down"]
     ray: Literal["up", "down"]
     reconciler_lag_s: float | None
-    """Seconds since the reconciler's last finished tick."""
+    """Seconds since the reconciler's last completed tick."""

@@ -1,5 +1,4 @@
-"""What a check of a deployment found, as the service answers it; ``everstep.doctor.findings`` says
-what it means."""
+"""Results of a deployment check. ``everstep.doctor.findings`` interprets them."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from pydantic import Field
 from everstep.wire import Answer, Time
 
 _PACKAGES = ("everstep", "storage", "train_fn")
-"""What runs on the nodes; the service has them too."""
+"""The packages that run on nodes; the service has them too."""
 
 
 def source_digest() -> str | None:
-    """SHA-256 over Everstep's own modules as they lie here: two installations of one version may
-    still differ.
+    """Return the SHA-256 over Everstep's installed modules: two installations of one version may
+    differ.
 
-    None where a package is not installed as files.
+    None if a package is not installed as files.
     """
     digest = hashlib.sha256()
     for package in _PACKAGES:
@@ -35,57 +34,58 @@ def source_digest() -> str | None:
 
 
 class StorageFacts(Answer):
-    """How one node sees the storage."""
+    """The storage as one node sees it."""
 
     problem: str | None = None
-    """Why it could not be written or read."""
+    """Why the node could not write or read it."""
     unseen: tuple[str, ...] = ()
     """Ids of nodes whose file this node does not see."""
     differs: tuple[str, ...] = ()
-    """Ids of nodes whose file holds other bytes here than were written."""
+    """Ids of nodes whose file has other bytes here than were written."""
     write_mb_per_s: float | None = None
-    """Megabytes (10**6 bytes) a second, of one small file with all nodes writing at once: a hint,
-    not a benchmark."""
+    """Megabytes (10**6 bytes) per second for one small file, with all nodes writing at once: a
+    hint, not a benchmark."""
 
 
 class NodeFacts(Answer):
-    """What one node says about itself."""
+    """Facts that one node reports about itself."""
 
     id: str
     hostname: str
     ip: str
     is_head: bool
     gpus: int
-    """As Ray was told."""
+    """As registered with Ray."""
     problem: str | None = None
-    """Why nothing more is known: no process of Everstep came up there."""
+    """Why nothing more is known: no Everstep process could start there."""
     versions: dict[str, str | None] = Field(default_factory=dict)
-    """Of python, everstep, ray, torch, torchvision, cuda, nccl; null for what is not there."""
+    """Versions of python, everstep, ray, torch, torchvision, cuda and nccl; null if not
+    installed."""
     source: str | None = None
     """Digest of Everstep's own modules."""
     clock_offset_s: float | None = None
     """The node's clock minus the head's."""
     clock_error_s: float | None = None
-    """How far off that may be: half a round trip."""
+    """Largest error of that offset: half a round trip."""
     storage: StorageFacts | None = None
     unreachable: tuple[str, ...] = ()
-    """Ids of nodes that do not accept a TCP connection from here on a port of their own choice."""
+    """Ids of nodes that do not accept a TCP connection from here on a port of their choice."""
     raylets_unreachable: tuple[str, ...] = ()
-    """Ids of nodes whose raylet does not accept one."""
+    """Ids of nodes whose raylet does not accept a TCP connection from here."""
     interface: str | None = None
     """The network interface that has the node's address."""
     interface_variables: dict[str, str] = Field(default_factory=dict)
-    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where the node's environment sets them."""
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, if the node's environment sets them."""
     interfaces: tuple[str, ...] = ()
     shared_memory_bytes: int | None = None
     shared_memory_free_bytes: int | None = None
     temporary_free_bytes: int | None = None
     cuda: bool | None = None
-    """Whether torch can use the GPU that the check was given; null where it was given none."""
+    """Whether torch can use the GPU assigned to the check; null if it was assigned none."""
 
 
 class AllReduceFacts(Answer):
-    """A sum over the nodes that run ranks, again and again."""
+    """Repeated all-reduces over the nodes that run ranks."""
 
     backend: Literal["gloo", "nccl"]
     nodes: tuple[str, ...]
@@ -93,31 +93,31 @@ class AllReduceFacts(Answer):
     rounds: int = 0
     size_bytes: int
     round_s: float | None = None
-    """Seconds of one sum."""
+    """Seconds of one all-reduce."""
 
 
 class DeploymentReport(Answer):
     at: Time
-    """By the head's clock, when the report was written."""
+    """When the report was written, by the head's clock."""
     nodes: tuple[NodeFacts, ...]
     all_reduce: AllReduceFacts | None
-    """Null where fewer than two nodes run ranks."""
+    """Null if fewer than two nodes run ranks."""
 
 
 class ServiceFacts(Answer):
-    """What the service says about itself."""
+    """Facts that the service reports about itself."""
 
     hostname: str
     versions: dict[str, str | None]
     source: str | None
     at: Time
-    """By the service's clock, when it answered."""
+    """When it answered, by the service's clock."""
     storage: str
     """The storage's URI."""
 
 
 class DeploymentCheck(Answer):
-    """A check that was asked for: its job on the cluster, and what it found."""
+    """A requested check: the state of its job on the cluster, and its report."""
 
     id: str
     state: Literal["running", "done", "failed"]

@@ -1,8 +1,8 @@
-"""Kinds of events that a submission's journal carries, and what each one's ``data`` holds.
+"""The kinds of events in a run's history, and the ``data`` of each.
 
-The journal is how ``train_fn`` tells ``service`` what happened (docs/event-log.md). Events that the
-service adds itself are ``run_created``, ``status``, ``stop_requested``, ``workers_limited``,
-``drill_requested``, ``profile_requested`` and ``checkpoint_corrupt``.
+``train_fn`` reports to ``service`` through the journal (docs/event-log.md). The service adds
+``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested``,
+``profile_requested`` and ``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class EventKind(StrEnum):
     STOP_REQUESTED = "stop_requested"
     """By the service. data: stop ("cancel" | "pause")."""
     WORKERS_LIMITED = "workers_limited"
-    """By the service. The run makes room for another one, or need not any more. data: limit (most
+    """By the service. The run makes room for another one, or no longer has to. data: limit (most
     ranks; null: as many as its spec asks for), by (id of the run that needs the room) | null."""
     DRILL_REQUESTED = "drill_requested"
     """By the service. data: id, kind, rank."""
@@ -28,25 +28,23 @@ class EventKind(StrEnum):
     """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep,
     ray, torch, python}."""
     WAITING = "waiting"
-    """No worker group yet for want of resources. data: code, message, missing {resource:
-    amount}."""
+    """The worker group waits for resources. data: code, message, missing {resource: amount}."""
     ATTEMPT_STARTED = "attempt_started"
-    """A worker group runs. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
+    """A worker group started. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
     RESTORED = "restored"
-    """Ranks agreed on where to go on. data: step, epoch, source ("fresh" | "checkpoint" |
-    "snapshot" | "fork"), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
+    """Ranks agreed on the state to continue from. data: step, epoch, source ("fresh" | "checkpoint"
+    | "snapshot" | "fork"), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
     best {metric, value, step} | null (the best evaluation of the restored state), origin {run_id,
     checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples,
     num_parameters, micro_batch_size, device, backend, snapshots ("published" by rank 0 of a group
-    on one node, left by "survivors", or "none"), guarantee (what may be relied on of the samples'
-    use over restarts, in words) | null where it was told before, warnings [sentences about the
-    task]. Of a user's Ray Train function only device, backend, snapshots and guarantee are known;
-    the others are null or not there."""
+    on one node, left by "survivors", or "none"), guarantee (how samples are used over restarts, in
+    words) | null if unchanged, warnings [sentences about the task]. For a user's Ray Train function
+    only device, backend, snapshots and guarantee are set."""
     SNAPSHOTS = "snapshots"
-    """Whether nodes keep states changed. data: step, snapshots ("published" | "survivors" |
-    "none"), problem | null."""
+    """Nodes started or stopped keeping snapshots. data: step, snapshots ("published" | "survivors"
+    | "none"), problem | null."""
     METRICS = "metrics"
     """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}];
     ``step`` counts steps done."""
@@ -60,20 +58,20 @@ class EventKind(StrEnum):
     EPOCH_HOOK_DONE = "epoch_hook_done"
     """The task's ``on_epoch_end`` has returned on all ranks. data: epoch, seconds."""
     RANK_TIMES = "rank_times"
-    """Every rank's typical step of late. data: step, step_s, ranks [{rank, node_id, micro_batches,
+    """Every rank's typical recent step. data: step, step_s, ranks [{rank, node_id, micro_batches,
     own_s, wait_s, skew}]."""
     STRAGGLER = "straggler"
-    """A rank has held its peers up for a while, or does so no more. data: rank, node_id, step,
+    """A rank has slowed its peers down for a while, or no longer does. data: rank, node_id, step,
     slow, own_s, peers_s, skew."""
     GPU_USE = "gpu_use"
-    """A rank's GPU of late. data: rank, node_id, name, busy (0 to 1: share of the time in which
-    kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (the rank's own
-    tensors at most), seconds (that ``busy`` is a mean of)."""
+    """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
+    kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the
+    rank's own tensors), seconds (over which ``busy`` is a mean)."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
     CHECKPOINT_FAILED = "checkpoint_failed"
-    """A save failed; training goes on. data: step, error, failed_in_a_row, max_failed_saves (of the
-    spec), retry_s (until the next try)."""
+    """A save failed; training continues. data: step, error, failed_in_a_row, max_failed_saves (of
+    the spec), retry_s (until the next try)."""
     CHECKPOINT_CADENCE = "checkpoint_cadence"
     """``checkpoint.every_steps: auto`` chose another interval. data: step, interval_s, cost_s
     (stall_s + slowdown_s), stall_s, slowdown_s, write_s, mtbf_s, mtbf_source ("given" |
@@ -82,35 +80,35 @@ class EventKind(StrEnum):
     CHECKPOINT_DELETED = "checkpoint_deleted"
     """By retention. data: step, name."""
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
-    """By the service, which read a checkpoint back. data: step, name, problem, found_by ("scrub" |
-    "verify")."""
+    """By the service, after reading a checkpoint back. data: step, name, problem, found_by ("scrub"
+    | "verify")."""
     JOURNAL_DAMAGED = "journal_damaged"
-    """Lines of a journal are not what was written: an event is lost. Told by whoever reads past
+    """Lines of a journal are damaged: events are lost. Reported by the process that reads past
     them, and by the next driver. data: file, lines, problem."""
     STORAGE_ADOPTED = "storage_adopted"
-    """By the service: an operator had it go on with another storage. data: storage_id,
+    """By the service: an operator adopted another storage. data: storage_id,
     submission_before, submission (the newest in the storage, if that is later), lost (whether the
-    storage lacked what was known of the run)."""
+    storage lacks something that was known about the run)."""
     FAILURE = "failure"
     """An attempt failed. data: ``wire.Failure.event_data()``."""
     EVIDENCE = "evidence"
-    """What was found out about a failure after it was told. data: rank, node_id, pid, oom_line |
+    """Evidence found after a failure was reported. data: rank, node_id, pid, oom_line |
     null, oom_kills | null."""
     RECOVERED = "recovered"
     """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before,
     world_size_after, phases {name: seconds}."""
     DRILL_STARTED = "drill_started"
-    """A fault is put in; durable before it is. data: id, kind, rank, node_id | null, pid | null,
-    checkpoint | null."""
+    """A fault is injected; the event is durable before that. data: id, kind, rank, node_id | null,
+    pid | null, checkpoint | null."""
     DRILL_FAILED = "drill_failed"
-    """A drill could not be carried out. data: id, kind, rank, problem."""
+    """A drill's fault could not be injected. data: id, kind, rank, problem."""
     PROFILE_ORDERED = "profile_ordered"
-    """The driver has heard of a profile; the journal's replies tell the ranks. data: id, rank,
-    steps."""
+    """The driver received a request for a profile; the journal's replies pass it to the ranks.
+    data: id, rank, steps."""
     PROFILE_STARTED = "profile_started"
-    """The rank records its steps. data: id, rank, step (the first one in the trace)."""
+    """The rank started recording. data: id, rank, step (the first one in the trace)."""
     PROFILE_DONE = "profile_done"
-    """The trace is kept. data: id, rank, steps, step_s, size_bytes, all_reduces [{bucket | null,
+    """The trace is saved. data: id, rank, steps, step_s, size_bytes, all_reduces [{bucket | null,
     size_bytes, count, mean_s, max_s}]."""
     PROFILE_FAILED = "profile_failed"
     """data: id, rank, problem."""
@@ -122,8 +120,7 @@ class EventKind(StrEnum):
 
 
 NODE_UNFIT = "NodeUnfit"
-"""Type of the exception in the failure of a node that was looked at before a run's ranks began on
-it, and was not fit."""
+"""Exception type in the failure of a node that did not pass the preflight checks."""
 
 BEGINNINGS = frozenset({"fresh", "fork"})
-"""Sources of a ``restored`` event that owe nothing to what older submissions of the run did."""
+"""Sources of a ``restored`` event that do not depend on older submissions of the run."""

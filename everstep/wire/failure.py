@@ -1,4 +1,4 @@
-"""A failure of a run: what it was, who failed first, what was done about it and what it cost."""
+"""A failure of a run: its verdict, which rank failed first, what was done, and what it cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everstep.wire.history import LogLine
 
 
 class Verdict(StrEnum):
-    """What a failure was, decided from evidence."""
+    """What a failure was, according to the evidence."""
 
     USER_ERROR = "user_error"
     WORKER_LOST = "worker_lost"
@@ -27,31 +27,31 @@ class Verdict(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Verdict:
-        """A newer driver or service may know verdicts that this version does not."""
+        """Read verdicts of newer drivers and services as UNKNOWN."""
         return cls.UNKNOWN
 
 
 class ErrorKind(StrEnum):
-    """What sort of thing stopped a rank, known where its exception was raised."""
+    """What stopped a rank, classified where its exception was raised."""
 
     USER = "user"
     """The task, its model or its data raised, or the loss was not finite."""
     COLLECTIVE = "collective"
-    """A collective failed: the consequence of a peer's end, never its cause."""
+    """A collective failed: the consequence of a peer's failure, never its cause."""
     OUT_OF_MEMORY = "out_of_memory"
-    """The host's memory was too small. It is shared, and may suffice the next time."""
+    """The host ran out of memory. It is shared, and may suffice the next time."""
     DEVICE_MEMORY = "device_memory"
-    """The GPU's memory was too small: the model's doing, not the node's."""
+    """The GPU ran out of memory, because of the model and not the node."""
     DEVICE = "device"
     """The GPU, its driver or one of its libraries failed."""
     STORAGE = "storage"
     """Everstep's storage code could not read or write."""
     STORAGE_NOT_SHARED = "storage_not_shared"
-    """Nodes see other storage under one path."""
+    """Nodes see different storage under one path."""
     NODE = "node"
-    """The rank's node cannot train: found out before its ranks began."""
+    """The node cannot train; found before its ranks started."""
     EXCHANGE = "exchange"
-    """The ranks' exchange came back without being complete; the step was refused."""
+    """The exchange between ranks was not complete; the step was refused."""
     LOADER_LOST = "loader_lost"
     """A loader process of the rank was killed."""
     HANG = "hang"
@@ -59,7 +59,7 @@ class ErrorKind(StrEnum):
 
 
 class FailureEvent(Protocol):
-    """An event of kind ``failure``, as a journal, the database or a client has it."""
+    """An event of kind ``failure``, from a journal, the database or a client."""
 
     @property
     def at(self) -> float | datetime:
@@ -74,7 +74,7 @@ class FailureEvent(Protocol):
 
 
 class Failure(Answer):
-    """One failure: the data of its event, and what the run's history adds later."""
+    """One failure: the data of its event, and what later events add."""
 
     at: Time
     attempt: int
@@ -87,9 +87,9 @@ class Failure(Answer):
     """The first failing rank's exception."""
     evidence: dict[str, Any]
     action: str
-    """What Everstep did."""
+    """What Everstep did about it."""
     budget: str | None
-    """Which budget it was counted on."""
+    """Budget that it was charged to."""
     steps_lost: int | None
     detect_s: float | None
     recovery_s: float | None
@@ -98,12 +98,12 @@ class Failure(Answer):
     submission: int = 0
     """Ray Job whose attempt failed."""
     last_lines: tuple[LogLine, ...] = ()
-    """What the first failing rank logged last, oldest first; ``seq`` is 0. The driver's where no
-    rank failed first."""
+    """Last log lines of the first failing rank, oldest first; ``seq`` is 0. The driver's if no rank
+    failed first."""
 
     @classmethod
     def of(cls, event: FailureEvent, **data: Any) -> Failure:
-        """Return the failure that an event tells of, or that ``data`` says in place of its data.
+        """Return the failure that an event describes; ``data`` replaces the event's data.
 
         Fields that an older driver did not write are null.
         """
@@ -114,16 +114,16 @@ class Failure(Answer):
         return cls.model_validate(known | of_event)
 
     def event_data(self) -> dict[str, Any]:
-        """Return the data of the event that tells of this failure."""
+        """Return the data of this failure's event."""
         others = {"at", "attempt", "submission", "last_lines"}
         return self.model_dump(mode="json", exclude=others)
 
     @property
     def kind(self) -> ErrorKind | None:
-        """What the first failing rank's error was; None where it raised none.
+        """Return the kind of the first failing rank's error; None if it raised none.
 
-        Older drivers did not write it. Of their failures only the text tells the two kinds apart
-        for which a node is blamed otherwise than its verdict says.
+        Older drivers did not write it. For them, the text identifies the two kinds that say more
+        about a node than the verdict does.
         """
         if "kind" in self.evidence:
             known = self.evidence["kind"] in set(ErrorKind)

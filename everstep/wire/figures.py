@@ -1,4 +1,4 @@
-"""What is measured of a run: ranks' times, samples, goodput, series."""
+"""Measurements of a run: step times of ranks, samples, goodput, metrics."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RankTimes(Answer):
     micro_batches: int
     """Its share of a global batch."""
     own_s: float
-    """Seconds of a step in which it worked by itself: data, forward, backward, optimizer."""
+    """Seconds of a step that the rank works by itself: data, forward, backward, optimizer."""
     wait_s: float
-    """The rest of the step: all-reduce, most of it waiting for slower ranks."""
+    """The rest of the step: the all-reduce, which is mostly waiting for slower ranks."""
     skew: float
-    """Its own time by that of a typical peer for the same share; 1 is as fast as the others."""
+    """Its own time divided by a typical peer's for the same share; 1 is as fast as the others."""
 
 
 class NodeTimes(Answer):
-    """The mean of a node's ranks."""
+    """Means over a node's ranks."""
 
     node_id: str
     ranks: tuple[int, ...]
@@ -35,20 +35,21 @@ class NodeTimes(Answer):
 
 
 class Straggler(Answer):
-    """A rank that held its peers up for a while."""
+    """A rank that slowed its peers down for a while."""
 
     at: Time
-    """When that was sure; it began some 15 s before."""
+    """When it was detected, about 15 s after it began."""
     attempt: int
     rank: int
     node_id: str
     step: int
     own_s: float
     peers_s: float
-    """What a typical peer took for the same share."""
+    """Seconds that a typical peer takes for the same share."""
     skew: float
     ended_at: Time | None
-    """When it was as fast as the others again, or its attempt ended; null while it is slow."""
+    """When the rank was as fast as the others again, or its attempt ended; null while it is
+    slow."""
 
 
 class GpuUse(Answer):
@@ -59,26 +60,26 @@ class GpuUse(Answer):
     at: Time
     name: str
     busy: float | None
-    """Share of the time in which a kernel ran, 0 to 1; null where the driver does not tell."""
+    """Share of the time in which a kernel ran, 0 to 1; null if the driver does not report it."""
     used_bytes: int
-    """Most of the GPU's memory that was in use, whoever used it."""
+    """Peak memory in use on the GPU, by all processes."""
     total_bytes: int
     allocated_bytes: int
-    """Most that the rank's own tensors took."""
+    """Peak memory of the rank's own tensors."""
 
 
 class StragglerReport(Answer):
     at: Time | None
-    """When the ranks' times were told; null before the first time, and for runs of one rank."""
+    """When step times were last reported; null before that, and for runs of one rank."""
     attempt: int | None
     step: int | None
     step_s: float | None
     ranks: tuple[RankTimes, ...]
     nodes: tuple[NodeTimes, ...]
     stragglers: tuple[Straggler, ...]
-    """Every rank that was ever found slow, oldest first."""
+    """All ranks that were ever found slow, oldest first."""
     gpus: tuple[GpuUse, ...] = ()
-    """Of the ranks that train on GPUs, as told last; by rank."""
+    """Last report of each rank that trains on a GPU, by rank."""
 
 
 class EpochSamples(Answer):
@@ -88,29 +89,29 @@ class EpochSamples(Answer):
     duplicates: int
     missing: int
     digest: str
-    """Hash chain over the indices that the loaders yielded, in order of steps."""
+    """Hash chain over the sample indices that the loaders yielded, in order of steps."""
 
 
 class SampleOrigin(Answer):
-    """Where a forked run's account begins. What came before is in the other run's; the ledger's
-    chain goes on from there."""
+    """Where the ledger of a forked run begins. Earlier samples are in the other run's ledger, whose
+    hash chain continues here."""
 
     run_id: str
     checkpoint: str
     step: int
-    """Steps done there."""
+    """Steps done in the other run."""
     epoch: int
-    """Epoch that was in progress; its counts hold what both runs used of it."""
+    """Epoch in progress at the fork; its counts include both runs."""
     samples: int
     """Samples of that epoch that the other run used."""
     digest: str
-    """Hash chain over every step up to there."""
+    """Hash chain over all steps up to the fork."""
 
 
 class Samples(Answer):
     epochs: tuple[EpochSamples, ...]
     origin: SampleOrigin | None = None
-    """Of a run that began from another run's checkpoint; null otherwise."""
+    """Set if the run began from another run's checkpoint, else null."""
 
 
 class GoodputBuckets(Answer):
@@ -132,15 +133,15 @@ class Goodput(Answer):
 
 
 class ProjectGoodput(Answer):
-    """The wall time of all runs of a project together; runs that were deleted are left out."""
+    """The wall time of all runs of a project, without deleted runs."""
 
     project: str
     runs: int
     wall_s: float
     buckets: GoodputBuckets
     goodput: float | None
-    """Productive share of the time in which a run held resources, that is, of all but ``queued``
-    and ``paused``; null for none."""
+    """Productive share of the time in which runs held resources (all but ``queued`` and
+    ``paused``); null if there is none."""
 
 
 MetricPoint = Annotated[
@@ -149,9 +150,9 @@ MetricPoint = Annotated[
         {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 3, "maxItems": 3}
     ),
 ]
-"""Step, unix seconds, value; null was not finite."""
+"""Step, unix seconds, value; null means not finite."""
 
 
 class MetricSeries(Answer):
     series: dict[str, list[MetricPoint]]
-    """For each name ``[step, unix seconds, value]``; a value that is not finite is null."""
+    """For each name, points ``[step, unix seconds, value]``; null means not finite."""

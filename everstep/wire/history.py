@@ -1,5 +1,4 @@
-"""What happened in a run: events, attempts, log lines, checkpoints, and the code that it
-runs."""
+"""The history of a run: events, attempts, log lines, checkpoints and code."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from everstep.wire.base import Answer, Time
 
 
 class Event(Answer):
-    """One thing that happened to a run; see docs/event-log.md for kinds and their data."""
+    """One event of a run. docs/event-log.md lists the kinds and their data."""
 
     seq: int
     """Position in the run's history, from 1, without gaps."""
     at: Time
-    """When it happened, by the clock of where it happened."""
+    """When it happened, by the clock of the machine where it happened."""
     kind: str
     submission: int
     attempt: int
-    """Worker group that it belongs to; 0 for none."""
+    """Attempt that it belongs to; 0 for none."""
     data: dict[str, Any]
 
 
@@ -30,7 +29,7 @@ class WorkerInfo(Answer):
 
 
 class Attempt(Answer):
-    """Lifetime of one worker group."""
+    """The lifetime of one worker group."""
 
     attempt: int
     submission: int
@@ -39,19 +38,19 @@ class Attempt(Answer):
     started_at: Time
     ended_at: Time | None
     first_step: int | None
-    """Steps that were done when it began."""
+    """Steps done when it began."""
     last_step: int | None
-    """Steps that were done when it ended, as far as reported."""
+    """Steps done when it ended, as far as reported."""
     restored_from: str | None
-    """Name of the checkpoint that it began from, `RUN_ID/NAME` where that is another run's; null
-    for a fresh start."""
+    """Name of the checkpoint that it began from, `RUN_ID/NAME` for another run's; null for a fresh
+    start."""
     cause: str | None
     """Why it ended: ``finished``, ``stopped``, ``resized``, or a verdict."""
 
 
 class LogLine(Answer):
     seq: int
-    """Position in the answer's order; pass it as ``after``."""
+    """Position in the answer; pass it as ``after`` to read on."""
     at: Time
     submission: int
     attempt: int
@@ -70,13 +69,13 @@ class Checkpoint(Answer):
     state: Literal["committed", "corrupt", "deleted"]
     size_bytes: int
     digest: str
-    """SHA-256 over the manifest; names every file's own digest."""
+    """SHA-256 over the manifest, which lists every file's digest."""
     metrics: dict[str, float]
     committed_at: Time
     verified_at: Time | None
-    """When its files were last read back and compared."""
+    """When its files were last read back and verified."""
     problem: str | None = None
-    """What was wrong with it then; null where every file had its size and digest."""
+    """What was wrong with it then; null if every file had its size and digest."""
 
 
 class CodeArchive(Answer):
@@ -86,4 +85,4 @@ class CodeArchive(Answer):
     """``sha256:`` and 64 hex digits over the archive's bytes; ``code.archive`` of a spec."""
     size_bytes: int
     modules: tuple[str, ...]
-    """Dotted names that can be imported from it."""
+    """Dotted names of the modules in it."""

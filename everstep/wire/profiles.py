@@ -1,4 +1,4 @@
-"""Profiles: traces of a few steps of a rank that trains, made on demand."""
+"""Profiles: traces of a few steps of a training rank, recorded on request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MOST_STEPS = 100
 
 
 class ProfileState(StrEnum):
-    """How far a profile is."""
+    """The state of a profile."""
 
     REQUESTED = "requested"
-    """Asked for; the rank has not begun."""
+    """Requested; the rank has not started recording."""
     STARTED = "started"
     """The rank records its steps, or writes its trace."""
     DONE = "done"
     """The trace is in the run's directory."""
     FAILED = "failed"
-    """No trace could be made; ``problem`` says why."""
+    """No trace could be recorded; ``problem`` says why."""
     LAPSED = "lapsed"
     """The rank's attempt ended before the trace was complete."""
 
@@ -32,20 +32,19 @@ class ProfileRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     rank: int = Field(default=0, ge=0)
-    """Rank whose steps are recorded."""
+    """The rank to record."""
     steps: int = Field(default=10, ge=1, le=MOST_STEPS)
-    """How many steps, from the next one on."""
+    """Number of steps to record, starting with the next."""
 
 
 class AllReduce(Answer):
-    """How long all-reduces of one bucket of gradients took, the waiting for slower ranks
-    included."""
+    """Time of the all-reduces of one bucket of gradients, including the wait for slower ranks."""
 
     bucket: int | None
-    """Number of DDP's bucket, in the order in which backward fills them; null for all other
+    """Index of the DDP bucket, in the order in which backward fills them; null for all other
     all-reduces together."""
     size_bytes: int
-    """Of one all-reduce; the largest where they differ."""
+    """Size of one all-reduce; the largest if they differ."""
     count: int
     mean_s: float
     max_s: float
@@ -55,22 +54,22 @@ class Profile(Answer):
     id: str
     rank: int
     steps: int
-    """Steps that were asked for."""
+    """Requested number of steps; once recorded, the number in the trace."""
     at: Time
-    """When it was asked for."""
+    """When it was requested."""
     state: ProfileState
     problem: str | None = None
     """Why there is no trace."""
     first_step: int | None = None
-    """Number of the first step in the trace; null until it has begun."""
+    """First step in the trace; null before recording starts."""
     step_s: float | None = None
-    """Mean seconds of a step while it was recorded."""
+    """Mean seconds of a step while recording."""
     size_bytes: int | None = None
-    """Of the trace as it is kept and downloaded."""
+    """Size of the stored trace."""
     all_reduces: tuple[AllReduce, ...] = ()
-    """Of the steps in the trace, by bucket; none for a run of one rank."""
+    """All-reduces in the trace, by bucket; empty for a run of one rank."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is to come."""
+        """Return whether the profile is final."""
         return self.state not in (ProfileState.REQUESTED, ProfileState.STARTED)

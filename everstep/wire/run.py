@@ -1,4 +1,4 @@
-"""A run as it stands: status, reason, progress, protection."""
+"""The current state of a run: status, reason, progress, protection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.wire.base import Answer, Time
 
 
 class RunStatus(StrEnum):
-    """Where a run is in its life; the last three are terminal."""
+    """The status of a run. The last three are terminal."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
@@ -32,7 +32,7 @@ TERMINAL_STATUSES = frozenset({RunStatus.SUCCEEDED, RunStatus.FAILED, RunStatus.
 
 
 class ReasonCode(StrEnum):
-    """Why a run is in its status, where the status alone does not say it."""
+    """Why a run has its status, if the status alone does not say."""
 
     USER_ERROR = "user_error"
     NO_PROGRESS = "no_progress"
@@ -51,7 +51,7 @@ class Reason(Answer):
     code: ReasonCode
     """Machine-readable cause."""
     message: str
-    """The same in words, with what to do."""
+    """The cause in words, with what to do."""
 
 
 class Transition(Answer):
@@ -64,7 +64,7 @@ class Transition(Answer):
     at: Time
     """When it was recorded."""
     reason: Reason | None = None
-    """Why, where the status alone does not say it."""
+    """Why the status changed, if the status alone does not say."""
 
 
 class LatestCheckpoint(Answer):
@@ -77,22 +77,21 @@ class LatestCheckpoint(Answer):
 
 
 Loss = Literal["no_steps", "few_steps", "checkpoint"]
-"""What a death costs: no committed step, the few since a node last kept the state, or those since
-the last durable checkpoint."""
+"""What a failure costs: no step, the few since the last snapshot, or those since the last durable
+checkpoint."""
 
 
 class Protection(Answer):
     survives: tuple[Literal["rank", "node", "driver", "head"], ...]
-    """What may die now without ending the run."""
+    """What may fail now without ending the run."""
     worst_case_steps_lost: int
-    """Steps that would be repeated in the worst of these cases: those since the last durable
-    checkpoint."""
+    """Steps to repeat in the worst of these cases: those since the last durable checkpoint."""
     process_loss: Loss | None = None
-    """What is lost when processes of ranks die and their nodes live; null while no rank trains."""
+    """What is lost if rank processes die and their nodes do not; null while no rank trains."""
     node_loss: Loss | None = None
-    """What is lost when a node with ranks dies; null while no rank trains."""
+    """What is lost if a node with ranks dies; null while no rank trains."""
     message: str | None = None
-    """The same in words."""
+    """This protection in words."""
 
 
 class Links(Answer):
@@ -115,7 +114,7 @@ class Best(Answer):
 
 class ForkedFrom(Answer):
     run_id: str
-    """Run whose checkpoint this one began from."""
+    """Run whose checkpoint this one started from."""
     step: int
     """Steps in that checkpoint."""
 
@@ -143,9 +142,9 @@ class Run(Answer):
     step: int
     """Optimizer steps done in the committed lineage."""
     total_steps: int | None
-    """Steps of the whole run; null until the data set's size is known."""
+    """Steps of the whole run; null until the size of the data set is known."""
     world_size: int | None
-    """Ranks now; null while none run."""
+    """Current number of ranks; null while none run."""
     metrics: dict[str, float]
     """Latest value of every metric."""
     best: Best | None
@@ -156,11 +155,11 @@ class Run(Answer):
     """Steps that had to be repeated, over all failures."""
     protection: Protection
     goodput: float | None
-    """Share of wall time that trained, 0..1; null before the first step."""
+    """Share of wall time spent training, 0 to 1; null before the first step."""
     links: Links
     transitions: tuple[Transition, ...]
     forked_from: ForkedFrom | None = None
-    """By `resume_from`; null for a run that began afresh."""
+    """Set by `resume_from`; null for a run without it."""
     guarantee: str | None = None
-    """What may be relied on of the samples' use over restarts and other world sizes, in words; null
-    before the first step."""
+    """How samples are used over restarts and changes of the world size, in words; null before the
+    first step."""

@@ -1,4 +1,4 @@
-"""Answers about the storage: which one the database belongs to, and what does not fit."""
+"""Whether the storage and the database belong together."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from everstep.wire.base import Answer
 
 
 class RunBehind(Answer):
-    """A run of which the storage holds more than the database knows."""
+    """A run that is further in the storage than in the database."""
 
     run_id: str
     database_submission: int
-    """Newest submission that the database knows."""
+    """Newest submission in the database."""
     storage_submission: int
-    """Newest one that has a journal in the storage."""
+    """Newest submission with a journal in the storage."""
 
 
 class StorageStatus(Answer):
@@ -20,25 +20,24 @@ class StorageStatus(Answer):
 
     uri: str
     known_id: str | None
-    """Id of the storage that the database belongs to; null before the first use."""
+    """Id of the storage that the database belongs to; null before its first use."""
     found_id: str | None
-    """Id of the storage that is there; null where it has none, or could not be read."""
+    """Id found in the storage; null if it has none or could not be read."""
     problem: str | None
-    """Why nothing is begun in the storage, and what to do; null where all is well."""
+    """Why the service starts no run in this storage, and what to do; null if all is well."""
     behind: tuple[RunBehind, ...]
-    """Runs of which the storage holds more than the database knows: the database is older than its
-    storage."""
+    """Runs that are further in the storage than in the database: the database is older."""
     unknown_runs: tuple[str, ...]
-    """Directories of runs that the database does not know, 100 at most."""
+    """Run directories that the database does not know, 100 at most."""
 
 
 class StorageAdoption(Answer):
-    """What the service took over."""
+    """The result of adopting a storage."""
 
     storage_id: str
     previous_id: str | None
     caught_up: tuple[str, ...]
-    """Runs whose later submissions count again, with what their journals tell."""
+    """Runs whose later submissions were read from their journals."""
     lost: tuple[str, ...]
-    """Runs of which the storage lacks what was known; each goes on from what it holds, if
-    anything."""
+    """Runs of which the storage lacks something that was known. Each continues from what is
+    left."""

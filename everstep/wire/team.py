@@ -1,4 +1,4 @@
-"""Projects, tokens and the audit log: who may do what, how much, and what they did."""
+"""Projects, tokens, quotas and the audit log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from everstep.wire import Answer, Time
 
 Role = Literal["viewer", "submitter", "admin"]
-"""``viewer`` looks, ``submitter`` also submits and stops runs, ``admin`` does everything in every
+"""``viewer`` reads, ``submitter`` also submits and stops runs, ``admin`` may do everything in every
 project."""
 
 ProjectName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -18,16 +18,16 @@ Quota = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 class Quotas(BaseModel):
-    """What a project may use at most; null is no limit."""
+    """Limits of a project; null means no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     max_workers: Quota | None = None
-    """Ranks of all its runs together."""
+    """Most ranks of all its runs together."""
     max_running: Quota | None = None
-    """Runs that have a job at the same time."""
+    """Most runs that have a job at the same time."""
     max_queued: Quota | None = None
-    """Runs that wait; one more is refused with 409 ``quota_exceeded``."""
+    """Most queued runs; another one is refused with 409 ``quota_exceeded``."""
 
 
 class ProjectRequest(BaseModel):
@@ -38,22 +38,22 @@ class ProjectRequest(BaseModel):
     name: ProjectName
     """Lower-case letters, digits, ``-`` and ``_``."""
     quotas: Quotas = Quotas()
-    """They replace what the project had."""
+    """They replace the project's quotas."""
 
 
 class ProjectUsage(Answer):
-    """What a project uses now."""
+    """Current use of a project."""
 
     workers: int
-    """Ranks that train."""
+    """Ranks of its runs."""
     running: int
     """Runs that have a job."""
     queued: int
-    """Runs that wait."""
+    """Queued runs."""
 
 
 class Project(Answer):
-    """A project: its runs are seen by its own tokens and by administrators only."""
+    """A project. Only its own tokens and administrators see its runs."""
 
     name: str
     quotas: Quotas
@@ -67,36 +67,36 @@ class TokenRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: TokenName
-    """What people call it."""
+    """A name for people."""
     role: Role
-    """What it may do."""
+    """What the token may do."""
     project: ProjectName | None = None
-    """The one project that it reaches; left out for an ``admin``, which reaches all."""
+    """The project that the token is for; leave it out for an ``admin``, who has access to all."""
     expires_at: AwareDatetime | None = None
-    """From when on it is worthless; null never."""
+    """When the token expires; null for never."""
 
 
 class Token(Answer):
-    """A token without its secret, which nobody can read again."""
+    """A token without its secret, which is shown only once."""
 
     id: str
     name: str
     role: Role
     project: str | None
-    """Null reaches every project."""
+    """Null means every project."""
     created_at: Time
     expires_at: Time | None
     last_used_at: Time | None
-    """A few seconds late; null was never used."""
+    """Up to a few seconds behind; null if never used."""
 
 
 class NewToken(Token):
-    """A token that was just made."""
+    """A token that was just created."""
 
     token: str
-    """The secret, shown here and never again."""
+    """The secret. Store it now: it is not shown again."""
     warning: str | None = None
-    """Why the token can do more than its role says; null where it cannot."""
+    """Why the token can do more than its role says; null if it cannot."""
 
     def __repr__(self) -> str:
         return (
@@ -108,19 +108,19 @@ class NewToken(Token):
 
 
 class AuditEntry(Answer):
-    """One call that changed something, or that was refused."""
+    """One call that changed something or was refused."""
 
     seq: int
     at: Time
     token_id: str | None
-    """Null: the call came without a valid token."""
+    """Null for a call without a valid token."""
     token_name: str | None
     role: Role | None
     address: str | None
-    """Where it came from."""
+    """The caller's address."""
     method: str
     path: str
     target: str | None
-    """Id or name of what was made or acted upon."""
+    """Id or name of the object that was created or changed."""
     status: int
-    """HTTP status of its answer."""
+    """HTTP status of the answer."""

@@ -1,4 +1,5 @@
-"""What events add up to: attempts, failures, goodput, drills. Pure functions over the history.
+"""Fold a run's events into what clients read: status, attempts, failures, goodput, drills.
 
-Imports the model only. The database applies them in the transaction that stores the events.
+Pure functions over the history. Imports the model only. The database calls them in the transaction
+that stores the events.
 """

@@ -1,4 +1,4 @@
-"""Attempts of a run, folded from its history."""
+"""Fold a run's history into its attempts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS: Final = frozenset(
 
 
 def attempts(events: Iterable[EventRow]) -> list[Attempt]:
-    """Every worker group that ran, oldest first.
+    """Return every attempt, oldest first.
 
-    One whose end nobody recorded, because its driver died, ended when the next submission or
+    If a driver died before it recorded the end, the attempt ended when the next submission or
     attempt began.
     """
     done: list[Attempt] = []
@@ -67,7 +67,7 @@ def _started(event: EventRow) -> dict[str, Any]:
 
 
 def _note(event: EventRow, current: dict[str, Any]) -> None:
-    """What an event tells about the attempt that runs."""
+    """Add what an event says about the current attempt."""
     if event.kind == EventKind.RESTORED:
         current |= {"first_step": event.data["step"], "restored_from": event.data.get("checkpoint")}
     elif event.kind == EventKind.CHECKPOINT_COMMITTED:
@@ -79,7 +79,7 @@ def _note(event: EventRow, current: dict[str, Any]) -> None:
 
 
 def _end(event: EventRow, current: dict[str, Any]) -> str | None:
-    """Why this event ends the attempt that runs; None where it does not."""
+    """Return the cause if this event ends the current attempt, else None."""
     data = event.data
     if event.kind == EventKind.ATTEMPT_ENDED:
         if data.get("last_step") is not None:

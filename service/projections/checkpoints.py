@@ -1,4 +1,4 @@
-"""Checkpoints of a run's lineage, folded from its history."""
+"""Fold a run's history into the checkpoints of its lineage."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ KINDS: Final = frozenset(
 def checkpoints(
     events: Iterable[EventRow], checks: Mapping[str, CheckpointCheck]
 ) -> list[Checkpoint]:
-    """Every checkpoint that was committed in the lineage, deleted ones too, oldest first.
+    """Return every committed checkpoint of the lineage, also deleted ones, oldest first.
 
-    What an older attempt wrote beyond the step that a newer one went on from is not in the lineage
-    and left out.
+    Checkpoints that an older attempt wrote after the step from which a newer one continued are not
+    in the lineage.
 
     Args:
-        events: History of the kinds in KINDS.
-        checks: Last check of each checkpoint that was read back, by name.
+        events: The history, only kinds in KINDS.
+        checks: The last verification of each checkpoint, by name.
     """
     found: dict[str, dict[str, Any]] = {}
     evaluated: dict[int, dict[str, float | None]] = {}
     for event in events:
         data = event.data
         if event.kind == EventKind.EVALUATED:
-            # of a state that may have been saved before it was evaluated
+            # the state may have been saved before it was evaluated
             evaluated[data["step"]] = data["metrics"]
         elif event.kind == EventKind.CHECKPOINT_COMMITTED:
-            # replaced after it was found corrupt: it takes its new place in the order
+            # replaced after it was found corrupt: move it to the end
             found.pop(data["name"], None)
             found[data["name"]] = {
                 **data,
@@ -71,15 +71,15 @@ def checkpoints(
 
 
 def stands(item: Mapping[str, Any], restored: EventRow) -> bool:
-    """Return whether a checkpoint still counts after a restore."""
+    """Return whether a checkpoint is still valid after a restore."""
     name = CheckpointName.parse(item["name"]) or CheckpointName(item["step"], item["submission"])
     point = restore_point(restored.data)
     return voided_by(name, {(restored.submission, restored.attempt): point}) is None
 
 
 def submission_of(committed: EventRow) -> int:
-    """Return the submission that wrote a checkpoint, by its name: a later one may report it. A
-    user's function names its checkpoints as it likes, and reports them itself."""
+    """Return the submission that wrote a checkpoint, according to its name: a later submission may
+    report it. Checkpoints of a user's Ray Train function have other names and report themselves."""
     parsed = CheckpointName.parse(committed.data["name"])
     return parsed.submission if parsed else committed.submission
 
@@ -87,13 +87,13 @@ def submission_of(committed: EventRow) -> int:
 def choose(
     found: Sequence[Checkpoint], run_id: str, wanted: CheckpointSpec, which: str
 ) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint that ``which`` names, and what to say if there is none.
+    """Return the checkpoint that ``which`` names, and the message if there is none.
 
     Args:
         found: Checkpoints of the run.
         run_id: The run.
-        wanted: What its spec says of checkpoints.
-        which: ``latest``, ``best``, or a step in decimal digits. Others raise ValueError.
+        wanted: The checkpoint section of its spec.
+        which: ``latest``, ``best``, or a step in decimal digits. Anything else raises ValueError.
     """
     if which == "latest":
         return newest(found), f"run {run_id} has no committed checkpoint yet"
@@ -112,17 +112,18 @@ def choose(
         return best(found, metric, wanted.best_mode), missing
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return at_step(found, int(which)), f"run {run_id} has no checkpoint of step {int(which)}"
-    raise ValueError(f"{which[:40]!r} is not a step, latest or best")
+    raise ValueError(f"{which[:40]!r} is no checkpoint: give a step, latest or best")
 
 
 def newest(found: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The committed checkpoint of the highest step; of one step that of the newest attempt."""
+    """Return the committed checkpoint of the highest step; of the newest attempt if there are
+    several."""
     return max(_committed(found), key=lambda item: (item.step, origin_of(item)), default=None)
 
 
 def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
-    """The checkpoint of a step; where several attempts wrote one, a committed one before others,
-    then the newest."""
+    """Return the checkpoint of a step. If several attempts wrote one, prefer committed ones, then
+    the newest."""
     same = [item for item in found if item.step == step]
     return max(same, key=lambda item: (item.state == "committed", origin_of(item)), default=None)
 
@@ -130,7 +131,7 @@ def at_step(found: Iterable[Checkpoint], step: int) -> Checkpoint | None:
 def best(
     found: Iterable[Checkpoint], metric: str | None, mode: Literal["min", "max"]
 ) -> Checkpoint | None:
-    """Return the best committed checkpoint (``best_of``), which is the one that the run keeps. None
+    """Return the best committed checkpoint (``best_of``), the one that retention keeps. None
     without a metric."""
     return None if metric is None else best_of(_committed(found), metric, mode)
 

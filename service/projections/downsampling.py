@@ -1,4 +1,4 @@
-"""Fewer points of a series for the same picture: every bucket keeps its extremes."""
+"""Thin a series without changing its picture: every bucket keeps its extremes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MIN_POINTS = 4
 
 
 def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
-    """At most ``max_points`` of the points, in order: the first, the last, and of each bucket the
-    smallest and the largest value, and one that was not finite where there is one.
+    """Return at most ``max_points`` points, in order: the first, the last, and of each bucket the
+    smallest and largest value, and one that is not finite if there is one.
 
     Args:
         points: In order of steps.
@@ -29,14 +29,14 @@ def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
             points,
             inner[bucket * len(inner) // num_buckets : (bucket + 1) * len(inner) // num_buckets],
         )
-    # Fewer points than one bucket needs: what was not finite goes first, the extremes stay.
+    # Still too many for one bucket: drop values that are not finite first, keep the extremes.
     while len(keep) > max_points:
         keep.remove(next((index for index in sorted(keep) if points[index][2] is None), max(keep)))
     return [points[index] for index in sorted(keep)]
 
 
 def _extremes(points: Sequence[Point], indices: Sequence[int]) -> set[int]:
-    """Indices of the smallest, the largest and the first value that is not finite."""
+    """Return the indices of the smallest and largest value and of the first that is not finite."""
     finite = [(value, index) for index in indices if (value := points[index][2]) is not None]
     missing = next((index for index in indices if points[index][2] is None), None)
     found = {min(finite)[1], max(finite)[1]} if finite else set()

@@ -1,4 +1,4 @@
-"""Drills of a run with their reports, folded from its history."""
+"""Fold a run's history into its drills and their reports."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ KINDS: Final = frozenset(
         EventKind.STATUS,
     }
 )
-"""What stories are told from. Metrics are read apart, around the drills only: a run has many."""
+"""Events that stories are made of. Metrics are read separately, only around drills, because a run
+has many."""
 
 METRICS_BEFORE: Final = 2000
-"""Events before a drill among which the losses before it are looked for."""
+"""Number of metrics events before a drill that are searched for losses."""
 METRICS_MOST: Final = 6000
 
 
@@ -44,10 +45,10 @@ class Story:
     restored: EventRow | None = None
     recovered: EventRow | None = None
     epoch: EventRow | None = None
-    """The first epoch that ended after the recovery."""
+    """Event of the first epoch that ended after the recovery."""
     over: bool = False
-    """Whether nothing more can come: the run ended or paused, or another driver took over before
-    the drill was taken up."""
+    """Whether no more events can follow: the run ended or paused, or another driver took over
+    before the drill started."""
 
     @property
     def id(self) -> str:
@@ -64,7 +65,7 @@ class Story:
         return DrillState.LAPSED if self.over else DrillState.REQUESTED
 
     def take(self, event: EventRow) -> None:
-        """One event of the run, in order, that names no drill."""
+        """Add the run's next event; not for events that name a drill."""
         recovering = self.started is not None and self.recovered is None and not self.over
         match event.kind:
             case EventKind.FAILURE if recovering and self.failure is None:
@@ -86,13 +87,13 @@ class Story:
 
 
 def stories(events: Iterable[EventRow]) -> list[Story]:
-    """The drills of a run, oldest first, from its events of KINDS."""
+    """Return a run's drills, oldest first, from its events of KINDS."""
     found: dict[str, Story] = {}
     for event in events:
         match event.kind:
             case EventKind.DRILL_REQUESTED:
                 for story in found.values():
-                    story.over |= story.started is None  # the newer one took its place
+                    story.over |= story.started is None  # replaced by the newer one
                 found[event.data["id"]] = Story(event)
             case EventKind.DRILL_STARTED if event.data["id"] in found:
                 found[event.data["id"]].started = event
@@ -106,7 +107,8 @@ def stories(events: Iterable[EventRow]) -> list[Story]:
 
 
 def drill(story: Story, metrics: Sequence[EventRow]) -> Drill:
-    """One drill as clients read it; ``metrics`` are the metrics events around it, in order."""
+    """Return one drill as clients read it; ``metrics`` are the metrics events around it, in
+    order."""
     data = story.requested.data
     return Drill(
         id=data["id"],
@@ -177,12 +179,12 @@ def _note(
     )
     if checkpoint in rejected:
         return (
-            f"the damaged checkpoint {checkpoint} was found and passed over; the run went on "
+            f"the damaged checkpoint {checkpoint} was found and skipped; the run continued "
             f"{went_on}"
         )
     return (
-        f"the damaged checkpoint {checkpoint} was not needed: the run went on {went_on}; the "
-        "fallback was not tried"
+        f"the damaged checkpoint {checkpoint} was not needed: the run continued {went_on}; the "
+        "fallback was not tested"
     )
 
 

@@ -1,4 +1,4 @@
-"""Failures of a run with how each was recovered from, folded from its history."""
+"""Fold a run's history into its failures and the recovery from each."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ _FROM_RECOVERY: Final = (
 
 
 def failures(events: Iterable[EventRow]) -> list[Failure]:
-    """Every failure, oldest first, damaged checkpoints too. Figures of the recovery go to the
-    failure of an attempt that it followed, where that has none. A rank that just vanished was
-    killed for want of memory where its node's kernel says so. Saves that fail are one failure, told
-    when there were so many in a row that the run is ``storage_unavailable``.
+    """Return every failure, oldest first, damaged checkpoints included.
+
+    - A recovery adds its cost to the failure before it.
+    - A lost worker becomes ``out_of_memory`` if its node's kernel reports that it killed it.
+    - Failed saves are one failure, once there are so many in a row that the run is
+      ``storage_unavailable``.
     """
     found: list[Failure] = []
     waiting: int | None = None
@@ -49,11 +51,11 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
             waiting = None
         elif event.kind == EventKind.RESTORED:
             instead = event.data.get("checkpoint") or event.data.get("source")
-            action = f"went on from step {event.data.get('step')} ({instead})"
+            action = f"continued from step {event.data.get('step')} ({instead})"
             for bad in event.data.get("rejected") or ():
                 found += _corrupt(event, bad, action)
         elif event.kind == EventKind.CHECKPOINT_CORRUPT:
-            found += _corrupt(event, event.data, "a restore passes it over")
+            found += _corrupt(event, event.data, "restores skip it")
         elif event.kind == EventKind.JOURNAL_DAMAGED:
             damaged = _damaged_journal(event)
             if all(one.evidence != damaged.evidence for one in found):
@@ -64,7 +66,7 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
 
 
 def _recovered(failure: Failure, event: EventRow) -> Failure:
-    """Return the failure with what its recovery cost, as far as that was not known before."""
+    """Return the failure with the cost of its recovery, unless that was known before."""
     cost = {name: event.data.get(name) for name in _FROM_RECOVERY if getattr(failure, name) is None}
     if event.data.get("phases"):
         cost["evidence"] = {**failure.evidence, "recovery_phases": event.data["phases"]}
@@ -76,7 +78,7 @@ def _with(failure: Failure, **changes: Any) -> Failure:
 
 
 def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> list[Failure]:
-    """Return a damaged checkpoint as a failure of storage; nothing where it was a snapshot."""
+    """Return a damaged checkpoint as a storage failure; nothing for a snapshot."""
     name = CheckpointName.parse(str(bad.get("name")))
     if name is None:
         return []
@@ -100,12 +102,12 @@ def _damaged_journal(event: EventRow) -> Failure:
         verdict=Verdict.STORAGE,
         exception=f"{event.data.get('file')}, line {lines}: {event.data.get('problem')}",
         evidence={"journal": event.data.get("file"), "lines": event.data.get("lines")},
-        action="what the line told is lost; what comes behind it is read",
+        action="the event in this line is lost; later lines are read",
     )
 
 
 def _add_evidence(found: list[Failure], event: EventRow) -> None:
-    """Enter what a node's kernel said afterwards into the failure that it is about."""
+    """Add what a node's kernel reported later to the failure of that rank."""
     for number, failure in reversed(list(enumerate(found))):
         if (failure.attempt, failure.first_rank) == (event.attempt, event.data.get("rank")):
             told = {name: event.data.get(name) for name in ("oom_line", "oom_kills")}
@@ -131,5 +133,5 @@ def _failed_saves(event: EventRow) -> Failure:
         step=event.data.get("step"),
         exception=event.data.get("error"),
         evidence={"failed_saves": event.data["failed_in_a_row"]},
-        action="training goes on; saving is tried again",
+        action="training continues; saving is retried",
     )

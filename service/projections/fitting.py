@@ -1,7 +1,7 @@
-"""Whether what an event changes fits its run's row.
+"""Check that an event's changes fit the run's row.
 
-Ranks run users' code, which can write whatever it likes into the journal of its run. A row of other
-types than these would stop every reader of it, such as the reconciler's look at all runs.
+User code can write anything into the journal of its run. A row with wrong types would break every
+reader of it, such as the reconciler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from service.projections.changes import Changes
 
 UNFIT: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What reading an event raises whose data is not as everstep/wire/events.py says."""
+"""Raised when an event's data is not as everstep/wire/events.py says."""
 _MOST: Final = 2**31 - 1
 _MOST_TEXT_CHARS: Final = 100_000
 _MOST_WORKERS: Final = 100_000
@@ -73,16 +73,18 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def checked(changes: Changes) -> Changes:
-    """Return the changes. Raises ValueError for one that does not fit its column."""
+    """Return the changes. Raises ValueError if one does not fit its column."""
     for name, value in changes.columns.items():
         fits = _FITS.get(name)
         if fits is not None and not fits(value):
-            raise ValueError(f"{name} would be {str(value)[:200]!r}")
+            raise ValueError(f"{name} cannot be {str(value)[:200]!r}")
     for point in changes.points:
         if (
             not _is_count(point.step)
             or not _is_number(point.at)
             or not (point.value is None or type(point.value) in (int, float))
         ):
-            raise ValueError(f"{point.name[:100]!r} is no point of a metric")
+            raise ValueError(
+                f"{point.name[:100]!r} has a point that is not a step, a time and a number"
+            )
     return changes

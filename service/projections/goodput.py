@@ -1,8 +1,8 @@
-"""Where a run's wall time went: every microsecond since its creation lies in exactly one bucket.
+"""Account for a run's wall time: every microsecond since its creation is in exactly one bucket.
 
-A ledger is folded event by event and kept with the run's row, so that reading it costs nothing
-however long the history is. All arithmetic is in whole microseconds, and time only moves between
-buckets, which is why the sum is exact.
+The ledger is updated with every event and stored in the run's row, so that reading it is cheap
+however long the history is. The sum is exact because all arithmetic is in whole microseconds and
+time only moves between buckets.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _BUCKET_OF_STATUS: Final = {
 
 
 def to_us(seconds: float) -> int:
-    """Whole microseconds, the ledger's unit."""
+    """Return whole microseconds, the ledger's unit."""
     return round(seconds * 1_000_000)
 
 
 @dataclass
 class TimeLedger:
-    """Time up to ``at_us`` is spent; from there on it lies in ``bucket``."""
+    """Wall time by bucket. Time up to ``at_us`` is booked; later time belongs to ``bucket``."""
 
     created_us: int
     at_us: int
     bucket: str = "queued"
     spent_us: dict[str, int] = field(default_factory=dict)
     progress_us: int = 0
-    """When the last step was seen to end, or work began."""
+    """When the last step ended, or work began."""
     step: int = 0
     furthest_step: int = 0
-    """Steps that were ever done; doing them again is rework."""
+    """Most steps ever done; repeating them is rework."""
     trained: bool = False
 
     @classmethod
@@ -63,18 +63,18 @@ class TimeLedger:
 
         Args:
             event: The next event of the run's history.
-            latest: Unix seconds that no event may lie beyond: a node's clock that runs ahead must
-                not book time that has not been.
+            latest: Unix seconds; later events count at this time. A node's clock that is ahead must
+                not book future time.
         """
         limit_us = to_us(latest)
         if event.kind == EventKind.METRICS:
             for point in event.data["points"]:
                 at, step = min(to_us(point["at"]), limit_us), int(point["step"])
                 if at <= self.at_us and self.bucket == "restarting":
-                    # of the attempt that failed: told late
+                    # a late report of the failed attempt
                     self.furthest_step = max(self.furthest_step, step)
                 elif at > self.at_us or step > self.furthest_step:
-                    # else it is told once more, after a recovery
+                    # otherwise it is reported again, after a recovery
                     self._step_done(at, step)
             return
         self._advance(min(to_us(event.at), limit_us))
@@ -107,7 +107,7 @@ class TimeLedger:
                 self._attempt_ended(data.get("cause"))
 
     def close(self, end: float) -> Goodput:
-        """What the ledger says at ``end`` (unix seconds), without changing it."""
+        """Return the goodput at ``end`` (unix seconds) without changing the ledger."""
         wall_us = max(to_us(end), self.at_us) - self.created_us
         spent = {name: self.spent_us.get(name, 0) for name in BUCKETS}
         spent[self.bucket] += wall_us - sum(spent.values())
@@ -119,7 +119,7 @@ class TimeLedger:
         )
 
     def share(self, end: float) -> float | None:
-        """The share of wall time that trained, as ``close(end)`` says."""
+        """Return the productive share of wall time, equal to that of ``close(end)``."""
         wall_us = max(to_us(end), self.at_us) - self.created_us
         if not self.trained or not wall_us:
             return None
@@ -129,13 +129,13 @@ class TimeLedger:
         ) / wall_us
 
     def _advance(self, to: int) -> None:
-        """Book the time up to ``to``; an event from a clock that is behind books nothing."""
+        """Book the time up to ``to``; earlier times book nothing."""
         if to > self.at_us:
             self.spent_us[self.bucket] = self.spent_us.get(self.bucket, 0) + to - self.at_us
             self.at_us = to
 
     def _move(self, source: str, target: str, amount_s: float | None) -> None:
-        """Rebook time that turned out to be something else; never more than there is."""
+        """Move booked time to another bucket, at most as much as there is."""
         if source not in _WORKING or not amount_s or amount_s < 0:
             return
         available = self.spent_us.get(source, 0)
@@ -155,10 +155,10 @@ class TimeLedger:
         self._work()
 
     def _interrupted(self, detect_s: float | None) -> None:
-        """Work stopped some time ago, unnoticed: as long as the driver says, or since the last
+        """Book that work stopped before now: for as long as the driver says, else since the last
         step.
 
-        No time since the last step was work, whatever the driver says: what is left of it went into
+        None of the time since the last step was work. What exceeds the detection time belongs to
         the restart.
         """
         if self.bucket not in _WORKING:
@@ -185,8 +185,7 @@ class TimeLedger:
 
 
 def goodput(created_at: float, events: Iterable[EventRow], end: float) -> Goodput:
-    """Buckets of a whole history: the ledger folded from its first event. Times are unix
-    seconds."""
+    """Return the goodput of a whole history. Times are unix seconds."""
     ledger = TimeLedger.begin(created_at)
     for event in events:
         ledger.apply(event, latest=end)

@@ -1,5 +1,5 @@
-"""Whether the loss goes on after a recovery as it was going before;
-``everstep.wire.drills.DrillParity`` says what is compared."""
+"""Check that the loss continues after a recovery as before. ``everstep.wire.drills.DrillParity``
+describes the comparison."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from everstep.wire.drills import DrillParity
 from service.model.rows import EventRow
 
 NUM_STEPS: Final = 10
-"""Steps on either side of the recovery that are compared."""
+"""Number of steps compared on each side of the recovery."""
 SAME_SIZE_TOLERANCE: Final = 1e-4
 OTHER_SIZE_TOLERANCE: Final = 1e-2
-"""Relative; another number of ranks adds up in another order, and repeated steps let the difference
-grow."""
+"""Relative. Another number of ranks sums in another order, and the difference grows with repeated
+steps."""
 _SPREAD: Final = 3.0
 _SHARE: Final = 0.1
 
@@ -34,12 +34,12 @@ def parity(
 
     Args:
         metrics: metrics events in order, from before the fault to after the recovery.
-        recovered: the recovery's event; what its attempt and later ones report of steps beyond
-            ``restored_step`` comes after it.
-        restored_step: steps done in the state that the run went on from.
-        over: whether no more steps will come.
-        samples_used_once: what the sample ledger says of the first epoch that ended since; None
-            where none has.
+        recovered: the ``recovered`` event. Steps beyond ``restored_step`` that its attempt or later
+            ones report come after it.
+        restored_step: steps done in the restored state.
+        over: whether no more steps will follow.
+        samples_used_once: result of the sample ledger for the first epoch that ended after the
+            recovery; None if there is none.
     """
     reported: dict[int, list[Loss]] = {}
     later: dict[int, Loss] = {}
@@ -83,7 +83,7 @@ def _losses(metrics: Sequence[EventRow]) -> Iterator[tuple[EventRow, int, Loss]]
 
 
 def _differ(losses: Sequence[Loss], tolerance: float) -> bool:
-    """Whether one step has two losses."""
+    """Return whether one step has two different losses."""
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < len(losses):
         return bool(finite)
@@ -91,14 +91,14 @@ def _differ(losses: Sequence[Loss], tolerance: float) -> bool:
 
 
 def _keeps_trend(before: Sequence[Loss], after: Sequence[Loss]) -> bool:
-    """Whether the mean after is finite and not above the mean before by more than losses vary from
-    step to step."""
+    """Return whether the mean after is finite and exceeds the mean before by no more than losses
+    vary from step to step."""
     mean_after = _mean(after)
     known = [loss for loss in before if loss is not None]
     if mean_after is None:
         return False
     if len(known) < 2:
-        return True  # the fault came with the first steps: there is no trend to compare with
+        return True  # the fault came in the first steps: there is no trend to compare with
     return mean_after <= fmean(known) + max(_SPREAD * stdev(known), _SHARE * abs(fmean(known)))
 
 

@@ -1,4 +1,4 @@
-"""Profiles of a run, folded from its history."""
+"""Fold a run's history into its profiles."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OPEN: Final = (ProfileState.REQUESTED, ProfileState.STARTED)
 
 
 def profiles(events: Iterable[EventRow]) -> list[Profile]:
-    """Every profile of a run, oldest first, from its events of KINDS."""
+    """Return a run's profiles, oldest first, from its events of KINDS."""
     found: dict[str, Profile] = {}
     for event in events:
         if event.kind == EventKind.PROFILE_REQUESTED:
-            _lapse(found)  # the newer one takes the place of one that nobody has begun
+            _lapse(found)  # it replaces a request that was not started
             found[event.data["id"]] = _requested(event)
         elif event.data.get("id") in found:
             profile = found[event.data["id"]]

@@ -1,4 +1,4 @@
-"""What a run would survive at this moment, and what that would cost."""
+"""Say which failures a run would survive now, and how many steps each would cost."""
 
 from __future__ import annotations
 
@@ -14,39 +14,36 @@ _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
         "survivors": (
             "no_steps",
             "no_steps",
-            "The loss of a rank or of a node costs no step: ranks on other nodes keep the state.",
+            "The loss of a rank or a node costs no step: ranks on other nodes keep the state.",
         ),
         "published": (
             "few_steps",
             "checkpoint",
-            "All ranks run on one node, which keeps the state of a recent step: the loss of their "
-            "processes costs the few steps "
-            "since then, the loss of the node those since the last durable checkpoint.",
+            "All ranks run on one node, which keeps the state of a recent step. The loss of "
+            "processes costs the few steps since then, the loss of the node those since the last "
+            "durable checkpoint.",
         ),
         None: (
             "checkpoint",
             "checkpoint",
-            (
-                "The loss of a rank or of a node costs the steps since the last durable "
-                "checkpoint: "
-                "no node keeps the state."
-            ),
+            "The loss of a rank or a node costs the steps since the last durable checkpoint: no "
+            "node keeps the state.",
         ),
     }
 )
-"""What the loss of processes and of a node costs, by how nodes keep the state of a run that
-trains."""
+"""The cost of losing processes and of losing a node, by how nodes keep snapshots."""
 ENDED: Final = Protection(survives=(), worst_case_steps_lost=0, message="The run has ended.")
 
 
 def protection(run: RunRow | ListedRun) -> Protection:
-    """Return what may die now without ending the run.
+    """Return what may fail now without ending the run.
 
-    After the loss of a rank, a node or the driver the run resumes from the newest state that its
-    nodes still hold, or from its newest durable checkpoint, or from its first step. A new driver
-    counts durable checkpoints only. The head holds the driver and Ray's own state: a run survives
-    its loss only if somebody brings the head back. The operator may promise that; it is not claimed
-    here.
+    After the loss of a rank, a node or the driver, the run resumes from the newest snapshot on its
+    nodes, else from its newest durable checkpoint, else from its first step. The worst case counts
+    durable checkpoints only, because a new driver may find no snapshot.
+
+    The head is never listed: it holds the driver and Ray's own state, and a run survives its loss
+    only if an operator restarts it.
     """
     if run.status.terminal:
         return ENDED
@@ -54,7 +51,7 @@ def protection(run: RunRow | ListedRun) -> Protection:
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)
     if run.max_system_failures == 0:
-        message = "The loss of a rank or of a node ends the run: recovery.max_system_failures is 0."
+        message = "The loss of a rank or a node ends the run: recovery.max_system_failures is 0."
         return Protection(survives=("driver",), worst_case_steps_lost=since, message=message)
     process_loss: Loss | None = None
     node_loss: Loss | None = None

@@ -1,4 +1,4 @@
-"""Which samples a run used, epoch by epoch, over its committed lineage."""
+"""Fold a run's history into its sample counts, epoch by epoch, over the committed lineage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
 
 
 def samples(events: Iterable[EventRow]) -> Samples:
-    """Counts of each epoch that ended. Going back before an epoch's end takes its counts back: it
+    """Return the counts of each completed epoch. A restore before its end removes them: the epoch
     will end again."""
     ended: dict[int, EpochSamples] = {}
     origin: SampleOrigin | None = None

@@ -1,4 +1,4 @@
-"""Which ranks hold their peers up, folded from a run's history."""
+"""Fold a run's history into its stragglers: ranks that slow their peers down."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 
 GPU_EVENTS: Final = 512
-"""So many of the newest ``gpu_use`` events are looked through: two of each rank of a large run."""
+"""Number of newest ``gpu_use`` events that are searched: two for each rank of a large run."""
 KINDS: Final = frozenset({EventKind.STRAGGLER, EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED})
 
 
 def stragglers(
     events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()
 ) -> StragglerReport:
-    """Every rank that was found slow, oldest first, and the ranks' times as they were told last.
+    """Return every rank that was found slow, oldest first, and the last reported step times.
 
     Args:
-        events: History of the kinds in KINDS.
-        newest: The last ``rank_times`` event; None where none was told.
+        events: The history, only kinds in KINDS.
+        newest: The last ``rank_times`` event; None if there is none.
         gpu_use: The last ``gpu_use`` events, newest first.
     """
     found: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def _end(open_ones: Iterable[dict[str, Any]], at: float) -> None:
 
 
 def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
-    """What each rank of the newest attempt told last."""
+    """Return the last report of each rank of the newest attempt."""
     found: dict[int, GpuUse] = {}
     attempt = None
     for event in newest_first:
@@ -85,7 +85,7 @@ def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
 
 
 def _by_node(ranks: Iterable[RankTimes]) -> tuple[NodeTimes, ...]:
-    """The mean of each node's ranks, in the order of their first rank."""
+    """Return the means over each node's ranks, in the order of their first rank."""
     nodes: dict[str, list[RankTimes]] = {}
     for rank in ranks:
         nodes.setdefault(rank.node_id, []).append(rank)

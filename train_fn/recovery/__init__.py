@@ -1,5 +1,6 @@
-"""Decisions of recovery, pure: who failed first, whether a rank is dead or hangs, what is tried
-again, at which size.
+"""Recovery decisions, as pure functions: which rank failed first, whether it is dead or hangs, and
+whether, when and at which size the run restarts.
 
-Where it is decided that a rank is dead: `verdict`. Imports nothing of the loop.
+``error_kinds`` classifies an exception, ``verdict`` names the first failing rank, ``decision`` says
+what follows. Imports nothing of the loop.
 """

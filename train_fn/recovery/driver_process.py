@@ -1,4 +1,4 @@
-"""A driver's process, as others on its node see it."""
+"""Watch a driver's process from another process on its node."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class DriverProcess:
-    """Process id, and when the process began (unix seconds): ids are given out again."""
+    """Process id, and when the process began (unix seconds), because ids are reused."""
 
     pid: int
     began_at: float
 
     @classmethod
     def own(cls) -> DriverProcess:
-        """This very process."""
+        """Return the current process."""
         process = psutil.Process()
         return cls(process.pid, process.create_time())
 
     def is_alive(self) -> bool:
-        """Whether it still runs, or is only stopped. One that has ended and was not waited for is
-        dead."""
+        """Return whether the process runs or is stopped. A zombie counts as dead."""
         try:
             process = psutil.Process(self.pid)
             return (
@@ -38,8 +37,8 @@ class DriverProcess:
             return False
 
     def wait(self) -> None:
-        """Return once it has ended. On Linux nothing wakes up until then."""
-        with suppress(AttributeError, OSError):  # another system; or it has ended
+        """Block until the process has ended; on Linux without polling."""
+        with suppress(AttributeError, OSError):  # not Linux, or the process has ended
             pidfd = os.pidfd_open(self.pid)
             try:
                 ended = select.poll()

@@ -1,9 +1,9 @@
-"""Say what kind of failure an exception is: one table, read once, where the exception was raised.
+"""Classify an exception once, in the process that raised it, by one table.
 
-``kind_of`` goes by the real class and its bases, then by the exception's explicit cause. Torch
-raises a plain RuntimeError for several troubles of the system; for these alone the message
-decides. The kind then travels with the rank's error; nothing reads its class or message again.
-Ray's account of a death is text already, so ``kind_of_death`` reads words: the only other place.
+``kind_of`` looks at the class and its bases, then at the explicit cause. Torch raises a plain
+RuntimeError for several system failures; only for these the message decides. The kind travels with
+the rank's error, so nothing reads the class or the message again. Ray reports a death as text,
+which ``kind_of_death`` reads.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
         ErrorKind.EXCHANGE: Verdict.UNKNOWN,
     }
 )
-"""Verdict on a rank that failed first. ``collective`` has none: such a rank never failed first."""
+"""The verdict if a rank with such an error failed first. ``collective`` has none: it is never
+first."""
 
 _PEER_WORDS = re.compile(
     r"/gloo/|\bgloo\b.*(clos|fail|timeout)|NCCL ([Ee]rror|communicator|operation)|Application "
     r"timeout caused pair closure"
 )
-"""Gloo raises a plain RuntimeError; only the path of its source file tells that a peer is gone."""
+"""Gloo raises a plain RuntimeError. Only the path of its source file shows that a peer is gone."""
 
 _LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
@@ -59,7 +60,7 @@ _DEVICE_MEMORY_WORDS = re.compile(
 _DEVICE_MISUSE_WORDS = re.compile(
     r"^CUDA error: (device-side assert triggered|CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED))"
 )
-"""A kernel refused its arguments, as for an index that is out of range: a bug of the user's."""
+"""A kernel rejected its arguments, for example an index out of range: a bug in user code."""
 
 _DEVICE_WORDS = re.compile(
     r"^(CUDA|HIP) error: |CUBLAS_STATUS_|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|"
@@ -71,13 +72,13 @@ _MEMORY_DEATH_WORDS = ("OUT_OF_MEMORY", "OutOfMemory", "out of memory")
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the table: exceptions of ``of`` are of ``kind``, where the conditions hold."""
+    """One row of the table: exceptions of class ``of`` are of ``kind`` if the conditions hold."""
 
     kind: ErrorKind
     of: type[BaseException] | str
-    """A class, or ``module:name`` of one whose module may not be imported in this process."""
+    """A class, or ``module:name`` if its module may not be imported in this process."""
     words: re.Pattern[str] | None = None
-    """Found in the message. Not read of a subclass, whose author chose another class for it."""
+    """Must be found in the message. Ignored for subclasses, whose class says more."""
     holds: Callable[[BaseException], bool] | None = None
 
     def matches(self, exc: BaseException, cls: type) -> bool:
@@ -89,7 +90,7 @@ class _Row:
 
 
 def _resolved(known: type[BaseException] | str) -> object:
-    """Return the class itself; None where its module is not imported, so that no instance is."""
+    """Return the class; None if its module is not imported, so that it has no instances."""
     if isinstance(known, type):
         return known
     module, _, name = known.partition(":")
@@ -101,10 +102,10 @@ def _has_no_memory(exc: BaseException) -> bool:
 
 
 def _raised_in_storage(exc: BaseException) -> bool:
-    """Return whether an error of the OS came out of Everstep's storage code.
+    """Return whether Everstep's storage code raised an OSError.
 
-    The same error in the user's code is the user's: a run that waits for a full disk which it fills
-    itself would wait for ever.
+    The same error in user code is a user error: a run that fills its own disk must not wait until
+    somebody frees it.
     """
     frames = traceback.walk_tb(exc.__traceback__)
     return any(_is_of_storage(frame.f_globals.get("__name__")) for frame, _ in frames)
@@ -115,9 +116,9 @@ def _is_of_storage(module: object) -> bool:
 
 
 def _lost_its_loader(exc: BaseException) -> bool:
-    """Return whether torch was taking a batch's memory over from a loader process, which is gone.
+    """Return whether torch was reading a batch from a loader process that is gone.
 
-    What a data set raises in a loader process comes out of another frame.
+    An exception of the data set in a loader process is re-raised from another frame.
     """
     files = [
         (frame.f_code.co_filename, frame.f_code.co_name)
@@ -156,14 +157,15 @@ _TABLE: Final[tuple[_Row, ...]] = (
         for lost in (ConnectionError, FileNotFoundError, EOFError)
     ),
 )
-"""Of two rows of one class the first that matches counts; a class's rows count before those of its
-bases. Whatever has no row is the user's."""
+"""A class's rows are tried before those of its bases; the first that matches counts. Without a
+match the error is the user's."""
 
 
 def kind_of(exc: BaseException) -> ErrorKind:
-    """Return the kind of the nearest classified class of ``exc``, else of its explicit cause.
+    """Return the kind of an exception: that of its nearest base class in the table, else that of
+    its explicit cause.
 
-    Call it before the exception's frames are forgotten.
+    Call it before the exception's frames are cleared.
     """
     for each in _chain(exc):
         for cls in type(each).__mro__:
@@ -174,9 +176,9 @@ def kind_of(exc: BaseException) -> ErrorKind:
 
 
 def kind_of_death(words: str | None) -> ErrorKind | None:
-    """Return what Ray's words say of a process that is gone; None where they say no more than that.
+    """Return why a process died, according to Ray's description; None if it does not say.
 
-    Ray's memory monitor names its kills in the text of an ActorDiedError, and in no class or field.
+    Ray's memory monitor reports its kills only in the text of an ActorDiedError.
     """
     if words and any(each in words for each in _MEMORY_DEATH_WORDS):
         return ErrorKind.OUT_OF_MEMORY
@@ -184,7 +186,7 @@ def kind_of_death(words: str | None) -> ErrorKind | None:
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from: of a group the first that is in it."""
+    """Yield an exception and its chain of causes; from a group follow its first exception."""
     current: BaseException | None = exc
     seen: set[int] = set()
     while current is not None and id(current) not in seen:

@@ -1,5 +1,5 @@
-"""What an exception says in its own words, for people: without wrappers around it, and without
-advice that does not apply here."""
+"""Turn an exception into a message for people: without wrappers, and with advice that applies to
+Everstep."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from train_fn.errors import BadTask
 
 _WRAPPED = re.compile(r"Caught \w+ in .*\.\nOriginal Traceback \(most recent call last\):\n")
-"""How torch begins the message of what was raised in a loader process: the original's whole
-traceback follows."""
+"""The start of torch's message for an exception of a loader process; the original traceback
+follows."""
 
 _FRAME = re.compile(r'^  File "[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
 
@@ -22,19 +22,20 @@ _KEPT = re.compile(
     r"Parameter indices which did not receive grad[^\n]*|Parameters which did not receive "
     r"grad[^\n]*|Parameter at index [^\n]*"
 )
-"""Of DDP's message what says which parameters are meant."""
+"""The parts of DDP's message that name the parameters."""
 _FOREIGN = re.compile(r"find_unused_parameters|static_graph|TORCH_DISTRIBUTED_DEBUG")
-"""Arguments of DDP, which Everstep makes itself, and a variable that changes no text of ours."""
+"""DDP arguments that only Everstep sets, and a variable that does not affect Everstep's
+messages."""
 
 _UNUSED_ADVICE = (
-    "some parameters had no part in the loss of a step, so that ranks wait for gradients that do "
-    "not come. Leave them out of the "
+    "some parameters did not contribute to the loss of a step, so ranks wait for gradients that "
+    "never come. Remove them from the "
     "model, set requires_grad=False on them, or let every loss depend on them, if only by adding "
     "0 * parameter.sum()"
 )
 _TWICE_ADVICE = (
-    "a parameter got its gradient twice in one backward. Call the model once in loss, on all of "
-    "the batch; with activation "
+    "a parameter received its gradient twice in one backward pass. Call the model once in loss, "
+    "with the whole batch; with activation "
     "checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
@@ -46,18 +47,18 @@ _FULL_ADVICE = (
 _USER_FRAME = re.compile(
     r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?'
 )
-"""A frame of uploaded code, by where nodes keep it (``user_code/modules.py``)."""
+"""A frame of uploaded code, found by its directory on the node (``user_code/modules.py``)."""
 
 
 def message_of(exc: BaseException) -> str:
-    """Return an exception's message; of a group also the first exception that is in it."""
+    """Return an exception's message; for a group, add the first exception in it."""
     leaf = exc
     while isinstance(leaf, BaseExceptionGroup):
         leaf = leaf.exceptions[0]
     if isinstance(exc, SystemExit):
         return (
-            f"the code ended the program by sys.exit({exc.code!r}); let it return, or raise an "
-            "error that says why"
+            f"the code called sys.exit({exc.code!r}); return instead, or raise an error that says "
+            "why"
         )
     if leaf is exc:
         return text_of(exc)
@@ -65,8 +66,7 @@ def message_of(exc: BaseException) -> str:
 
 
 def text_of(exc: BaseException) -> str:
-    """Return ``str(exc)``. A user's exception may raise there; its rank must still be accounted
-    for."""
+    """Return ``str(exc)``, or a substitute if the user's exception raises in ``__str__``."""
     try:
         return str(exc)
     except Exception as failed:
@@ -74,8 +74,8 @@ def text_of(exc: BaseException) -> str:
 
 
 def plain_message(message: str) -> str:
-    """Return a message as its author wrote it, with what to do in Everstep in place of what to do
-    with DDP."""
+    """Return the original message of a wrapped exception, with advice for Everstep instead of DDP's
+    own."""
     message = _unwrapped(message).strip()
     for found, advice in ((_UNUSED, _UNUSED_ADVICE), (_TWICE, _TWICE_ADVICE)):
         if found.search(message):
@@ -113,7 +113,7 @@ def _file_at_hand(exc: BaseException) -> str | None:
 
 
 def with_place(message: str, place: str | None) -> str:
-    """Return a message that names its place in the user's files at the end of its first line."""
+    """Return the message with its place in the user's files at the end of the first line."""
     if place is None or place in message:
         return message
     first, *rest = message.split("\n", 1)
@@ -121,9 +121,9 @@ def with_place(message: str, place: str | None) -> str:
 
 
 def user_place(trace: str) -> str | None:
-    """Return ``file, line N, in function`` of a traceback's innermost frame in uploaded code.
+    """Return ``file, line N, in function`` of the innermost frame in uploaded code, or None.
 
-    None where there is none. A line that Python could not even parse is in no function.
+    A line with a syntax error is in no function.
     """
     frames = _USER_FRAME.findall(trace)
     if not frames:
@@ -137,21 +137,20 @@ def user_place(trace: str) -> str | None:
 
 
 def ended_program(what: str, exc: SystemExit) -> BadTask:
-    """Return the error for user code that called ``sys.exit``, as argparse does; ``what`` says what
-    it ended."""
+    """Return the error for user code that called ``sys.exit``, as argparse does. ``what`` says what
+    could not be done."""
     place = user_place("".join(traceback.format_exception(exc)))
     where = f" ({place})" if place else ""
     return BadTask(
-        f"{what}: it ended the program by sys.exit({exc.code!r}){where}. Code that parses "
-        "arguments belongs "
-        'below `if __name__ == "__main__":`; a rank has none, give values by code.args or '
+        f"{what}: it called sys.exit({exc.code!r}){where}. Move code that parses arguments below "
+        '`if __name__ == "__main__":`. A rank has no command line: pass values by code.args or '
         "code.config"
     )
 
 
 def _unwrapped(message: str) -> str:
-    """Take off torch's wrapper: the original's message follows its traceback's last frame, by a
-    line that is not indented."""
+    """Remove torch's wrapper. The original message is the first line without indentation after the
+    last frame."""
     found = _WRAPPED.match(message)
     if found is None:
         return message

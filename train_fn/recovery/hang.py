@@ -1,5 +1,4 @@
-"""When an attempt has stood still for too long, and which of its ranks is the one that the others
-wait for."""
+"""Detect that an attempt makes no progress, and which of its ranks the others are waiting for."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from train_fn.recovery.progress import Phase, Progress
 from train_fn.recovery.settings import RecoverySettings
 
 _SILENCE_S = 3.0
-"""A gap between two looks after which the journal's silence, not the ranks', is what was seen;
-longer where looks are rarer. A look sees nothing where no reply came since the last one."""
+"""If two polls are further apart than this, the journal was silent, not necessarily the ranks.
+Longer if polls are rarer. A poll without a reply since the last one sees nothing."""
 
 SILENT_S = 1.5
-"""A rank that a settling group asks, and that says nothing for so long, is stopped or stuck outside
-of Python."""
+"""While a group shuts down, a rank that does not answer for this long is stopped or stuck outside
+Python."""
 
 WAITING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py"),
@@ -28,8 +27,10 @@ ends with one, a barrier of Ray Train."""
 
 
 class HangWatch:
-    """Tells when nothing has moved for longer than the phase allows. Time is given in by the
-    caller, in monotonic seconds."""
+    """Detects that an attempt made no progress for longer than its phase allows.
+
+    The caller passes the time, in monotonic seconds.
+    """
 
     def __init__(self, settings: RecoverySettings, hang_timeout_s: float | None) -> None:
         self._settings = settings
@@ -39,11 +40,13 @@ class HangWatch:
         self._moved_at = 0.0
         self._looked_at = float("-inf")
         self.due_at = float("inf")
-        """When the attempt will be overdue if nothing moves until then; in monotonic seconds."""
+        """When the attempt is overdue if it makes no progress until then, in monotonic seconds."""
 
     def overdue_s(self, progress: Progress, now: float) -> float | None:
-        """Seconds without a sign of life, when too long; None while all is well. Call it with every
-        reply of the journal."""
+        """Return the seconds without progress if they exceed the limit, else None.
+
+        Call it with every reply of the journal.
+        """
         seen = (progress.attempt, progress.num_signs)
         if now - self._looked_at > self._silence_s:
             self._seen, self._moved_at = seen, now
@@ -54,7 +57,7 @@ class HangWatch:
         return now - self._moved_at if now > self.due_at else None
 
     def limit_s(self, progress: Progress) -> float:
-        """How long the present phase may take without a sign of life."""
+        """Return how many seconds the current phase may take without progress."""
         settings = self._settings
         if progress.phase is Phase.STEP:
             if self._hang_timeout_s is not None:
@@ -70,12 +73,14 @@ class HangWatch:
 
 
 def find_stuck(stacks: Mapping[int, str | None]) -> list[int]:
-    """Ranks that hold the others up, by each rank's training stack (innermost frame last); None for
-    one that did not answer.
+    """Return the ranks that the others are waiting for.
 
-    Who does not answer, or is in code that waits for nobody, is stuck. Where all wait for each
-    other in collectives, one of them is given up, so that the others are freed: the last, since
-    rank 0 reports.
+    A rank is stuck if it does not answer, or if it runs code that waits for nobody. If all ranks
+    wait for each other in collectives, the last one is given up to free the others, since rank 0
+    reports.
+
+    Args:
+        stacks: Each rank's training stack, innermost frame last; None for one that did not answer.
     """
     silent = [rank for rank, stack in stacks.items() if stack is None]
     if silent:
@@ -92,17 +97,17 @@ def find_silent(
     waiting: Collection[int],
     now: float,
 ) -> list[int]:
-    """Ranks to kill while a group settles: they say nothing, and another that does is held up
-    inside a collective.
+    """Return the ranks to kill while a group shuts down: those that do not answer, if another rank
+    that does is blocked in a collective.
 
-    Without such another nobody would be freed by it, and a rank that is busy writing its state may
-    be slow to answer.
+    Without such a rank, killing would free nobody: a rank that is busy writing its state may be
+    slow to answer.
 
     Args:
-        asked_at: when each rank was last asked, in monotonic seconds.
-        stacks: of ranks that answered that they are still in their step, where.
-        waiting: ranks that have not ended.
-        now: monotonic seconds.
+        asked_at: When each rank was last asked, in monotonic seconds.
+        stacks: Stacks of ranks that answered and are still in their step.
+        waiting: Ranks that have not ended.
+        now: Monotonic seconds.
     """
     silent = silent_ranks(asked_at, waiting, now)
     if not silent:
@@ -112,19 +117,19 @@ def find_silent(
 
 
 def silent_ranks(asked_at: Mapping[int, float], waiting: Collection[int], now: float) -> list[int]:
-    """Those in ``waiting`` that have said nothing for too long since they were asked, as
-    ``find_silent`` has it."""
+    """Return the ranks in ``waiting`` that have not answered for SILENT_S; the arguments are those
+    of ``find_silent``."""
     return [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
 
 
 def _cannot_leave(stack: str) -> bool:
-    """Whether a rank waits for others, or for its connections to them to close."""
+    """Return whether a rank waits for others, or for its connections to them to close."""
     return waits_for_others(stack) or stack.rstrip().rpartition("File ")[2].partition("\n")[
         0
     ].endswith(", in leave")
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether a training stack ends in code that waits for other ranks."""
+    """Return whether a training stack ends in code that waits for other ranks."""
     files = re.findall(r'File "([^"]+)", line \d+', stack)
     return bool(files) and any(part in files[-1] for part in WAITING_FILES)

@@ -1,4 +1,4 @@
-"""What travels with an attempt: from the driver to the controller, and from the controller to each
+"""The parameters of an attempt: from the driver to the controller, and from the controller to each
 rank."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from train_fn.recovery.history import History
 from train_fn.recovery.settings import RecoverySettings
 
 YIELDED = "yielded"
-"""What a rank returns that left because the group is to be resized or moved."""
+"""Returned by a rank that left because the group is resized or moved."""
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """The same for every rank of every attempt of a submission."""
+    """Parameters shared by all ranks and attempts of a submission."""
 
     spec: RunSpec
     run_dir: RunDir
@@ -31,12 +31,12 @@ class RankJob:
     train: str
     """``module:function`` of the training loop."""
     workers_limit: int | None = None
-    """Most ranks that the service let the run use when it started; None for
+    """Most ranks that the service allowed when the run started; None for
     ``scaling.max_workers``."""
 
     @property
     def max_workers(self) -> int:
-        """Most ranks that the run may begin with."""
+        """Return the most ranks that the run may start with."""
         scaling = self.spec.scaling
         return (
             scaling.max_workers
@@ -47,7 +47,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RecoveryNote:
-    """The failure that an attempt recovers from; its first new step completes the story."""
+    """The failure that an attempt recovers from. Its first new step ends the recovery."""
 
     noticed_at: float
     """Unix seconds."""
@@ -56,12 +56,12 @@ class RecoveryNote:
     """Most steps done before it, as far as any survivor or the journal knows."""
     world_size_before: int
     left_at: float
-    """When the last survivor had left its step."""
+    """When the last survivor left its step, in unix seconds."""
 
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """What one attempt tells its ranks before their process group exists."""
+    """Parameters of one attempt, passed to its ranks before their process group exists."""
 
     attempt: int
     started_at: float
@@ -69,48 +69,48 @@ class RankLaunch:
     env: dict[str, str] = field(default_factory=dict)
     recovery: RecoveryNote | None = None
     num_nodes: int = 0
-    """Nodes that the ranks are on: filled in when these were chosen."""
+    """Number of nodes with ranks; set once the nodes are chosen."""
     silent_peer_s: float = 0.0
-    """Seconds after which a rank gives up a connection on which nothing is heard; 0 for never."""
+    """Seconds of silence after which a rank closes a connection; 0 for never."""
     meets_to_report: bool = True
-    """Whether ranks meet in an actor of Ray Train's for every report. Those of Everstep's loop all
+    """Whether ranks synchronise in a Ray Train actor at every report. Ranks of Everstep's loop all
     report the same in the same order; a user's function may not."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What the controller is given."""
+    """Everything that the controller needs."""
 
     job: RankJob
     settings: RecoverySettings
     history: History
     driver: DriverProcess
-    """The controller outlives it only until the ranks have saved and left."""
+    """If the driver dies, the controller stays only until the ranks have saved and left."""
     recovery: RecoveryNote | None = None
-    """The loss of the controller or driver before this one."""
+    """The loss of an earlier controller or driver, if this one replaces it."""
     rank_env: dict[str, str] = field(default_factory=dict)
-    """Environment of every rank."""
+    """Environment variables of every rank."""
     controller_env: dict[str, str] = field(default_factory=dict)
-    """Environment of the controller: Ray Train reads its own settings from there."""
+    """Environment variables of the controller, where Ray Train reads its settings."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the controller left its run. One that is not ``decided`` broke down, and another may go
-    on."""
+    """How the controller ended. If it is not ``decided``, the controller broke down and another one
+    may continue the run."""
 
     finished: bool
     replaced: bool = False
-    """It was told to leave: a newer submission goes on."""
+    """A newer submission has taken over the run."""
     stopped: Stop | None = None
     failed: ReasonCode | None = None
     message: str | None = None
     last_step: int | None = None
     attempts: int = 0
-    """Of the run so far."""
+    """Attempts of the run so far."""
 
     @property
     def decided(self) -> bool:
-        """Whether this ends the submission: the ranks finished or stopped, or a verdict failed or
-        paused the run."""
+        """Return whether this ends the submission: the ranks finished or stopped, or a verdict
+        failed or paused the run."""
         return self.finished or self.failed is not None or self.stopped == "pause"

@@ -1,5 +1,5 @@
-"""What the service tells drivers by small files, read now and then, so that a storage that hangs or
-fails holds nothing up."""
+"""Read the small files by which the service directs drivers, without blocking if the storage hangs
+or fails."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ T = TypeVar("T")
 
 READ_INTERVAL_S = 1.0
 WAIT_S = 0.25
-"""How long the answer of a storage is waited for; one that comes later counts at the next look."""
+"""How long a read is waited for. A later answer is used by the next call."""
 FIRST_WAIT_S = 5.0
-"""The same before anything is known: the first ranks should not start on a marked node only because
-storage was slow."""
+"""Same for the first read: ranks should not start on a marked node only because storage was
+slow."""
 
 
 class LastKnown(Generic[T]):
-    """The last known content of a file. Safe to use from several threads; one read is under way at
-    a time, in a thread of its own.
+    """Caches the last known content of a file. Safe to use from several threads.
+
+    At most one read runs at a time, in its own thread.
 
     Args:
         read: Reads the file.
-        unknown: What counts before it was read for the first time.
-        what: What it tells, for the log.
-        clock: Monotonic seconds.
+        unknown: The value before the first read.
+        what: What the file says, for the log.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class LastKnown(Generic[T]):
         self._problem: str | None = None
 
     def ask(self) -> None:
-        """Begin to read, unless the last read is younger than a second or still under way."""
+        """Start a read, unless one is running or the last one began less than READ_INTERVAL_S
+        ago."""
         with self._lock:
             now = self._clock()
             if now - self._asked_at < READ_INTERVAL_S or (
@@ -67,7 +69,7 @@ class LastKnown(Generic[T]):
             self._reading.start()
 
     def value(self) -> T:
-        """What was asked for, where it comes in time, else the last known. Never raises."""
+        """Return the newest value if it arrives in time, else the last known one. Never raises."""
         self.ask()
         with self._lock:
             reading = self._reading
@@ -80,17 +82,17 @@ class LastKnown(Generic[T]):
         try:
             self._value, problem = self._read_file(), None
             self._is_known = True
-        except Exception as exc:  # whatever it is, the last known serves better than nothing
+        except Exception as exc:  # the last known value is better than none
             problem = str(exc)
         if problem is not None and self._problem is None:
             logger.warning(
-                "%s cannot be read; the last that is known counts: %s", self._what, problem
+                "cannot read %s; the last known value stays in use: %s", self._what, problem
             )
         self._problem = problem
 
 
 class MarksReader(LastKnown[Mapping[str, NodeMark]]):
-    """The nodes that the service marked, by node id."""
+    """Reads the marks that the service set on nodes, by node id."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(
@@ -104,7 +106,7 @@ class MarksReader(LastKnown[Mapping[str, NodeMark]]):
 
 
 class WorkersLimit(LastKnown[int | None]):
-    """Most ranks that the service lets a run use; None for as many as its spec asks for."""
+    """Reads how many ranks the service allows a run; None means as many as its spec asks for."""
 
     def __init__(
         self, run_dir: RunDir, at_start: int | None, clock: Callable[[], float] = time.monotonic

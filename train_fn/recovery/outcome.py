@@ -1,5 +1,4 @@
-"""How a run is brought to its end: by its user, by its deadline, by a verdict, or by its last
-step."""
+"""How a run ends: by its user, by its deadline, by a verdict, or by its last step."""
 
 from __future__ import annotations
 
@@ -9,23 +8,26 @@ from train_fn.recovery.launch import Outcome
 
 
 class Stopping:
-    """What the ranks are told to do: the user's stop or the deadline's, whichever came first."""
+    """Decides the stop that the ranks receive: the user's or the deadline's, whichever came
+    first."""
 
     def __init__(self, deadline_at: float | None) -> None:
-        """``deadline_at`` in unix seconds; None for a run without a deadline, or one whose steps
-        are all done."""
+        """Watch for the deadline at ``deadline_at`` (unix seconds).
+
+        None for a run without a deadline, or one whose steps are all done.
+        """
         self._deadline_at = deadline_at
         self.asked: Stop | None = None
-        """What the user asked for."""
+        """The stop that the user requested."""
         self.overdue = False
-        """Whether the deadline came before any stop of the user's."""
+        """Whether the deadline passed before the user requested a stop."""
 
     def decide(self, asked: Stop | None, now: float) -> Stop | None:
-        """What the ranks are to be told now.
+        """Return the stop that the ranks should receive now.
 
         Args:
-            asked: what the user asked for by now, as far as the run directory could be read.
-            now: unix seconds.
+            asked: The user's request so far, if the run directory could be read.
+            now: Unix seconds.
         """
         if not self.overdue:
             self.asked = asked or self.asked
@@ -38,11 +40,15 @@ class Stopping:
 def ending(
     outcome: Outcome, *, overdue: bool, by_itself: bool = False, kept: str | None = None
 ) -> tuple[str, dict[str, str] | None]:
-    """``outcome`` and ``reason`` of the ``finished`` event; ``by_itself`` where the ranks stopped
-    although nobody asked.
+    """Return ``outcome`` and ``reason`` of the ``finished`` event.
 
-    Ranks that had done their last step when they heard of the deadline did not stop: such a run has
-    succeeded. ``kept`` says what the last save made of a failed run's newest state.
+    If the deadline passes after the last step, the run has succeeded.
+
+    Args:
+        outcome: How the controller ended.
+        overdue: The deadline passed before any stop of the user's.
+        by_itself: The ranks stopped although nobody asked them to.
+        kept: What the last save did with the newest state of a run that failed.
     """
     if outcome.failed is not None:
         message = outcome.message or ""
@@ -61,11 +67,11 @@ def ending(
         message = outcome.message or (
             f"paused at step {outcome.last_step} because saves fail (checkpoint.on_failed_saves "
             "is pause); "
-            "mend the storage, then resume the run: it goes on from the state that its nodes "
+            "repair the storage, then resume the run: it continues from the state that its nodes "
             "keep, or from its newest checkpoint"
         )
         return "stopped", {"code": ReasonCode.STORAGE_UNAVAILABLE.value, "message": message}
     code = (
         ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
     )
-    return "stopped", {"code": code.value, "message": f"stopped as asked: {outcome.stopped}"}
+    return "stopped", {"code": code.value, "message": f"stopped by request: {outcome.stopped}"}

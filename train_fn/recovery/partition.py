@@ -1,9 +1,8 @@
-"""Nodes that the head reaches and other nodes do not: a partition that only those inside it can
-see.
+"""Exclude nodes that the head can reach but other nodes cannot.
 
-A group whose ranks cannot all reach each other never begins. So each node tries the others before
-the process group is made, and the fewest nodes that stand apart are left out for a while, longer
-each time that they are found apart again.
+A group whose ranks cannot all reach each other never starts. So each node tries to connect to the
+others before the process group is created. Nodes that are cut off are excluded for a while, longer
+each time.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from collections.abc import Iterable, Mapping
 from train_fn.recovery.sizing import NodeView
 
 LONGEST_TIMES = 16
-"""The longest time that a node is left out, as a multiple of the first."""
+"""Longest exclusion, as a multiple of the first one."""
 
 
 def nodes_apart(unreached: Mapping[str, Iterable[str]]) -> list[str]:
-    """Nodes to leave out so that those left all reach each other; ``unreached`` tells for each node
-    whom it did not reach.
+    """Return the nodes to exclude so that all others can reach each other.
 
-    The node with most broken pairs goes first; of equals the one with the greatest id, so that the
+    The node with the most broken pairs is excluded first. Ties go to the greatest id, so that the
     choice is the same each time.
+
+    Args:
+        unreached: For each node, the nodes that it could not reach.
     """
     pairs = {frozenset((node, other)) for node, others in unreached.items() for other in others}
     out: list[str] = []
@@ -36,7 +37,7 @@ def nodes_apart(unreached: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 class Apart:
-    """Which nodes are left out now. Times are monotonic seconds."""
+    """Remembers which nodes are excluded, and until when (monotonic seconds)."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -44,13 +45,13 @@ class Apart:
         self._times: Counter[str] = Counter()
 
     def leave_out(self, nodes: Iterable[str], now: float) -> None:
-        """Give ``nodes`` no rank for a while from ``now`` on."""
+        """Exclude ``nodes`` for a while, starting at ``now``."""
         for node in nodes:
             self._until[node] = now + self._first_s * min(2.0 ** self._times[node], LONGEST_TIMES)
             self._times[node] += 1
 
     def mark(self, nodes: Iterable[NodeView], now: float) -> tuple[NodeView, ...]:
-        """The same nodes; those that are left out take no new rank."""
+        """Return the nodes with excluded ones marked as cordoned."""
         return tuple(
             dataclasses.replace(node, cordoned=True)
             if self._until.get(node.node_id, now) > now

@@ -1,5 +1,5 @@
-"""How far an attempt is, folded from the events that its rank 0 sends: what it does now, and
-whether anything moves."""
+"""Follow an attempt's progress by the events of its ranks: its phase, its step, and when it last
+advanced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEPS_KEPT = 512
 _BESIDE_TRAINING = frozenset(
     {EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED}
 )
-"""Told by threads that live on while training hangs: no signs of life."""
+"""Sent by threads that keep running while training hangs, so they are no sign of progress."""
 
 _MOVES = frozenset(
     {
@@ -29,11 +29,11 @@ _MOVES = frozenset(
 
 
 def moved_at(kind: EventKind, at: float, data: dict[str, Any]) -> float | None:
-    """Return until when training is known to have moved, in unix seconds, by one event; None where
-    it says nothing of that.
+    """Return when training advanced, in unix seconds, according to one event; None if the event
+    does not say.
 
-    What is told by threads that live on beside training does not count, nor does the moment at
-    which a step is told.
+    A step counts when it ended, not when it was reported. Events of threads beside training do not
+    count.
     """
     if kind is EventKind.METRICS:
         return max((float(point["at"]) for point in data["points"]), default=None)
@@ -41,12 +41,12 @@ def moved_at(kind: EventKind, at: float, data: dict[str, Any]) -> float | None:
 
 
 class Phase(StrEnum):
-    """What an attempt is doing; each has a time that it may take without a sign of life."""
+    """What an attempt is doing. Each phase has its own limit for time without progress."""
 
     START = "start"
-    """From the group's start until training is set up."""
+    """From the start of the group until training is set up."""
     FIRST_STEP = "first_step"
-    """The first step of an attempt compiles, warms up and allocates."""
+    """The first step of an attempt: it compiles, warms up and allocates."""
     STEP = "step"
     EVALUATION = "evaluation"
     """Between two epochs: the evaluation, and the task's ``on_epoch_end``."""
@@ -56,34 +56,34 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Progress:
-    """Signs of life of the newest attempt."""
+    """The progress of the newest attempt."""
 
     attempt: int = 0
     phase: Phase = Phase.START
     num_signs: int = 0
-    """Events of its ranks so far."""
+    """Events of its ranks so far that show progress."""
     last_step: int | None = None
-    """Most steps done that any event of the submission tells of."""
+    """Most steps done, as far as any event of the submission says."""
     step_p99_s: float | None = None
-    """99th percentile of the last steps' seconds; None before there are enough."""
+    """99th percentile of recent step times in seconds; None for fewer than 20 steps."""
     quiet_s: float = 0.0
-    """Seconds since the last sign of life arrived."""
+    """Seconds since the last such event arrived."""
     moved_at: float | None = None
-    """When it was last seen to move, its newest committed step above all, in unix seconds; None
-    where it has not begun."""
+    """When it last advanced, in unix seconds, mostly its newest committed step; None before it has
+    begun."""
 
 
 class ProgressTracker:
-    """Folds a submission's events in the journal's order."""
+    """Takes a submission's events in journal order and keeps the progress of its newest attempt."""
 
     def __init__(self) -> None:
         self._attempt = 0
         self._phase = Phase.START
         self._num_signs = 0
         self._has_stepped = False
-        """Whether the attempt has made a step."""
+        """Whether the attempt has done a step."""
         self._step = 0
-        """Where it is: an earlier one may have been further."""
+        """Its current step; an earlier attempt may have been further."""
         self._last_step: int | None = None
         self._total_steps: int | None = None
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
@@ -91,7 +91,7 @@ class ProgressTracker:
         self._moved_at: float | None = None
 
     def note(self, kind: EventKind, attempt: int, data: dict[str, Any], at: float = 0.0) -> None:
-        """Take one event, which happened at ``at`` (unix seconds)."""
+        """Record one event; ``at`` is its time in unix seconds."""
         self._note_steps(kind, data)
         if kind is EventKind.ATTEMPT_STARTED:
             if attempt > self._attempt:
@@ -130,7 +130,7 @@ class ProgressTracker:
             self._phase = self._after_step()
 
     def progress(self) -> Progress:
-        """As of the last event."""
+        """Return the progress as of the last event."""
         p99 = (
             sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
         )

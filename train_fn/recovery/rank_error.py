@@ -30,8 +30,8 @@ TRACEBACK_CHARS = 20_000
 
 @dataclass(frozen=True)
 class RankError:
-    """One rank's own account of why it stopped. ``at`` is in unix seconds by the rank's clock;
-    ``step`` counts steps done."""
+    """Why one rank stopped, as that rank saw it. ``at`` is unix seconds; ``step`` counts steps
+    done."""
 
     rank: int
     kind: ErrorKind
@@ -42,22 +42,22 @@ class RankError:
     phase: str | None
     at: float
     snapshot_step: int | None = None
-    """Step of the state that it left behind on its node, if it did."""
+    """Step of the snapshot that the rank left on its node, if any."""
     memory: str | None = None
-    """What its GPU's memory held, where that was too small."""
+    """Summary of its GPU's memory, if that ran out."""
     place: str | None = None
-    """Innermost line of uploaded code, ``task.py, line 12, in loss``; None where it has no part in
-    the traceback."""
+    """Innermost line of uploaded code, ``task.py, line 12, in loss``; None if the traceback has
+    none."""
 
     @property
     def collateral(self) -> bool:
-        """Whether it only follows from what happened to another rank."""
+        """Return whether the error only follows from the failure of another rank."""
         return self.kind is ErrorKind.COLLECTIVE
 
     @property
     def signature(self) -> str:
-        """The same for two occurrences of one bug: type, message without numbers and addresses, and
-        the innermost frame."""
+        """Return a text that is equal for two occurrences of one bug: type, message without numbers
+        and addresses, and innermost frame."""
         message = re.sub(r"0x[0-9a-fA-F]+|\d+(\.\d+)?", "#", self.message)
         frames = re.findall(r'File "([^"]+)", line (\d+)', self.traceback)
         where = ":".join(frames[-1]) if frames else ""
@@ -65,29 +65,30 @@ class RankError:
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """Return type and message."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
 class StepFailed(Exception):
-    """Stand for the exception that ended a rank's attempt, after its peers were let go.
+    """Replaces the exception that ended a rank's attempt, once the rank has left its peers.
 
-    It holds text instead of the traceback, because a traceback's frames would keep the broken
-    process group alive, and with it every peer that waits in a collective.
+    It holds text instead of a traceback: the frames would keep the broken process group alive, and
+    with it every peer that waits in a collective.
     """
 
     def __init__(self, error: RankError, snapshot_problem: str | None = None) -> None:
         super().__init__(f"rank {error.rank} stopped at step {error.step}: {error.summary}")
         self.error = error
         self.snapshot_problem = snapshot_problem
-        """Why the rank left no state on its node; None where it did."""
+        """Why the rank left no snapshot on its node; None if it did."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepFailed, (self.error, self.snapshot_problem)
 
 
 def describe_error(exc: BaseException, rank: int) -> RankError:
-    """Return a rank's account of an exception, with its kind. One that was made before is kept."""
+    """Return the rank's error for an exception, classified. A StepFailed keeps the error it
+    carries."""
     if isinstance(exc, StepFailed):
         return exc.error
     trace = "".join(traceback.format_exception(exc))

@@ -1,5 +1,4 @@
-"""How many ranks fit on the nodes that are really there: pure arithmetic over a look at the
-cluster."""
+"""Compute how many ranks fit on the nodes that are available, and on which. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _TINY = 1e-6
-"""Resources are floats in Ray; a third of a GPU three times is a whole one."""
+"""Ray's resources are floats: three thirds of a GPU must count as one."""
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node as it is now. ``total`` and ``available`` are Ray resources; available as of the
-    cluster's last report."""
+    """The state of one node. ``total`` and ``available`` are Ray resources, as of the cluster's
+    last report."""
 
     node_id: str
     ip: str
@@ -25,13 +24,12 @@ class NodeView:
     available: Mapping[str, float]
     is_head: bool = False
     reachable: bool = True
-    """Its raylet accepted a connection just now; the cluster may still believe in a node that did
-    not."""
+    """Its raylet just accepted a connection. Ray may still list a node that did not."""
     silent: bool = False
-    """Nothing was heard from its host; one that refuses a connection is not silent."""
+    """Its host did not answer at all; a host that refuses a connection is not silent."""
     draining: bool = False
     drain_deadline: float | None = None
-    """When a draining node is to be taken away, in unix seconds; None where nobody said."""
+    """When a draining node will be taken away, in unix seconds; None if unknown."""
     cordoned: bool = False
 
     @property
@@ -41,7 +39,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many ranks fit, at most ``max_workers``, and what the run would need beyond that for
+    """How many ranks fit, at most ``max_workers``, and which resources are missing for
     ``min_workers``."""
 
     num_workers: int
@@ -57,10 +55,16 @@ def fit_workers(
     max_workers: int,
     strategy: str,
 ) -> Fit:
-    """Ranks that fit on usable nodes, counting as free what this run itself holds there.
+    """Return how many ranks fit on usable nodes. Resources that this run holds count as free.
 
-    ``held`` maps node ids to this run's bundles on them. ``strategy`` is Ray's placement strategy:
-    STRICT_PACK needs one node for all, STRICT_SPREAD one node each.
+    Args:
+        nodes: The cluster's nodes.
+        held: This run's bundles on each node, by node id.
+        per_worker: Ray resources of one rank.
+        min_workers: Fewest ranks that the run needs.
+        max_workers: Most ranks that it may use.
+        strategy: Ray's placement strategy. STRICT_PACK puts all ranks on one node, STRICT_SPREAD
+            one rank on each.
     """
     wanted = _wanted(per_worker)
     room = _room(nodes, held, wanted, max_workers).values()
@@ -84,7 +88,7 @@ def _wanted(per_worker: Mapping[str, float]) -> dict[str, float]:
 def _room(
     nodes: Iterable[NodeView], held: Mapping[str, int], wanted: Mapping[str, float], most: int
 ) -> dict[str, int]:
-    """Ranks that fit on each usable node, at most ``most``, by node id."""
+    """Return how many ranks fit on each usable node, at most ``most``, by node id."""
     return {
         node.node_id: _slots(node, held.get(node.node_id, 0), wanted, most)
         for node in nodes
@@ -110,11 +114,11 @@ def choose_nodes(
     num_workers: int,
     strategy: str,
 ) -> Counter[str] | None:
-    """How many of ``num_workers`` ranks each usable node takes, by node id; None where they do not
-    fit.
+    """Return how many of ``num_workers`` ranks each usable node takes, by node id; None if they do
+    not fit.
 
-    What the run holds already is used first, for that is there at once; the rest follows Ray's
-    placement strategies.
+    Bundles that the run holds are used first, because they are available at once. The others follow
+    Ray's placement strategy.
     """
     room = _room(nodes, held, _wanted(per_worker), num_workers)
     kept = {node: min(held.get(node, 0), slots) for node, slots in room.items()}
@@ -132,8 +136,8 @@ def choose_nodes(
     chosen: Counter[str] = Counter()
 
     def place(order: int, node: str) -> tuple[bool, int, int, int, str]:
-        """The node that takes the next rank comes first; when it does, only its own place
-        changes."""
+        """Return a sort key: the node that takes the next rank has the smallest. Taking it changes
+        only that node's key."""
         return (chosen[node] >= kept[node], -together * chosen[node], -room[node], order, node)
 
     waiting = [place(order, node) for order, node in enumerate(room) if room[node] > 0]

@@ -286,7 +286,7 @@ async def test_why_tells_failures_in_words(api: ApiService) -> None:
     assert "system_failures_exhausted: too many" in told
     assert "rank 1 on node node-2-l died at step 7 (attempt 1, verdict worker_lost)" in told
     assert "cause: ActorDiedError: killed by signal 9" in told
-    assert "2 -> 1 rank, 0 steps lost, noticed after 0.2 s, training again after 1.2 s" in told
+    assert "2 -> 1 rank, 0 steps lost, detected after 0.2 s, training again after 1.2 s" in told
     value = json.loads((await everstep("why", run_id, "--json")).stdout)
     assert value["status"] == "FAILED" and value["reason"]["message"] == "too many"
     assert value["failures"][0]["verdict"] == "worker_lost"
@@ -318,15 +318,15 @@ async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
     )
     told = (await everstep("stragglers", run_id)).stdout
     assert (
-        "rank 1 on node node-2-l holds the others up since" in told
-        and "60 ms of its own in a step, its peers 10 ms" in told
+        "rank 1 on node node-2-l slows the others down since" in told
+        and "it works 60 ms in a step, a peer 10 ms" in told
     )
     assert "60.0 ms" in told and told in (await everstep("stragglers", run_id)).stdout
     assert (
         json.loads((await everstep("stragglers", run_id, "--json")).stdout)["ranks"][1]["skew"]
         == 6.0
     )
-    assert "holds the others up since" in (await everstep("why", run_id)).stdout
+    assert "slows the others down since" in (await everstep("why", run_id)).stdout
     assert "productive" in (await everstep("goodput", run_id)).stdout
     assert "default: 1 run" in (await everstep("goodput")).stdout
     assert (

@@ -303,7 +303,7 @@ async def test_a_damaged_checkpoint_that_was_not_needed_is_told_from_one_that_wa
         )
     unneeded, needed = [each.report for each in await listed(api, run_id)]
     assert unneeded is not None and unneeded.note is not None and "was not needed" in unneeded.note
-    assert needed is not None and needed.note is not None and "passed over" in needed.note
+    assert needed is not None and needed.note is not None and "skipped" in needed.note
     assert (
         needed.rejected == (newest,)
         and needed.parity is not None

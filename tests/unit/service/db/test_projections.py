@@ -15,8 +15,8 @@ from service.db.new_run import new_row
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections import attempts, checkpoints, failures, samples
-from service.projections.changes import project
 from service.projections.downsampling import MIN_POINTS, downsample
+from service.projections.handlers import project
 from service.projections.protection import protection
 from tests.support.api_service import NOON, spec
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
         ("storage", 20, None),
     ]
     assert found[1].exception == rejected[0]["problem"]
-    assert found[1].action == "went on from step 10 (step-000000010.s001)"
+    assert found[1].action == "continued from step 10 (step-000000010.s001)"
     assert found[1].budget is None
 
 

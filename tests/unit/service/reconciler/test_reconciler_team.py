@@ -61,7 +61,7 @@ async def test_a_preempted_run_makes_room_and_comes_back(here: World, ray: FakeR
     assert RunDir(here.storage, low.id).stop_requested(1) == "pause"
     stopped = {
         "outcome": "stopped",
-        "reason": {"code": "paused_by_user", "message": "stopped as asked: pause"},
+        "reason": {"code": "paused_by_user", "message": "stopped by request: pause"},
         "step": 5,
     }
     here.write(low.id, 1, (EventKind.FINISHED, stopped), first=2)

@@ -51,7 +51,7 @@ def test_what_the_last_event_says() -> None:
     assert reason["code"] == ReasonCode.DEADLINE_EXCEEDED and "step 7" in reason["message"]
     assert ending(stopped, overdue=False) == (
         "stopped",
-        {"code": "cancelled_by_user", "message": "stopped as asked: cancel"},
+        {"code": "cancelled_by_user", "message": "stopped by request: cancel"},
     )
     assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), (
         "all steps were done in time"

@@ -189,8 +189,8 @@ def test_settings_come_from_the_environment() -> None:
     ("name", "value", "words"),
     [
         ("POLL", "1", "not a recovery setting"),
-        ("POLL_S", "fast", "must be a number"),
-        ("WARM_POOL", "maybe", "must be 0 or 1"),
+        ("POLL_S", "fast", "set it to a number"),
+        ("WARM_POOL", "maybe", "set it to 0 or 1"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:

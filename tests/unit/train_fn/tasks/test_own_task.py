@@ -171,8 +171,8 @@ def test_a_name_that_another_module_has_on_this_node_is_told(storage: Storage) -
             "required=True)\nparser.parse_args()",
             "task:Line",
             (
-                r"task cannot be imported: it ended the program by sys\.exit\(2\) \(task\.py, line "
-                r"4\)\. Code that parses arg"
+                r"task cannot be imported: it called sys\.exit\(2\) \(task\.py, line "
+                r"4\)\. Move code that parses arg"
             ),
         ),
         (TASK, "task:Lime", r"^task\.py has no 'Lime'; did you mean 'Line'\?$"),
@@ -381,11 +381,11 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
         ),
         (
             changed("return nn.Linear(1, 1)", "raise SystemExit(3)"),
-            r"ended the program by sys\.exit\(3\); .*\(task\.py, line 23\)$",
+            r"called sys\.exit\(3\); .*\(task\.py, line 23\)$",
         ),
         (
             changed(LOSS, "import sys; sys.exit('bye')"),
-            r"ended the program by sys\.exit\('bye'\); .*\(task\.py, line 30\)$",
+            r"called sys\.exit\('bye'\); .*\(task\.py, line 30\)$",
         ),
         (
             changed(
@@ -396,7 +396,7 @@ LOSS = 'return F.mse_loss(model(x), y, reduction="sum"), len(x)'
                 1,
             ),
             (
-                r"task:Line cannot be made: it ended the program by sys\.exit\(2\) \(task\.py, "
+                r"task:Line cannot be made: it called sys\.exit\(2\) \(task\.py, "
                 r"line "
                 r"21, in __init__\)"
             ),
@@ -447,7 +447,7 @@ def test_a_data_set_that_ends_its_process_is_no_lost_loader(
     source = changed("return self.x[index : index + 1], ", "raise SystemExit(4); ")
     error = failure(context(storage, source, train={"loader": {"num_workers": num_workers}}))
     assert re.search(
-        r"sample \d+ cannot be read: it ended the program by sys\.exit\(4\) \(task\.py, line 15, "
+        r"sample \d+ cannot be read: it called sys\.exit\(4\) \(task\.py, line 15, "
         r"in __getitem__\)",
         error.message,
     )
