@@ -52,7 +52,7 @@ soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked agains
 gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the reference of a spec
+check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec and settings
 	@echo "ruff, ruff format, mypy, import-linter"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
@@ -60,15 +60,18 @@ check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/draw_house.py --check
 	@$(BIN)/python scripts/spec_reference.py --check
+	@$(BIN)/python scripts/settings_reference.py --check
 
-format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the reference of a spec
+format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the references of spec and settings
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/python scripts/draw_house.py
 	@$(BIN)/python scripts/spec_reference.py
+	@$(BIN)/python scripts/settings_reference.py
 
-docs: $(STAMP)  ## The documentation as a site in out/docs; every link, anchor and field must be right
+docs: $(STAMP)  ## The documentation as a site in out/docs; every link, anchor, field and setting must be right
 	@$(BIN)/python scripts/spec_reference.py --check
+	@$(BIN)/python scripts/settings_reference.py --check
 	@$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## Measure speed beside torchrun and plain Ray Train; JSON in out/benchmarks

@@ -26,12 +26,14 @@ from typing import Any, Final
 
 from sqlalchemy.engine import URL
 
+from everstep.options.model import SettingsError
+from everstep.options.serve import FLAGS
 from everstep.spec.plain_text import printable, printable_lines
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError, checked_url
 from service.db.runs import RunStore
 from service.process.home import HomeError, HomeLock
-from service.settings import Settings, SettingsError, database_url, home_directory
+from service.settings import Settings
 from service.storage_identity.adoption import adopt_storage
 from service.storage_identity.gate import StorageGate
 from service.tree_copy import LinkedRoot, Skipped, copy_tree, sync
@@ -299,8 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=("create", "restore"))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--database", default="", metavar="URL")
-    parser.add_argument("--storage", default="", metavar="URI")
+    for name in ("database_url", "storage_uri"):
+        parser.add_argument(FLAGS[name].flag, dest=name, metavar=FLAGS[name].metavar)
     parser.add_argument(
         "--database-only", action="store_true", help="create: leave the storage out"
     )
@@ -314,11 +316,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object in place of words")
     given = parser.parse_args(argv)
     try:
-        settings = Settings(
-            home=home_directory(),
-            database_url=given.database or database_url(),
-            storage_uri=given.storage,
-        )
+        flags = {
+            name: value
+            for name in ("database_url", "storage_uri")
+            if (value := getattr(given, name)) is not None
+        }
+        settings = Settings.read(os.environ, flags, only=("home", "database_url", "storage_uri"))
         directory = given.directory.absolute()
         if given.what == "create":
             done = create(

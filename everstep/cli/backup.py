@@ -26,7 +26,10 @@ DatabaseOption = Annotated[
 ]
 StorageOption = Annotated[
     str | None,
-    typer.Option(metavar="URI", help="As `serve` was given it; by default in EVERSTEP_HOME."),
+    typer.Option(
+        metavar="URI",
+        help="As `serve` was given it (or EVERSTEP_STORAGE); by default in EVERSTEP_HOME.",
+    ),
 ]
 
 

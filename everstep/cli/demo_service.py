@@ -16,9 +16,10 @@ from pathlib import Path
 
 from everstep.cli.demo_node import kill_all_of
 from everstep.cli.terminal import Terminal
-from everstep.client.address import home_directory
 from everstep.client.client import Client
 from everstep.errors import EverstepError, Unavailable, UsageError
+from everstep.home import home_directory
+from everstep.options.serve import VARIABLES
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -89,7 +90,7 @@ def own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
     with (home / "serve.log").open("ab") as log:
         process = subprocess.Popen(
             SERVE,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "EVERSTEP_HOME": str(home)},
+            env={"OMP_NUM_THREADS": "1", **_without_options(), "EVERSTEP_HOME": str(home)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -130,6 +131,12 @@ def _await_ready(process: subprocess.Popen[bytes], home: Path) -> Service:
     )
     tail = "\n".join((home / "serve.log").read_text(errors="replace").splitlines()[-15:])
     raise DemoFailed(f"the service {what}; its log ends:\n{tail}")
+
+
+def _without_options() -> dict[str, str]:
+    """Return the environment without settings of a service: the demo's has a cluster and a database
+    of its own."""
+    return {name: value for name, value in os.environ.items() if name not in VARIABLES}
 
 
 def _stop(terminal: Terminal, process: subprocess.Popen[bytes], home: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.options.flags import as_variables, help_of, is_list, is_switch
+from everstep.options.model import FlagValue
+from everstep.options.serve import FLAGS, OPTIONS, ServeOptions
 from everstep.text import words
 from everstep.wire import Node
 
@@ -47,79 +52,45 @@ def require_server() -> None:
         raise terminal().fail(message, Exit.USAGE, {"code": "server_missing", "missing": missing})
 
 
+def _takes_serve_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of ServeOptions as keyword parameters, for typer to read."""
+
+    def parameter(name: str) -> inspect.Parameter:
+        option = FLAGS[name]
+        kind: Any = bool if is_switch(name) else list[str] | None if is_list(name) else str | None
+        info = typer.Option(option.flag, metavar=option.metavar or None, help=help_of(name))
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if is_switch(name) else None,
+            annotation=Annotated[kind, info],
+        )
+
+    own = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for each in inspect.signature(function, eval_str=True).parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters = [*map(parameter, FLAGS), *own]
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
 @command
-def serve(
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; by default 127.0.0.1.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on, 0 for a free one; by default 8000.")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Worker nodes of the service's own Ray cluster.")
-    ] = None,
-    cpus_per_node: Annotated[
-        int | None, typer.Option(help="CPUs that each of them offers.")
-    ] = None,
-    cluster_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=(
-                "Variable that the own cluster, and so the code of every run, inherits; NAME* "
-                "too; repeatable."
-            ),
-        ),
-    ] = None,
-    drills: Annotated[
-        bool, typer.Option("--drills", help="Allow failure drills through the API.")
-    ] = False,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Use another Ray cluster: its dashboard's URL."),
-    ] = None,
-    database: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="postgresql+psycopg://…; by default SQLite in EVERSTEP_HOME."
-        ),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URI", help="Directory or s3://… for runs; by default in EVERSTEP_HOME."
-        ),
-    ] = None,
-    storage_root: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URI", help="Storage and data lie below it; repeatable, by default anywhere."
-        ),
-    ] = None,
-    json_: JsonOption = False,
-) -> None:
+@_takes_serve_flags
+def serve(json_: JsonOption = False, **flags: FlagValue | None) -> None:
     """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME,
     default ~/.everstep)."""
     require_server()
-    given = {
-        "--host": host,
-        "--port": port,
-        "--nodes": nodes,
-        "--cpus-per-node": cpus_per_node,
-        "--ray-address": ray_address,
-        "--database": database,
-        "--storage": storage,
-    }
-    arguments = [
-        text for name, value in given.items() if value is not None for text in (name, str(value))
-    ]
-    arguments += [text for root in storage_root or () for text in ("--storage-root", root)]
-    arguments += [text for name in cluster_env or () for text in ("--cluster-env", name)]
-    arguments += ["--drills"] if drills else []
+    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    ServeOptions.read(os.environ, given)
+    # The service reads one source, its environment, where other users do not see a password.
+    environ = {**os.environ, **as_variables(given)}
     if terminal().as_json:
-        os.environ["EVERSTEP_LOG_FORMAT"] = "json"
+        environ[OPTIONS["log_format"].variable] = "json"
     # The service takes this process's place: signals and the exit code are its own.
-    os.execv(sys.executable, [sys.executable, "-m", "service.process.serve", *arguments])
+    os.execve(sys.executable, [sys.executable, "-m", "service.process.serve"], environ)
 
 
 @command

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from everstep.errors import UsageError
+from everstep.home import home_directory
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -29,11 +30,6 @@ class Address:
     def is_local(self) -> bool:
         """Whether the service is on this machine."""
         return urlsplit(self.url).hostname in _LOOPBACK
-
-
-def home_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """``EVERSTEP_HOME``, or ``~/.everstep``; absolute."""
-    return Path(environ.get("EVERSTEP_HOME") or "~/.everstep").expanduser().absolute()
 
 
 def find_address(

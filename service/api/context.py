@@ -8,6 +8,11 @@ from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 
+from everstep.options.serve import (
+    DEFAULT_MAX_CODE_BYTES,
+    DEFAULT_MAX_UPLOAD_BYTES,
+    DEFAULT_RATE_PER_S,
+)
 from service.api.blocking_calls import BlockingCalls
 from service.api.event_feed import EventFeed
 from service.api.followers import Followers
@@ -33,7 +38,6 @@ from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
 from service.figures import RunFigures
-from service.settings import DEFAULT_MAX_CODE_BYTES, DEFAULT_MAX_UPLOAD_BYTES, DEFAULT_RATE_PER_S
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.packages import NO_PACKAGES, PipRule
 from service.submission_rules.storage_roots import ANYWHERE, StorageRoots

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from service.settings import DEFAULT_RATE_PER_S
+from everstep.options.serve import DEFAULT_RATE_PER_S
 
 BURST_S: Final = 2.0
 """So many seconds' worth of requests may come at once."""

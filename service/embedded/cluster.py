@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import structlog
 
+from everstep.options.serve import VARIABLES
 from service.cluster.cluster_note import ClusterNote, read_note
 from service.embedded.environment import cluster_environment
 from service.embedded.processes import end_members, lives
@@ -144,7 +145,8 @@ class EmbeddedCluster:
             cpus_per_node=settings.cpus_per_node,
             patterns=settings.cluster_variables,
         )
-        if left_out := sorted(os.environ.keys() - env.keys()):
+        # The service's own options are of no use to ranks.
+        if left_out := sorted(os.environ.keys() - env.keys() - VARIABLES):
             log.info(
                 "the cluster does not inherit these variables; pass one on with --cluster-env NAME",
                 names=" ".join(left_out),

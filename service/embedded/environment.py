@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from everstep.options.serve import SECRET_VARIABLES
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
 
 _RANK_MODULES = (
@@ -123,9 +124,11 @@ _NOT_INHERITED = frozenset(
         "RAY_REDIS_PASSWORD",
         "RAY_RUNTIME_ENV_HOOK",
         "RAY_JOB_CONFIG_JSON_ENV_VAR",
+        *SECRET_VARIABLES,
     }
 )
-"""Exceptions, whatever else names them: they lead to another cluster, or open it."""
+"""Never inherited, whatever else names them: they lead to another cluster, open this one, or hold
+a secret of the service, which a flag may have set."""
 
 _FIXED = {
     "RAY_AUTH_MODE": "token",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 from typing import TextIO
 
@@ -14,21 +13,21 @@ import structlog
 from everstep.spec.plain_text import printable_lines
 
 
-def configure_logging() -> None:
-    """Send structlog and the libraries' own logs to stderr. ``EVERSTEP_LOG_FORMAT=json`` writes a
-    JSON object a line; ``EVERSTEP_LOG_LEVEL`` (default ``info``) is the least level of our own
-    lines."""
-    level = logging.getLevelNamesMapping().get(
-        os.environ.get("EVERSTEP_LOG_LEVEL", "info").upper(), logging.INFO
-    )
+def configure_logging(log_format: str = "text", log_level: str = "info") -> None:
+    """Send structlog and the libraries' own logs to stderr.
+
+    Args:
+        log_format: ``json`` writes a JSON object a line.
+        log_level: Lowest level of our own lines.
+    """
+    level = logging.getLevelNamesMapping()[log_level.upper()]
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    as_json = os.environ.get("EVERSTEP_LOG_FORMAT") == "json"
     renderer: structlog.typing.Processor
-    if as_json:
+    if log_format == "json":
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:

@@ -21,6 +21,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from everstep.options.model import SettingsError
 from everstep.spec.plain_text import printable_lines
 from service.api.auth import (
     EMBEDDED_TRUST,
@@ -52,7 +53,7 @@ from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
 from service.reconciler.unhealthy import CordonRule
 from service.reconciler.webhook_sender import Notifier
-from service.settings import CannotStart, Settings, SettingsError
+from service.settings import CannotStart, Settings
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.storage_roots import StorageRoots
 from storage.errors import StorageError
@@ -65,7 +66,6 @@ log = structlog.get_logger("everstep")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; returns the exit code."""
-    configure_logging()
     cannot_start = (
         CannotStart,
         SettingsError,
@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         settings = settings_of(argv)
+        configure_logging(settings.log_format, settings.log_level)
         with interruptible(), HomeLock(settings), listening(settings) as listener:
             check_tls(settings)
             storage, database = opened(settings)

@@ -8,10 +8,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from everstep.options.serve import (
+    DEFAULT_CORDON_FAILURES,
+    DEFAULT_CORDON_RUNS,
+    DEFAULT_CORDON_WINDOW_S,
+)
 from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import NODE_UNFIT
 from service.model.rows import NodeFailure
-from service.settings import DEFAULT_CORDON_FAILURES, DEFAULT_CORDON_RUNS, DEFAULT_CORDON_WINDOW_S
 
 NODE_VERDICTS: Final = frozenset(
     {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG}

@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from compose_spec import PyCompose
+
+from everstep.options.serve import VARIABLES, ServeOptions
+from service.process.arguments import flags_of
 
 ROOT = Path(__file__).parents[3]
 OURS = {"prepare", "bucket", "head", "worker", "gpu-worker", "service-a", "service-b"}
@@ -231,3 +235,19 @@ def test_image_ignores_everything_that_the_dockerfile_does_not_copy() -> None:
     }
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_service_understands_its_command_and_every_variable(
+    services: dict[str, dict[str, Any]],
+) -> None:
+    """Names of the service that it does not read would be without effect, in silence."""
+    for name in ("service-a", "service-b"):
+        command, environ = shlex.split(services[name]["command"]), services[name]["environment"]
+        assert command[:2] == ["everstep", "serve"]
+        ours = {key: str(value) for key, value in environ.items() if key.startswith("EVERSTEP_")}
+        assert ours.keys() <= VARIABLES
+        by_value = {key: value for key, value in ours.items() if not key.endswith("_FILE")}
+        read = ServeOptions.read(by_value, flags_of(command[2:]))
+        assert (read.host, read.port) == ("0.0.0.0", 8000) and read.storage_uri.startswith("s3://")
+        assert read.ray_address == "http://head:8265"
+        assert read.public_url == "https://localhost:8443"

@@ -16,6 +16,9 @@ import jsonschema
 import pytest
 import yaml
 
+from everstep.options.serve import VARIABLES, ServeOptions
+from service.process.arguments import flags_of
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kuberay"
 
@@ -196,3 +199,18 @@ def test_only_the_service_gets_at_the_database_and_the_head_runs_no_ranks() -> N
         == "0"
     )
     assert of_kind("NetworkPolicy")["ray"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_the_service_understands_its_arguments_and_every_variable() -> None:
+    [container] = [
+        each for pod in pods() for each in pod["containers"] if each["name"] == "service"
+    ]
+    ours = {each["name"] for each in container["env"] if each["name"].startswith("EVERSTEP_")}
+    values = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert container["command"] == ["everstep", "serve"] and ours <= VARIABLES
+    # What Kubernetes sets in every pod beside the Service named everstep.
+    theirs = {"EVERSTEP_PORT": "tcp://10.0.0.1:8000", "EVERSTEP_SERVICE_HOST": "10.0.0.1"}
+    read = ServeOptions.read({**theirs, **values}, flags_of(container["args"]))
+    assert (read.host, read.port) == ("0.0.0.0", 8000)
+    assert read.ray_address == "http://everstep-head-svc:8265"
+    assert read.storage_uri == "/var/lib/everstep/storage"

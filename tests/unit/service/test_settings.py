@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import (
-    Settings,
-    SettingsError,
-    cordon_settings,
-    dashboard_url,
-    database_url,
-    existing_ray_token,
-    home_directory,
-    metrics_token,
-    pip_rule,
-)
+from everstep.home import home_directory
+from everstep.options.model import SettingsError
+from everstep.options.serve import ServeOptions
+from service.settings import Settings, existing_ray_token
 
 
 def test_everything_lies_in_the_home_by_default() -> None:
@@ -55,7 +48,7 @@ def test_the_public_url_is_kept_without_its_slash() -> None:
 )
 def test_other_addresses_are_refused_with_the_way_out(address: str) -> None:
     with pytest.raises(SettingsError, match="http://head:8265"):
-        dashboard_url(address)
+        Settings(home=Path("/srv/es"), ray_address=address)
 
 
 @pytest.mark.parametrize(
@@ -99,37 +92,41 @@ def test_an_existing_cluster_s_token_is_found_where_ray_looks(tmp_path: Path) ->
 
 
 def test_the_rule_of_cordons_comes_from_the_environment() -> None:
-    assert cordon_settings({}) == (3, 5, 3600.0)
+    def rule(environ: dict[str, str]) -> tuple[int, int, float]:
+        read = ServeOptions.read(environ)
+        return read.cordon_runs, read.cordon_failures, read.cordon_window_s
+
+    assert rule({}) == (3, 5, 3600.0)
     given = {
         "EVERSTEP_CORDON_RUNS": "0",
         "EVERSTEP_CORDON_FAILURES": "9",
         "EVERSTEP_CORDON_WINDOW_S": "60",
     }
-    assert cordon_settings(given) == (0, 9, 60.0)
+    assert rule(given) == (0, 9, 60.0)
     with pytest.raises(SettingsError, match="EVERSTEP_CORDON_FAILURES"):
-        cordon_settings({"EVERSTEP_CORDON_FAILURES": "many"})
+        rule({"EVERSTEP_CORDON_FAILURES": "many"})
 
 
 def test_secrets_may_come_by_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("postgresql+psycopg://everstep:hidden@db/everstep\n")
+    by_file = {"EVERSTEP_DATABASE_FILE": str(path)}
     assert (
-        database_url({"EVERSTEP_DATABASE_FILE": str(path)})
+        ServeOptions.read(by_file).database_url
         == "postgresql+psycopg://everstep:hidden@db/everstep"
     )
     assert (
-        database_url({"EVERSTEP_DATABASE_FILE": str(path), "EVERSTEP_DATABASE": "sqlite:////x"})
+        ServeOptions.read({**by_file, "EVERSTEP_DATABASE": "sqlite:////x"}).database_url
         == "sqlite:////x"
     )
-    assert (database_url({}), metrics_token({})) == ("", "")
+    home = {"EVERSTEP_HOME": "/srv/es"}
+    assert ServeOptions.read(home).database_url == Settings(home=Path("/srv/es")).database_url
+    assert ServeOptions.read(home).metrics_token == ""
     path.write_text("m" * 32 + "\n")
-    assert metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(path)}) == "m" * 32
-    for read, name in (
-        (database_url, "EVERSTEP_DATABASE_FILE"),
-        (metrics_token, "EVERSTEP_METRICS_TOKEN_FILE"),
-    ):
+    assert ServeOptions.read({"EVERSTEP_METRICS_TOKEN_FILE": str(path)}).metrics_token == "m" * 32
+    for name in ("EVERSTEP_DATABASE_FILE", "EVERSTEP_METRICS_TOKEN_FILE"):
         with pytest.raises(SettingsError, match=name):
-            read({name: str(tmp_path / "nowhere")})
+            ServeOptions.read({name: str(tmp_path / "nowhere")})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(
 ) -> None:
     (tmp_path / "secret").write_text(secret)
     with pytest.raises(SettingsError) as refused:
-        metrics_token({"EVERSTEP_METRICS_TOKEN_FILE": str(tmp_path / "secret")})
+        ServeOptions.read({"EVERSTEP_METRICS_TOKEN_FILE": str(tmp_path / "secret")})
     assert "EVERSTEP_METRICS_TOKEN_FILE" in str(refused.value) and secret not in str(refused.value)
 
 
@@ -155,7 +152,7 @@ def test_a_secret_for_metrics_that_is_none_is_refused_without_being_told(
     ],
 )
 def test_packages_that_a_project_may_bring(text: str, allowed: tuple[str, ...]) -> None:
-    assert pip_rule({"EVERSTEP_ALLOW_PIP": text}).allowed("vision") == allowed
+    assert Settings.read({"EVERSTEP_ALLOW_PIP": text}).pip_rule.allowed("vision") == allowed
 
 
 @pytest.mark.parametrize(
@@ -165,4 +162,4 @@ def test_what_is_no_package_is_told(text: str) -> None:
     with pytest.raises(
         SettingsError, match=r"EVERSTEP_ALLOW_PIP: .* neither PACKAGE nor PROJECT:PACKAGE"
     ):
-        pip_rule({"EVERSTEP_ALLOW_PIP": text})
+        Settings.read({"EVERSTEP_ALLOW_PIP": text})

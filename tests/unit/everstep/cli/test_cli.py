@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import service as cli_service
 from everstep.cli.main import app
+from everstep.options.serve import FLAGS, VARIABLES, ServeOptions
 from everstep.wire.events import EventKind
 from service.process.arguments import settings_of
 from storage.checkpoints.store import CheckpointStore
@@ -553,51 +554,92 @@ def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.Mon
         )
 
 
-def test_serve_becomes_the_service_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    executed: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _path, arguments: executed.append(arguments))
-    options = [
-        "--host",
-        "0.0.0.0",
-        "--port",
-        "9000",
-        "--nodes",
-        "4",
-        "--cpus-per-node",
-        "2",
-        "--drills",
-    ]
-    options += [
-        "--ray-address",
-        "http://head:8265",
-        "--database",
-        "sqlite:///x.db",
-        "--storage",
-        "s3://b/p",
-    ]
-    assert run_cli("serve", *options).exit_code == 0
-    assert executed[0][:3] == [sys.executable, "-m", "service.process.serve"] and sorted(
-        executed[0][3:]
-    ) == sorted(options)
-    run_cli("serve")
-    assert executed[1][3:] == []
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """Arguments and environment of each process that a command became."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, *given: found.append(given))
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+GIVEN_FLAGS = {
+    "--host": "0.0.0.0",
+    "--port": "9000",
+    "--nodes": "4",
+    "--cpus-per-node": "2",
+    "--cluster-env": "HF_*",
+    "--ray-address": "http://head:8265",
+    "--database": "postgresql+psycopg://everstep:hidden@db/everstep",
+    "--storage": "s3://b/p",
+    "--storage-root": "/data/a,b",
+}
+
+
+def test_serve_becomes_the_service_with_the_same_options(
+    became: list[tuple[list[str], dict[str, str]]],
+) -> None:
+    flags = [text for pair in GIVEN_FLAGS.items() for text in pair]
+    result = run_cli("serve", *flags, "--drills", "--cluster-env", "A", "--json")
+    assert result.exit_code == 0, result.output
+    [(arguments, environ)] = became
+    # Nothing of what was given stays in the list of processes.
+    assert arguments == [sys.executable, "-m", "service.process.serve"]
+    read = ServeOptions.read(environ)
+    assert (read.host, read.port, read.nodes, read.cpus_per_node) == ("0.0.0.0", 9000, 4, 2)
+    assert read.cluster_env == ("HF_*", "A") and read.storage_roots == ("/data/a,b",)
+    assert (read.ray_address, read.storage_uri) == ("http://head:8265", "s3://b/p")
+    assert read.database_url == GIVEN_FLAGS["--database"]
+    assert read.drills and read.log_format == "json"
+
+
+def test_serve_without_flags_changes_no_variable(
+    became: list[tuple[list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_DRILLS", "1")
+    assert run_cli("serve").exit_code == 0
+    assert became[0][1] == dict(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodes", "many"], "--nodes must be a whole number, but is 'many'"),
+        (["--port", "-1"], "--port must be greater than or equal to 0"),
+        (["--ray-address", ""], "--ray-address is empty"),
+        (["--database", ""], "--database is empty"),
+        (["--storage-root", "/a", "--storage-root", " "], "--storage-root is empty"),
+        (["--ray-address", "ray://head:10001"], "--ray-address 'ray://head:10001' is not a"),
+        (["--cluster-env", "A=b"], "--cluster-env 'A=b' is not the name of a variable"),
+    ],
+)
+def test_a_wrong_flag_is_named_before_anything_starts(
+    flags: list[str], message: str, became: list[tuple[list[str], dict[str, str]]]
+) -> None:
+    result = run_cli("serve", *flags)
+    assert result.exit_code == 2 and message in result.stderr and not became
+
+
+def test_a_wrong_variable_is_named_and_a_flag_replaces_it(
+    became: list[tuple[list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_NODES", "many")
+    result = run_cli("serve")
+    assert result.exit_code == 2 and "EVERSTEP_NODES must be a whole number" in result.stderr
+    assert run_cli("serve", "--nodes", "3").exit_code == 0
+    assert ServeOptions.read(became[0][1]).nodes == 3
 
 
 def test_serve_offers_every_option_of_the_service(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], became: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     with pytest.raises(SystemExit):
         settings_of(["--help"])
     known = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    executed: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _path, arguments: executed.append(arguments))
-    given = [
-        text
-        for option in sorted(known)
-        for text in ((option,) if option == "--drills" else (option, "1"))
-    ]
-    assert "--cluster-env" in known and run_cli("serve", *given).exit_code == 0
-    assert known <= set(executed[0])
+    assert known == {option.flag for option in FLAGS.values()} == {*GIVEN_FLAGS, "--drills"}
+    shown = run_cli("serve", "--help").stdout
+    assert all(f"{flag} " in shown for flag in known)
 
 
 def test_the_version_and_every_command_s_help() -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from everstep.options.flags import as_variables
+from everstep.options.model import SettingsError
+from everstep.options.serve import FLAGS
 from service.embedded.environment import cluster_environment
-from service.settings import Settings, SettingsError, cluster_env, pip_rule
+from service.settings import Settings
 
 SECRETS = {
     "EVERSTEP_DATABASE": "postgresql+psycopg://everstep:secret@db/everstep",
@@ -85,13 +88,28 @@ def test_the_operator_names_what_goes_along() -> None:
         "HF_TOKENIZERS",
         "WANDB_API_KEY",
     }
-    assert cluster_env({"EVERSTEP_CLUSTER_ENV": "HF_*, WANDB_API_KEY,"}) == (
-        "HF_*",
-        "WANDB_API_KEY",
-    )
+    read = Settings.read({"EVERSTEP_CLUSTER_ENV": "HF_*, WANDB_API_KEY,"})
+    assert read.cluster_env == ("HF_*", "WANDB_API_KEY")
     for wrong in ("*", "A=b", "", "A*B"):
         with pytest.raises(SettingsError, match="is not the name of a variable"):
             Settings(home=Path("/srv/es"), cluster_env=(wrong,))
+
+
+def test_no_pattern_hands_the_services_own_secrets_to_ranks() -> None:
+    """``everstep serve`` turns its flags into variables. Runs must not read ``--database`` by
+    that."""
+    given = {
+        **as_variables({"database_url": "postgresql+psycopg://everstep:secret@db/everstep"}),
+        "EVERSTEP_NOTIFY_SECRET": "secret",
+        "EVERSTEP_METRICS_TOKEN_FILE": "/run/secrets/metrics",
+    }
+    assert not environment(given, patterns=("EVERSTEP_*", *given)).keys() & given.keys()
+    assert "EVERSTEP_OTHER" in environment({"EVERSTEP_OTHER": "1"}, patterns=("EVERSTEP_*",))
+
+
+def test_flags_that_became_variables_are_not_inherited() -> None:
+    given = as_variables({name: "1" for name in FLAGS})
+    assert len(given) == len(FLAGS) and not environment(given).keys() & given.keys()
 
 
 def test_other_settings_bring_what_they_need() -> None:
@@ -104,7 +122,7 @@ def test_other_settings_bring_what_they_need() -> None:
         name for name in SECRETS if name.startswith("AWS_")
     }
     assert passed(storage_roots=("/data", "gs://bucket")) == {"GOOGLE_APPLICATION_CREDENTIALS"}
-    assert passed(pip_rule=pip_rule({"EVERSTEP_ALLOW_PIP": "einops"})) == {"PIP_INDEX_URL"}
+    assert passed(allow_pip="einops") == {"PIP_INDEX_URL"}
     tracked = environment({**SECRETS, "EVERSTEP_MLFLOW_TRACKING_URI": "http://mlflow:5000"})
     assert (
         tracked["MLFLOW_TRACKING_TOKEN"] == "secret"

@@ -18,7 +18,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from service.settings import Settings, SettingsError, tls_settings
+from everstep.options.model import SettingsError
+from everstep.options.serve import ServeOptions
+from service.settings import Settings
 from tests.support.fake_ray import FakeRay, serving
 from tests.support.service_process import free_port, wait_for
 
@@ -117,11 +119,14 @@ def test_a_certificate_that_cannot_be_used_ends_the_start_with_the_way_out(tmp_p
 
 
 def test_tls_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    assert tls_settings({"EVERSTEP_TLS_CERT": "/a", "EVERSTEP_TLS_KEY": "/b"}) == (
-        Path("/a"),
-        Path("/b"),
-    )
-    assert tls_settings({}) == (None, None)
+    given = {
+        "EVERSTEP_TLS_CERT": "/a",
+        "EVERSTEP_TLS_KEY": "/b",
+        "EVERSTEP_PUBLIC_URL": "https://es.example.org",
+    }
+    for environ, expected in ((given, (Path("/a"), Path("/b"))), ({}, (None, None))):
+        read = ServeOptions.read(environ)
+        assert (read.tls_cert, read.tls_key) == expected
     with pytest.raises(SettingsError, match="EVERSTEP_TLS_KEY"):
         Settings(home=tmp_path, tls_cert=Path("/a"))
     with pytest.raises(SettingsError, match="EVERSTEP_PUBLIC_URL"):

@@ -12,13 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from everstep.options.model import SettingsError
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.notifications import NotificationStore
 from service.db.runs import RunStore
 from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
-from service.settings import SettingsError, notify_rule
+from service.settings import Settings
 from service.submission_rules.webhooks import NOBODY, NotifyRule
 from tests.support.api_service import ApiService, ManualClock, spec
 
@@ -161,15 +162,15 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
 
 
 def test_what_an_operator_may_say() -> None:
-    assert notify_rule({}) == NOBODY
+    assert Settings.read({}).notify == NOBODY
     environ = {
         "EVERSTEP_NOTIFY_ORIGINS": "https://Hooks.example.org:443/, http://10.0.0.1:9000",
         "EVERSTEP_NOTIFY_SECRET": SECRET,
     }
-    assert notify_rule(environ) == RULE
+    assert Settings.read(environ).notify == RULE
     for wrong in (
         {"EVERSTEP_NOTIFY_ORIGINS": "hooks.example.org"},
         {"EVERSTEP_NOTIFY_SECRET": "short"},
     ):
         with pytest.raises(SettingsError, match="EVERSTEP_NOTIFY"):
-            notify_rule(environ | wrong)
+            Settings.read(environ | wrong)
