@@ -24,8 +24,11 @@ from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver import main
-from train_fn.loop.attempt import Attempt
+from train_fn.loop.attempt import take_step
+from train_fn.loop.beginning import begin
 from train_fn.loop.replica import Replica, StepModule
+from train_fn.loop.training import Progress, Training, prepare
+from train_fn.samples.loader import Loader
 from train_fn.state.optim import lr_factor
 
 SETTLING = 14
@@ -59,88 +62,84 @@ class Turn(NamedTuple):
 
 
 def train(ctx: WorkerContext) -> Stop | None:
-    attempt = ByTurns(ctx)
-    attempt.begin()
-    return attempt.run()
-
-
-class ByTurns(Attempt):
-    """Turns of ``BLOCK`` steps."""
-
-    def run(self) -> Stop | None:
-        replica, reporter, clock, saver = self._replica, self._reporter, self._clock, self._saver
-        assert replica is not None and replica.wrapped is not None
-        assert reporter is not None and clock is not None and saver is not None
-        protected_module, plain_module = replica.wrapped, self._plain_module(replica)
-        keepers = _keepers() if self.ctx.world_rank == 0 else []
-        turns: list[Turn] = []
-        reporter.start_clock()
-        try:
-            for number in range(replica.total_steps // BLOCK):
-                kind = ORDER[number % len(ORDER)]
-                for keeper in keepers:
-                    os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
-                replica.wrapped = protected_module if kind == "protected" else plain_module
-                replica.state.closed_epochs = replica.state.epoch
-                # the saves that plain steps left out are not made up for
-                if self.ctx.world_rank == 0 and kind == "protected":
-                    saver._cadence.begun(replica.state.step, time.monotonic())
-                clock.restart()
-                turns.append(self._turn(replica, kind))
-        finally:
+    """Take turns of ``BLOCK`` steps."""
+    training = prepare(ctx, Progress())
+    begin(training)
+    replica, saver = training.replica, training.saver
+    assert replica.wrapped is not None
+    protected_module, plain_module = replica.wrapped, _plain_module(training)
+    keepers = _keepers() if ctx.world_rank == 0 else []
+    turns: list[Turn] = []
+    try:
+        for number in range(replica.total_steps // BLOCK):
+            kind = ORDER[number % len(ORDER)]
             for keeper in keepers:
-                os.kill(keeper, signal.SIGCONT)
-        if self.ctx.world_rank == 0:
-            Path(os.environ[TIMES_VARIABLE]).write_text(json.dumps(turns))
-        return None
+                os.kill(keeper, signal.SIGSTOP if kind == "alone" else signal.SIGCONT)
+            replica.wrapped = protected_module if kind == "protected" else plain_module
+            replica.state.closed_epochs = replica.state.epoch
+            # the saves that plain steps left out are not made up for
+            if ctx.world_rank == 0 and kind == "protected":
+                saver._cadence.begun(replica.state.step, time.monotonic())
+            training.clock.restart()
+            turns.append(_turn(training, kind))
+    finally:
+        for keeper in keepers:
+            os.kill(keeper, signal.SIGCONT)
+    if ctx.world_rank == 0:
+        Path(os.environ[TIMES_VARIABLE]).write_text(json.dumps(turns))
+    return None
 
-    def _plain_module(self, replica: Replica) -> DistributedDataParallel:
-        train = self.ctx.spec.train
-        module = StepModule(
-            replica.task,
-            replica.state.model,
-            train.precision,
-            self.ctx.device,
-            None,
-            compiled=train.compile,
-        )
-        return DistributedDataParallel(module)
 
-    def _turn(self, replica: Replica, kind: Kind) -> Turn:
-        steps_s, works_s = [], []
-        for _ in range(BLOCK):
-            works_s.append(_seconds_of_work())
-            steps_s.append(self._seconds_of_step(replica, kind))
-        return Turn(kind, steps_s, replica.peers.gather([*works_s, _seconds_of_work()]))
+def _plain_module(training: Training) -> DistributedDataParallel:
+    ctx, replica = training.ctx, training.replica
+    train = ctx.spec.train
+    module = StepModule(
+        replica.task,
+        replica.state.model,
+        train.precision,
+        ctx.device,
+        None,
+        compiled=train.compile,
+    )
+    return DistributedDataParallel(module)
 
-    def _seconds_of_step(self, replica: Replica, kind: Kind) -> float:
-        began = time.perf_counter()
-        if kind == "protected":
-            self._take_step(replica)
-        else:
-            self._take_plain_step(replica)
-        return time.perf_counter() - began
 
-    def _take_plain_step(self, replica: Replica) -> None:
-        ctx, state = self.ctx, replica.state
-        assert self._loader is not None
-        num_samples, share, *_ = replica.plans.of(state.step)
-        scale = ctx.world_size / num_samples
-        num_passes = replica.num_passes(len(share))
-        for position in range(num_passes):
-            batch = next(self._loader).batch if position < len(share) else None
-            with replica.synchronising(position == num_passes - 1):
-                loss_sum, _ = replica.forward(batch)
-                state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
-        self._loader.prefetch()
-        state.scaler.unscale_(state.optimizer)
-        replica.learning_rates.set(
-            lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)
-        )
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.step += 1
+def _turn(training: Training, kind: Kind) -> Turn:
+    steps_s, works_s = [], []
+    for _ in range(BLOCK):
+        works_s.append(_seconds_of_work())
+        steps_s.append(_seconds_of_step(training, kind))
+    return Turn(kind, steps_s, training.replica.peers.gather([*works_s, _seconds_of_work()]))
+
+
+def _seconds_of_step(training: Training, kind: Kind) -> float:
+    began = time.perf_counter()
+    if kind == "protected":
+        take_step(training)
+    else:
+        _take_plain_step(training.ctx, training.replica, training.loader)
+    return time.perf_counter() - began
+
+
+def _take_plain_step(ctx: WorkerContext, replica: Replica, loader: Loader) -> None:
+    state = replica.state
+    num_samples, share, *_ = replica.plans.of(state.step)
+    scale = ctx.world_size / num_samples
+    num_passes = replica.num_passes(len(share))
+    for position in range(num_passes):
+        batch = next(loader).batch if position < len(share) else None
+        with replica.synchronising(position == num_passes - 1):
+            loss_sum, _ = replica.forward(batch)
+            state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+    loader.prefetch()
+    state.scaler.unscale_(state.optimizer)
+    replica.learning_rates.set(
+        lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)
+    )
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
 
 
 def _seconds_of_work() -> float:

@@ -96,7 +96,8 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
 
     from train_fn.journal.local_journal import open_local_journal
     from train_fn.journal.rank_logging import RankLog
-    from train_fn.loop import attempt as loop
+    from train_fn.loop import training
+    from train_fn.loop.attempt import train
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -107,13 +108,13 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
         log = RankLog(run_dir, 1, 1, rank)
         log.start()
     else:
-        loop.StepClock = NoClock  # type: ignore[assignment, misc]
-        loop.Attempt._watch_stragglers = lambda attempt, replica: None  # type: ignore[method-assign]
+        training.StepClock = NoClock  # type: ignore[assignment, misc]
+        training.watch_stragglers = lambda ctx, replica: None
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=WORLD_SIZE
     )
     journal = Timed(behind)
-    loop.train(
+    train(
         WorkerContext(
             spec=spec,
             run_dir=run_dir,

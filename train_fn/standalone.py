@@ -56,7 +56,9 @@ from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.context import WorkerContext
 from train_fn.journal.local_journal import LocalJournal, Say, open_local_journal
-from train_fn.loop.attempt import Attempt, train
+from train_fn.loop.attempt import train, train_openly
+from train_fn.loop.departure import save_last
+from train_fn.loop.training import Progress
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import interface_problem
@@ -294,12 +296,11 @@ def run_rank(
 
 def _train_in_the_open(ctx: WorkerContext) -> Stop | None:
     """As ``loop.train``, but nobody waits for this rank, and an exception keeps its frames."""
-    attempt = Attempt(ctx)
+    progress = Progress()
     try:
-        attempt.begin()
-        return attempt.run()
+        return train_openly(ctx, progress)
     except Exception:
-        attempt.save_last()
+        save_last(ctx, progress)
         raise
     finally:
         snapshot_store(ctx).remove_all()

@@ -30,9 +30,9 @@ from storage.errors import StorageUnavailable
 from storage.run_control import Stop
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt as loop
-from train_fn.loop import boundary
+from train_fn.loop import attempt, boundary
 from train_fn.loop import restore as restoring
+from train_fn.loop import training as preparing
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
@@ -67,7 +67,7 @@ def train(ctx: WorkerContext) -> Stop | None:
                 ctx = replace(ctx, hears_journal=lambda timeout_s: False)
             else:
                 _PLACES[strike.place](strike)
-    return loop.train(ctx)
+    return attempt.train(ctx)
 
 
 class _Steps:
@@ -154,13 +154,13 @@ _SECTIONS: dict[str, Callable[[_Steps, int], None]] = {
 
 
 def _at_start(strike: Strike) -> None:
-    build = loop.build_replica
+    build = preparing.build_replica
 
     def build_replica(ctx: WorkerContext) -> Replica:
         strike.fall()
         return build(ctx)
 
-    loop.build_replica = build_replica
+    preparing.build_replica = build_replica
 
 
 def _in_all_reduce(strike: Strike) -> None:

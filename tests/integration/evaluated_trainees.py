@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt as loop
-from train_fn.loop import replica, reporter
+from train_fn.loop import replica, reporter, training
 from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.loop.replica import Replica
 from train_fn.snapshots.publisher import Publisher
@@ -123,7 +122,7 @@ def disturbing_without_a_try() -> None:
         pass
 
     disturbing()
-    loop.try_evaluation = try_nothing
+    training.try_evaluation = try_nothing
 
 
 class BrokenMetrics(Regression):

@@ -254,13 +254,15 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
 
 def _follow_restores(journal: ListJournal) -> None:
     """Let the journal know at which step its rank began, which only the loop knows."""
-    from train_fn.loop import attempt as loop
+    from train_fn.context import WorkerContext
+    from train_fn.loop import attempt
+    from train_fn.loop.training import Progress, Training
 
-    begin = loop.Attempt.begin
+    prepare = attempt.prepare
 
-    def begin_and_tell(attempt: loop.Attempt) -> None:
-        begin(attempt)
-        assert attempt._replica is not None
-        journal.step = attempt._replica.state.step
+    def prepare_and_tell(ctx: WorkerContext, progress: Progress) -> Training:
+        training = prepare(ctx, progress)
+        journal.step = training.replica.state.step
+        return training
 
-    loop.Attempt.begin = begin_and_tell  # type: ignore[method-assign]
+    attempt.prepare = prepare_and_tell

@@ -1,6 +1,6 @@
-"""The training loop of one rank: attempt, replica, restore, boundary between epochs, evaluation,
-reports.
+"""The training loop of one rank. Read `attempt` first: it is the loop on one screen.
 
-What happens at the end of an epoch is in `boundary`. Imports the step, the state, samples,
-snapshots and checkpoints.
+`training` prepares, `beginning` begins, `gradients` and `commit` make a step, `boundary` closes an
+epoch, `final_checkpoint` ends a run, `departure` leaves a broken attempt. Imports the step, the
+state, samples, snapshots and checkpoints.
 """

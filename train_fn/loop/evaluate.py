@@ -60,6 +60,16 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     return metrics
 
 
+def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
+    """Whether the present state is to be evaluated and was not evaluated yet."""
+    state = replica.state
+    at_end = state.step == replica.total_steps
+    at_epoch = (
+        state.step > 0 and state.k == 0 and state.epoch % ctx.spec.train.eval_every_epochs == 0
+    )
+    return state.evaluated_step != state.step and (at_end or at_epoch)
+
+
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were
     shared out does not show."""

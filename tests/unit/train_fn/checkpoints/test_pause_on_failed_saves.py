@@ -18,7 +18,8 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints import save_failures
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt as loop
+from train_fn.loop import final_checkpoint
+from train_fn.loop.attempt import train
 from train_fn.snapshots.store import snapshot_store
 
 pytestmark = pytest.mark.own_process
@@ -58,7 +59,7 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     node_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_failures, "RETRY_S", 0.001)
-    monkeypatch.setattr(loop, "STOP_PATIENCE_S", 0.01)
+    monkeypatch.setattr(final_checkpoint, "STOP_PATIENCE_S", 0.01)
     begin = CheckpointStore.begin
 
     def begin_until_full(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
@@ -69,7 +70,7 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     with monkeypatch.context() as full:
         full.setattr(CheckpointStore, "begin", begin_until_full)
         ctx, reported = attempt(tmp_path, 1)
-        assert loop.train(ctx) == "pause"
+        assert train(ctx) == "pause"
     journal = journal_of(ctx)
     assert 2 < journal.points[-1]["step"] < 160, "it did not wait for the end"
     assert len(journal.of_kind(EventKind.CHECKPOINT_FAILED)) >= 2
@@ -80,7 +81,7 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     if not node_is_there:
         snapshot_store(ctx).remove_all()
     ctx, reported = attempt(tmp_path, 2)
-    assert loop.train(ctx) is None
+    assert train(ctx) is None
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     expected = ("snapshot", journal.points[-1]["step"]) if node_is_there else ("checkpoint", 2)
     assert (restored["source"], restored["step"]) == expected

@@ -17,8 +17,10 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn import standalone
-from train_fn.loop.attempt import Attempt
+from train_fn.context import WorkerContext
+from train_fn.loop import attempt
 from train_fn.loop.replica import wrap
+from train_fn.loop.training import Progress, Training
 from train_fn.step.peers import end_process_group
 
 pytestmark = pytest.mark.own_process
@@ -50,10 +52,7 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
         open_storage(str(tmp_path)), f"run{spec.train.max_steps}-{spec.train.global_batch_size}"
     )
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
-    attempt = Attempt(one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt))
-    attempt.begin()
-    replica = attempt._replica
-    assert replica is not None
+    ctx = one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)
     traffic = Traffic()
 
     def add_up(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, and takes no text for them
@@ -69,12 +68,22 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
     def count_ready(parameter: torch.Tensor) -> None:
         traffic.num_ready += 1
 
-    replica.wrapped = wrapped = wrap(replica.step_module, torch.device("cpu"))
-    wrapped.register_comm_hook(traffic, add_up)
-    for parameter in replica.parameters:
-        parameter.register_post_accumulate_grad_hook(count_ready)
-    attempt.run()
-    return traffic, len(replica.parameters)
+    def prepare_wrapped(ctx: WorkerContext, progress: Progress) -> Training:
+        training = prepare(ctx, progress)
+        replica = training.replica
+        replica.wrapped = wrapped = wrap(replica.step_module, torch.device("cpu"))
+        wrapped.register_comm_hook(traffic, add_up)
+        for parameter in replica.parameters:
+            parameter.register_post_accumulate_grad_hook(count_ready)
+        return training
+
+    prepare = attempt.prepare
+    progress = Progress()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt, "prepare", prepare_wrapped)
+        attempt.train_openly(ctx, progress)
+    assert progress.replica is not None
+    return traffic, len(progress.replica.parameters)
 
 
 def make_spec(tmp_path: Path, width: int = 16, **train: Any) -> RunSpec:

@@ -15,7 +15,9 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
 from train_fn import standalone
 from train_fn.errors import StepNotWhole
-from train_fn.loop.attempt import Attempt
+from train_fn.loop import attempt
+from train_fn.loop.departure import leave
+from train_fn.loop.training import Progress, Training
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.samples.ledger import Count
 from train_fn.step.peers import Peers
@@ -92,12 +94,12 @@ def test_a_step_that_is_not_whole_is_not_taken(
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})
     run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_gate")
     start = standalone.begin_run(run_dir, spec, "test", fresh=True)
-    forward_backward, before = Attempt._forward_backward, list[StepTotals]()
+    forward_backward, before = attempt.forward_backward, list[StepTotals]()
 
-    def break_the_fourth(attempt: Attempt, replica) -> StepTotals:  # type: ignore[no-untyped-def]
-        totals = forward_backward(attempt, replica)
+    def break_the_fourth(training: Training) -> StepTotals:
+        totals = forward_backward(training)
         before.append(totals)
-        if replica.state.step < 3:
+        if training.replica.state.step < 3:
             return totals
         return (
             before[-2]
@@ -105,19 +107,17 @@ def test_a_step_that_is_not_whole_is_not_taken(
             else totals._replace(facts=totals.facts._replace(num_samples=6))
         )
 
-    monkeypatch.setattr(Attempt, "_forward_backward", break_the_fourth)
+    monkeypatch.setattr(attempt, "forward_backward", break_the_fourth)
+    progress = Progress()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         (tmp_path / "shm").mkdir()
-        attempt = Attempt(
-            one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)
-        )
-        attempt.begin()
-        replica = attempt._replica
-        assert replica is not None
+        ctx = one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)
         with pytest.raises(StepNotWhole) as raised:
-            attempt.run()
+            attempt.train_openly(ctx, progress)
+        replica = progress.replica
+        assert replica is not None
         weights = [parameter.detach().clone() for parameter in replica.parameters]
-        failed = attempt.leave(raised.value)
+        failed = leave(ctx, progress, raised.value)
     assert isinstance(failed, StepFailed) and failed.error.snapshot_step == 3
     told = describe_error(failed, 0)
     assert (told.kind, told.step, told.collateral) == (ErrorKind.EXCHANGE, 3, False), (

@@ -1,0 +1,320 @@
+"""A rank that fails leaves its state on its node, whole, and the next attempt continues from it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from tests.integration.trainees import Regression
+from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
+from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.saver import Saver
+from train_fn.loop import departure, final_checkpoint, replica
+from train_fn.loop.attempt import train
+from train_fn.loop.reporter import Reporter
+from train_fn.profiling.profiler import StepProfiler
+from train_fn.recovery.rank_error import StepFailed
+from train_fn.samples.ledger import Ledger
+from train_fn.samples.loader import Loader
+from train_fn.snapshots.publisher import Publisher
+from train_fn.snapshots.store import Label, snapshot_store
+from train_fn.state.train_state import digest
+from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.peers import Peers
+
+pytestmark = pytest.mark.own_process
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "left",
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 6},
+        "checkpoint": {"every_steps": None},
+    }
+)
+
+
+class Broken(Exception):
+    """Raised by these tests alone."""
+
+
+@pytest.fixture(autouse=True)
+def small_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "shm").mkdir()
+    with small_task_alone(tmp_path / "shm", lambda self, **due: None):
+        # Only a rank that fails leaves a state here, unless a test publishes one.
+        monkeypatch.setattr(Publisher, "offer", lambda self: None)
+        monkeypatch.setattr(Publisher, "keep", lambda self: None)
+        yield
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(open_storage(str(tmp_path / "storage")), "run_left")
+
+
+def fail(run_dir: RunDir, attempt: int) -> StepFailed:
+    with pytest.raises(StepFailed) as raised:
+        train(one_rank(SPEC, run_dir, attempt=attempt))
+    return raised.value
+
+
+def labels(run_dir: RunDir) -> list[Label]:
+    return snapshot_store(one_rank(SPEC, run_dir)).labels()
+
+
+def restored(run_dir: RunDir, attempt: int) -> dict[str, Any]:
+    """Train ``attempt`` to the end. Return the event of where it began."""
+    ctx = one_rank(SPEC, run_dir, attempt=attempt)
+    assert train(ctx) is None
+    [data] = journal_of(ctx).of_kind(EventKind.RESTORED)
+    return data
+
+
+def final_digest(run_dir: RunDir) -> str:
+    ctx = one_rank(SPEC, run_dir)
+    [manifest] = ctx.checkpoints.list()
+    assert manifest.step == 6
+    return digest(load_checkpoint(run_dir, manifest))
+
+
+def break_after_step_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_done = Reporter.step_done
+
+    def raise_after_step_3(self: Reporter, *arguments: Any) -> float:
+        if self._state.step == 3:
+            raise Broken("after step 3")
+        return step_done(self, *arguments)
+
+    monkeypatch.setattr(Reporter, "step_done", raise_after_step_3)
+
+
+def raising(*_: Any, **__: Any) -> Any:
+    raise Broken("between the restored state and the first step")
+
+
+BEFORE_THE_FIRST_STEP: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "saver": lambda patch: patch.setattr(Saver, "__init__", raising),
+    "reports": lambda patch: patch.setattr(Reporter, "report_again", raising),
+    "loader": lambda patch: patch.setattr(Loader, "__init__", raising),
+    "claim": lambda patch: patch.setattr(Journal, "flush", lambda self, timeout_s: False),
+}
+
+
+@pytest.mark.parametrize("place", BEFORE_THE_FIRST_STEP)
+def test_a_failure_between_the_restored_state_and_the_first_step_leaves_that_state(
+    place: str, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = RunDir(open_storage(str(tmp_path / "storage")), "run_whole")
+    assert restored(whole, 1)["source"] == "fresh"
+
+    with monkeypatch.context() as patch:
+        break_after_step_3(patch)
+        assert fail(run_dir, 1).error.snapshot_step == 3
+    [first] = labels(run_dir)
+
+    with monkeypatch.context() as patch:
+        BEFORE_THE_FIRST_STEP[place](patch)
+        failed = fail(run_dir, 2)
+    assert (failed.error.step, failed.error.phase) == (3, "restore")
+    assert (failed.error.snapshot_step, failed.snapshot_problem) == (3, None)
+    [second] = labels(run_dir)
+    assert (second.attempt, second.step, second.digest) == (2, 3, first.digest)
+
+    data = restored(run_dir, 3)
+    assert (data["source"], data["step"], data["rejected"]) == ("snapshot", 3, [])
+    assert final_digest(run_dir) == final_digest(whole)
+
+
+class BrokenOnce(Regression):
+    """Fails in the first evaluation: the one that is tried before the first step."""
+
+    tried = False
+
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        if not BrokenOnce.tried:
+            BrokenOnce.tried = True
+            raise Broken("in the evaluation")
+        return {}
+
+
+def test_a_failure_of_the_trial_evaluation_leaves_the_state_that_the_run_begins_with(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "build_task", lambda spec: BrokenOnce())
+    failed = fail(run_dir, 1)
+    assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
+        0,
+        "evaluation",
+        0,
+    )
+    [label] = labels(run_dir)
+    assert (label.attempt, label.step, label.problem) == (1, 0, None)
+    data = restored(run_dir, 2)
+    assert (data["source"], data["step"]) == ("snapshot", 0)
+
+
+def test_a_failure_before_the_state_is_restored_leaves_none(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replica.Replica, "join", raising)
+        failed = fail(run_dir, 1)
+    assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
+        None,
+        "restore",
+        None,
+    )
+    assert failed.snapshot_problem == "the rank was between two states"
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "build_task", raising)
+        failed = fail(run_dir, 2)
+    assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (
+        None,
+        "start",
+        None,
+    )
+    assert failed.snapshot_problem == "the rank had no state yet"
+    assert labels(run_dir) == []
+
+
+def test_a_failure_within_a_commit_leaves_no_state_and_says_at_which_step(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Ledger.commit
+
+    def raise_at_step_3(self: Ledger, step: int, *arguments: Any) -> None:
+        if step == 3:
+            raise Broken("the weights have moved, the counters have not")
+        commit(self, step, *arguments)
+
+    monkeypatch.setattr(Ledger, "commit", raise_at_step_3)
+    failed = fail(run_dir, 1)
+    assert (failed.error.step, failed.error.phase, failed.error.snapshot_step) == (3, "step", None)
+    assert failed.snapshot_problem == "the rank was between two states"
+    assert labels(run_dir) == []
+
+
+class Calls(list[str]):
+    """The names of what was called, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def follow(self, owner: Any, name: str, as_name: str, look: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+        """Record each call of ``owner.name``, after ``look`` at its arguments."""
+        call = getattr(owner, name)
+
+        def followed(*arguments: Any, **named: Any) -> Any:
+            if look is not None:
+                look(*arguments)
+            self.append(as_name)
+            return call(*arguments, **named)
+
+        self._patch.setattr(owner, name, followed)
+
+
+def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may keep DDP alive when the process group ends: it would wait for its peers."""
+    wrapped: list[weakref.ref[Any]] = []
+    iterators: list[weakref.ref[Any]] = []
+    join, load = replica.Replica.join, Loader.__init__
+
+    def join_as_one_of_several(self: replica.Replica, **begins: Any) -> None:
+        join(self, **begins)
+        self.wrapped = replica.wrap(self.step_module, torch.device("cpu"))
+        self.wrapped.__dict__["itself"] = self.wrapped  # as hooks of the user's code may do
+        wrapped.append(weakref.ref(self.wrapped))
+
+    def load_and_watch(self: Loader, *arguments: Any) -> None:
+        load(self, *arguments)
+        iterators.append(weakref.ref(self._iterator))
+
+    def look_at_group(*_: Any) -> None:
+        assert [reference() for reference in wrapped] == [None], "DDP outlives the group"
+        assert iterators[-1]() is not None, "peers wait while the loader's processes end"
+
+    def look_at_snapshot(*_: Any) -> None:
+        assert iterators[-1]() is None, "the loader's processes take memory from the snapshot"
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    monkeypatch.setattr(replica.Replica, "join", join_as_one_of_several)
+    monkeypatch.setattr(Loader, "__init__", load_and_watch)
+    break_after_step_3(monkeypatch)
+    calls = Calls(monkeypatch)
+    calls.follow(departure, "describe_error", "words")
+    calls.follow(departure, "forget_frames", "forget frames")
+    calls.follow(Saver, "close", "close saver")
+    calls.follow(departure, "end_process_group", "end group", look_at_group)
+    calls.follow(Publisher, "close", "close publisher")
+    calls.follow(VolatileBuffers, "put_back", "put back")
+    calls.follow(departure, "leave_snapshot", "snapshot", look_at_snapshot)
+    calls.follow(StepProfiler, "give_up", "give up profile")
+    calls.follow(Reporter, "close", "last reports")
+    failed = fail(run_dir, 1)
+    assert calls == [
+        "words",
+        "forget frames",
+        "close saver",
+        "end group",
+        "close publisher",
+        "put back",
+        "snapshot",
+        "give up profile",
+        "last reports",
+    ]
+    assert "in raise_after_step_3" in failed.error.traceback, "told before the frames are gone"
+    assert failed.error.snapshot_step == 3
+
+
+def test_nothing_is_published_once_the_ranks_meet_at_the_end(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank that leaves removes the node's snapshots: of a run that is done none stay."""
+    calls = Calls(monkeypatch)
+    calls.follow(StepProfiler, "close", "close profile")
+    calls.follow(Publisher, "close", "close publisher")
+    calls.follow(Saver, "begin_last", "begin save")
+    calls.follow(final_checkpoint, "report_checkpoint", "report checkpoint")
+    calls.follow(Saver, "close", "close saver")
+    calls.follow(Loader, "close", "close loader")
+    calls.follow(final_checkpoint, "snapshot_store", "remove snapshots")
+    share = Peers.share
+
+    def meet(self: Peers, value: Any, source: int) -> Any:
+        if "close profile" in calls:
+            calls.append("meet")
+        return share(self, value, source)
+
+    monkeypatch.setattr(Peers, "share", meet)
+    restored(run_dir, 1)
+    begun = calls.index("close profile")
+    assert calls[begun:] == [
+        "close profile",
+        "close publisher",
+        "begin save",
+        "meet",
+        "meet",
+        "report checkpoint",
+        "close saver",
+        "close loader",
+        "remove snapshots",
+    ]

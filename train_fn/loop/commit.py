@@ -1,0 +1,111 @@
+"""The commit of a step: a gate that only a whole step passes, then the update of the state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from train_fn.errors import BadTask, NonFiniteLoss, StepNotWhole
+from train_fn.loop.replica import Replica
+from train_fn.loop.training import Training
+from train_fn.state.optim import drop_gradients, lr_factor
+from train_fn.state.sound_state import not_finite
+from train_fn.step.step_totals import StepTotals
+from train_fn.tasks.checks import told
+
+
+def require_whole(replica: Replica, totals: StepTotals) -> None:
+    """Let a step pass only if all ranks and samples are in it and its loss is finite. All ranks
+    decide alike, by the same totals.
+
+    Raises:
+        StepNotWhole: ranks or samples are missing.
+        NonFiniteLoss: the loss of a rank is NaN or infinite.
+        BadTask: the weights that the task's loss returned do not add up to a positive number.
+    """
+    state = replica.state
+    fault = totals.fault(state.step, replica.plans.of(state.step).num_samples)
+    if fault is not None:
+        raise StepNotWhole(state.step, fault)
+    if totals.facts.num_nonfinite:
+        weights = not_finite(dict(state.model.named_parameters()))
+        source = told(replica.task, "loss")
+        raise NonFiniteLoss(
+            state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights
+        )
+    if not 0 < totals.weight < math.inf:
+        raise BadTask(
+            f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to "
+            f"{totals.weight}; "
+            "a weight is how many samples or tokens loss_sum is a sum over"
+        )
+
+
+def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
+    """Take the step: every rank the same, from the same gradients. No collective. Return the step's
+    metrics.
+
+    Raises NonFiniteLoss if the gradients are not finite and no loss scaler skips them.
+    """
+    replica = training.replica
+    state, scaler = replica.state, replica.state.scaler
+    # The weights of this step's samples are known only now, for example of sequences of several
+    # lengths.
+    expected = totals.facts.num_samples * replica.weight_per_sample
+    if totals.weight != expected:
+        gradients = [
+            parameter.grad for parameter in replica.parameters if parameter.grad is not None
+        ]
+        torch._foreach_mul_(gradients, expected / totals.weight)
+    scaler.unscale_(state.optimizer)
+    grad_norm = None
+    if training.grad_clip_norm is not None:
+        grad_norm = _clip(replica, training.grad_clip_norm)
+    task_state = replica.task_state.capture()
+    replica.learning_rates.check()
+    schedule = training.ctx.spec.schedule
+    lr = replica.learning_rates.set(
+        lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
+    )
+    values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": lr}
+    with state.committing():
+        state.task = task_state
+        replica.volatile.adopt()  # before hooks of the optimizer move what they move
+        skipped = _update_weights(replica)
+        if state.ema is not None and not skipped:
+            state.ema.update(state.step + 1)
+        state.ledger.commit(state.step, totals.counted)
+    replica.learning_rates.check()
+    if skipped:
+        is_last = state.step == replica.total_steps
+        state.skipped.check(state.step, scaler, state.model.named_parameters(), last=is_last)
+    if scaler.is_enabled():
+        values["skipped_steps"] = state.skipped.total
+    drop_gradients(state.optimizer, replica.idle_parameters)
+    return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
+
+
+def _clip(replica: Replica, max_norm: float) -> float:
+    """Clip the gradients and return their norm before that."""
+    state = replica.state
+    norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, max_norm))
+    # A loss scaler skips such a step.
+    if not math.isfinite(norm) and not state.scaler.is_enabled():
+        raise NonFiniteLoss(
+            state.step, None, norm, told(replica.task, "loss"), what="gradient norm"
+        )
+    return norm
+
+
+def _update_weights(replica: Replica) -> bool:
+    """Let the optimizer take its step. Return whether fp16's loss scaler skipped it."""
+    scaler, state = replica.state.scaler, replica.state
+    scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+    scaler.step(state.optimizer)
+    scaler.update()
+    return scaler.is_enabled() and state.skipped.note(scaler, scale)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

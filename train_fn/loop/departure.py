@@ -1,0 +1,96 @@
+"""How a rank leaves an attempt that broke: it lets its peers go, and keeps its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+
+from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
+from train_fn.checkpoints.state_copy import BoundaryCopies
+from train_fn.context import WorkerContext
+from train_fn.errors import TrainError, forget_frames
+from train_fn.loop.replica import Replica
+from train_fn.loop.training import Progress
+from train_fn.node.gpu_memory import memory_summary
+from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.snapshots.last_save import newest_durable
+from train_fn.snapshots.store import leave_snapshot
+from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.step.peers import end_process_group
+
+logger = logging.getLogger(__name__)
+
+
+def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepFailed:
+    """Let the peers go, leave the state of the last committed step on this node, and return what
+    happened.
+
+    Peers first: only the neighbours of a dead rank notice its death by themselves, and each rank
+    frees the next one by leaving. Nobody should wait until others have written their state.
+    """
+    error = describe_error(cause, ctx.world_rank)
+    memory = memory_summary(cause, ctx.device)
+    forget_frames(cause)
+    replica, training = progress.replica, progress.training
+    if training is not None:
+        training.saver.close()
+    if replica is not None:
+        replica.wrapped = None
+    gc.collect()
+    end_process_group()
+    if training is not None:
+        training.loader.close()  # its processes may take a moment to end
+        training.publisher.close()
+    problem: str | None = "the rank had no state yet"
+    step = None
+    if replica is not None:
+        step = replica.state.step if progress.is_restored or replica.state.complete else None
+        problem = _keep_state(ctx, replica)
+    if training is not None:
+        training.profiler.give_up()
+        training.reporter.close()
+    progress.replica = progress.training = None
+    error = dataclasses.replace(
+        error,
+        step=step,
+        phase=progress.phase,
+        snapshot_step=step if problem is None else None,
+        memory=memory,
+    )
+    return StepFailed(error, problem)
+
+
+def _keep_state(ctx: WorkerContext, replica: Replica) -> str | None:
+    """Leave the state of the last committed step as a snapshot. Return why that cannot be done, or
+    None."""
+    state = replica.state
+    if not state.complete:
+        return "the rank was between two states"
+    if torn := replica.volatile.put_back():
+        return (
+            f"the failed step changed {', '.join(torn)}, and no copy was kept of what was "
+            "there before"
+        )
+    try:
+        left = copy_to_cpu(state.state_dict())
+        state.require_sound(left)
+        return leave_snapshot(ctx, left)
+    except TrainError as exc:  # what broke the attempt says more
+        return str(exc)
+
+
+def save_last(ctx: WorkerContext, progress: Progress) -> None:
+    """Commit the state of the last committed step as a checkpoint, after an error of a rank that is
+    alone. Raises nothing."""
+    replica, training = progress.replica, progress.training
+    if replica is None or not replica.state.complete:
+        return
+    state = replica.state
+    replica.volatile.put_back()
+    try:
+        if newest_durable(ctx.run_dir) < state.step:
+            saver = training.saver if training else Saver(ctx, state, BoundaryCopies(state))
+            saver.save_now(patience_s=STOP_PATIENCE_S)
+    except Exception as exc:  # what broke the attempt says more
+        logger.warning("step %d could not be kept: %s", state.step, exc)

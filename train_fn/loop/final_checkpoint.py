@@ -1,0 +1,66 @@
+"""The end of an attempt that nothing broke: its final checkpoint is committed and reported."""
+
+from __future__ import annotations
+
+import logging
+
+from storage.run_control import Stop
+from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S
+from train_fn.loop.training import Training
+from train_fn.snapshots.store import leave_snapshot, snapshot_store
+from train_fn.state.tensor_tree import copy_to_cpu
+
+logger = logging.getLogger(__name__)
+
+
+def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
+    """Commit and report the final checkpoint, then remove the run's snapshots from this node. A
+    collective.
+
+    A run that pauses because its storage fails leaves its state on the node instead. Raises
+    CheckpointFailed on every rank if the final checkpoint cannot be committed.
+
+    Args:
+        is_best: whether the present state is the best so far.
+        stop: why the ranks agreed to stop; None if all steps are done.
+    """
+    replica, saver, progress = training.replica, training.saver, training.progress
+    progress.phase = "checkpoint"
+    training.profiler.close()
+    training.reporter.hand_over()
+    # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
+    # nothing may be published after that.
+    training.publisher.close()
+    saving = saver.begin_last(
+        is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
+    )
+    # The ranks meet again and again: a save may take longer than a collective may.
+    while not replica.peers.share(saver.has_ended(saving, MEET_S), 0):
+        pass
+    error = saving.exception()
+    # A run that was to pause because its saves fail stops without a final checkpoint.
+    is_unsaved = error is not None and stop is not None and saver.stop is not None
+    outcome = error, is_unsaved, saver.newest_committed(progress.reported_checkpoint)
+    error, is_unsaved, committed = replica.peers.share(outcome, 0)
+    if error is not None and not is_unsaved:
+        raise error
+    if committed > progress.reported_checkpoint:
+        report_checkpoint(training, committed)
+    training.reporter.close()
+    saver.close()
+    training.loader.close()
+    if is_unsaved:
+        logger.warning(
+            "stopped without a final checkpoint; the state stays on this node: %s", error
+        )
+        leave_snapshot(training.ctx, copy_to_cpu(replica.state.state_dict()))
+    else:
+        snapshot_store(training.ctx).remove_all()
+
+
+def report_checkpoint(training: Training, step: int) -> None:
+    """Report a committed checkpoint to Ray Train. All ranks call this at the same step."""
+    training.progress.reported_checkpoint = step
+    ctx, state = training.ctx, training.replica.state
+    state.parent = str(ctx.checkpoint_name(step))
+    ctx.report_checkpoint(state.parent, dict(state.metrics))

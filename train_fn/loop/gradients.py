@@ -1,0 +1,68 @@
+"""The gradients of one global batch: every rank runs its micro-batches forward and backward."""
+
+from __future__ import annotations
+
+from train_fn.loop.training import Training
+from train_fn.samples.ledger import difference
+from train_fn.step.step_totals import StepTotals
+
+
+def forward_backward(training: Training) -> StepTotals:
+    """Compute the gradients of the global batch's mean loss, and exchange the step's totals.
+
+    A collective. It returns on every rank, or on none, with the same totals and gradients.
+    """
+    replica, loader, progress = training.replica, training.loader, training.progress
+    state, volatile, carrier = replica.state, replica.volatile, replica.carrier
+    num_samples, share, hashes, expected = replica.plans.of(state.step)
+    # DDP divides by world_size
+    scale = training.ctx.world_size / (num_samples * replica.weight_per_sample)
+    carrier.begin(state.step, expected)
+    num_passes = replica.num_passes(len(share))
+    volatile.begin(num_samples, num_passes)
+    for position in range(num_passes):
+        batch, number, differs, own_samples = None, 0, None, 0
+        if position < len(share):
+            progress.phase = "data"
+            loaded = next(loader)
+            batch = loaded.batch
+            if batch is None:
+                replica.note_empty()
+            differs = difference(
+                state.epoch, state.step, share[position].indices, loaded.indices, hashes[position]
+            )
+            if state.bookmarks is not None:
+                state.bookmarks.note(loaded)
+            number, own_samples = share[position].number, len(share[position].indices)
+            progress.phase = "step"
+        last = position == num_passes - 1
+        with replica.synchronising(last):
+            if position:
+                volatile.rewind()
+            replica.seed(state.step, number)
+            loss_sum, weight = replica.forward(batch)
+            volatile.passed(own_samples)
+            carrier.add(loss_sum, weight, differs)
+            loss = state.scaler.scale(loss_sum * scale)
+            if last:  # the totals travel with the gradients of the last backward
+                stop, committed, save = training.saver.words(progress.reported_checkpoint)
+                volatile.start()
+                stop = training.ctx.journal.stop_requested or stop
+                carrier.backward(
+                    loss,
+                    stop,
+                    committed,
+                    save=save,
+                    has_news=volatile.has_news,
+                    own_s=progress.own_s,
+                )
+                replica.finish_exchange()
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+    loader.prefetch()  # the device computes meanwhile
+    volatile.wait()
+    totals = carrier.take()
+    if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
+        volatile.agree()
+    progress.own_s = training.clock.gate()
+    return totals

@@ -1,0 +1,123 @@
+"""What one rank trains with in an attempt, built whole before the first step, and how far the
+attempt got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.wire.events import BEGINNINGS
+from train_fn.checkpoints.safetensors_file import require_safetensors
+from train_fn.checkpoints.saver import Saver
+from train_fn.checkpoints.state_copy import BoundaryCopies
+from train_fn.context import WorkerContext
+from train_fn.loop.best import require_best_metric
+from train_fn.loop.evaluate import try_evaluation
+from train_fn.loop.replica import Replica, build_replica
+from train_fn.loop.reporter import Reporter
+from train_fn.loop.restore import Restored, restore
+from train_fn.profiling.profiler import StepProfiler
+from train_fn.samples.loader import Loader
+from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.snapshots.publisher import Publisher
+from train_fn.step.step_clock import StepClock
+from train_fn.step.stragglers import StragglerWatch
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an attempt got. A failure at any point finds here what it has to leave behind."""
+
+    phase: str = "start"
+    """What the rank is doing, for the report of a failure."""
+    replica: Replica | None = None
+    """None until it is built."""
+    is_restored: bool = False
+    """Whether the replica's step is one of the run's."""
+    training: Training | None = None
+    """None until ``prepare`` has built it."""
+    reported_checkpoint: int = 0
+    """Step of the newest checkpoint that Ray Train was told about; 0 for none."""
+    own_s: float = 0.0
+    """Seconds of this rank's own work in the last step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """Everything that the steps of one rank use. None of it is replaced between steps."""
+
+    ctx: WorkerContext
+    progress: Progress
+    replica: Replica
+    restored: Restored
+    """Where the attempt begins."""
+    reporter: Reporter
+    clock: StepClock
+    stragglers: StragglerWatch | None
+    """On rank 0 of several ranks only."""
+    profiler: StepProfiler
+    loader: Loader
+    saver: Saver
+    publisher: Publisher
+    grad_clip_norm: float | None
+    """From the spec; read here once because every step asks for it."""
+
+
+def prepare(ctx: WorkerContext, progress: Progress) -> Training:
+    """Build the replica, restore the state that the ranks agree on, and build what a step uses.
+
+    A collective. Records in ``progress`` what exists so far, also where it fails on the way.
+    """
+    sweep_forgotten(ctx)
+    replica = progress.replica = build_replica(ctx)
+    require_best_metric(ctx, replica)
+    if ctx.spec.checkpoint.safetensors:
+        require_safetensors(replica.state.model.state_dict())
+    progress.phase = "restore"
+    restored = restore(ctx, replica)
+    progress.is_restored = True
+    if restored.source in BEGINNINGS:
+        progress.phase = "evaluation"
+        try_evaluation(ctx, replica)
+        progress.phase = "restore"
+    if restored.source == "checkpoint":
+        replica.state.parent = restored.checkpoint
+    progress.training = training = _build(ctx, progress, replica, restored)
+    return training
+
+
+def _build(
+    ctx: WorkerContext, progress: Progress, replica: Replica, restored: Restored
+) -> Training:
+    """Build what a step uses. What may fail comes before what starts threads."""
+    state, sampler = replica.state, replica.sampler
+    copies = BoundaryCopies(state)
+    return Training(
+        ctx=ctx,
+        progress=progress,
+        replica=replica,
+        restored=restored,
+        reporter=Reporter(ctx, state),
+        clock=StepClock([*replica.parameters, *replica.idle_parameters], ctx.device),
+        stragglers=watch_stragglers(ctx, replica),
+        profiler=StepProfiler(ctx, replica.bucket_sizes),
+        loader=Loader(
+            replica.train_set,
+            sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
+            ctx.spec,
+            ctx.local_world_size,
+            ctx.device,
+        ),
+        saver=Saver(ctx, state, copies),
+        publisher=Publisher(ctx, state, copies),
+        grad_clip_norm=ctx.spec.train.grad_clip_norm,
+    )
+
+
+def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | None:
+    """Return the watch for slow ranks on rank 0 of several ranks, else None. A collective."""
+    if ctx.world_size == 1:
+        return None
+    node_ids = replica.peers.gather(ctx.node_id)
+    sampler = replica.sampler
+    shares = [len(sampler.share(0, 0, rank, ctx.world_size)) for rank in range(ctx.world_size)]
+    return StragglerWatch(ctx.journal.emit, node_ids, shares) if ctx.world_rank == 0 else None
