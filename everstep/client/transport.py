@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import email.utils
 import json
+import os
+import ssl
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -88,6 +90,21 @@ def _translated(url: str) -> Iterator[None]:
         raise translate(exc, url) from exc
 
 
+def _trusted_certificates() -> ssl.SSLContext:
+    """Return a context with the certificates that SSL_CERT_FILE or SSL_CERT_DIR names, or else
+    certifi's. Raises UsageError where they cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as exc:  # ssl.SSLError is one
+        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+            if path := os.environ.get(name):
+                raise UsageError(
+                    f"{name} {path!r} cannot be used ({exc}); name a PEM file with the service's "
+                    "certificate authority, or unset it"
+                ) from exc
+        raise
+
+
 class Transport:
     """Requests to one service. ``base`` is httpx's own transport and the seam for tests."""
 
@@ -115,8 +132,10 @@ class Transport:
                 headers=headers,
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0)),
                 transport=base,
-                # A proxy of the environment has no business between two processes of one machine.
+                # A proxy of the environment has no business between two processes of one machine;
+                # the certificates that it names (SSL_CERT_FILE, SSL_CERT_DIR) count there, too.
                 trust_env=not address.is_local,
+                verify=_trusted_certificates() if address.url.startswith("https:") else True,
             )
         # Clients are often left to the garbage collector; their connections then close without a
         # warning about them.

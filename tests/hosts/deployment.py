@@ -14,6 +14,7 @@ import os
 import shutil
 import ssl
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,7 @@ class Deployment:
                 f"worker-{number}", self._parts["worker"], f"172.30.0.{FIRST_WORKER + number}"
             )
         self.tell_names({name: host.cable.ip for name, host in self.hosts.items()})
+        self._name_server = self._serve_names(self.hosts["proxy"])
 
     def _add(self, name: str, part: Part, ip: str) -> None:
         for source in part.volumes:
@@ -91,6 +93,14 @@ class Deployment:
             part = replace(part, health=replace(part.health, argv=HEALTH_OF_STAND_INS[part.name]))
         argv = STAND_INS.get(part.name, lambda part: list(part.argv))(part)
         self.hosts[name] = Host(self.base, part, name, Cable(len(self.hosts) + 1, ip), argv, env)
+
+    @staticmethod
+    def _serve_names(host: Host) -> subprocess.Popen[bytes]:
+        """Start what the engine gives to every container: a name server at 127.0.0.11, here for the
+        one part that asks it by itself."""
+        inside = ["setpriv", "--pdeathsig", "SIGKILL", "ip", "netns", "exec", host.cable.namespace]
+        serve = [sys.executable, "-m", "tests.support.name_server", "127.0.0.11", "53"]
+        return subprocess.Popen([*inside, *serve, str(host.hosts_file)], cwd=REPOSITORY)
 
     def tell_names(self, names: Mapping[str, str], to: Host | None = None) -> None:
         """What names mean, on one host or on all of them: the network's name service."""
@@ -163,6 +173,8 @@ class Deployment:
     def close(self) -> None:
         self._clients.close()
         os.environ.pop("SSL_CERT_FILE", None)
+        self._name_server.kill()
+        self._name_server.wait(10)
         for host in reversed(self.hosts.values()):
             host.kill()
             host.cable.remove()
