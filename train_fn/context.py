@@ -63,6 +63,8 @@ class WorkerContext:
     where it has not."""
     told_step: Callable[[], float] = lambda: inf
     """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
+    tell_kept: Callable[[int], None] = lambda step: None
+    """Hears of the step whose state was left on this node while the rank waits for its peers."""
     on_replaced: Callable[[str], None] = lambda why: None
     """What follows once the storage says that a newer attempt, or submission, has begun; under a
     driver the process ends."""

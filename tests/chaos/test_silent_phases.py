@@ -40,6 +40,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def hanging_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    options = SilentOptions(abort_s=3600)
+    with ray_cluster(3, **autoload(tmp_path_factory.mktemp("plug-in"), options)) as running:
+        yield running
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_step_is_lost_where_an_abort_never_ends(
+    world: int,
+    how: Signals,
+    hanging_cluster: RayCluster,
+    reference: Callable[[int], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    run = strike_and_check("all_reduce", world, how, hanging_cluster, reference(world), tmp_path)
+    for event in run.of(EventKind.RECOVERED):
+        assert event.data["phases"]["leave"] < 15, "the hold was not waited for to its end"
+
+
 @pytest.mark.parametrize(
     ("phase", "world", "how"),
     [

@@ -132,8 +132,11 @@ def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
     return RunDir(open_storage(str(tmp_path / "storage")), run_id)
 
 
-def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
-    """Run an attempt to its end, whatever that is. Every rank is a process of its own."""
+def run_ranks(
+    job: Job, tmp_path: Path, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
+) -> list[Outcome]:
+    """Run an attempt to its end, whatever that is. Every rank is a process of its own;
+    ``meanwhile`` is given these."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["train_fn.loop.attempt", "torch._dynamo", "tests.integration.ranks"]
@@ -150,6 +153,7 @@ def run_ranks(job: Job, tmp_path: Path) -> list[Outcome]:
         threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
     deadline = time.monotonic() + DEADLINE_S
     try:
+        meanwhile(processes)
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]

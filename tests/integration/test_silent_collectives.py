@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ import torch.distributed as dist
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
+from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
 from train_fn.loop import restore
 from train_fn.recovery.rank_error import StepFailed
+from train_fn.snapshots.store import node_snapshots
 from train_fn.step.peers import Peers
 
 BLOCKING, AHEAD = SilentOptions(), SilentOptions(run_ahead=True, delay_s=0.002)
@@ -43,6 +47,37 @@ def test_a_death_in_the_middle_of_a_step_costs_nothing_and_changes_nothing(
     assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", 13, [])
     [started] = resumed.of_kind(EventKind.TRAINING_STARTED)
     assert (started["backend"], started["reproducible"]) == ("silent", "bitwise where kernels are")
+    assert_same(final_state(peace), final_state(broken))
+
+
+@pytest.mark.parametrize("abort_s", [6.0, 3600.0], ids=["slow", "hangs"])
+def test_the_state_is_kept_before_an_abort_that_takes_long(tmp_path: Path, abort_s: float) -> None:
+    """It is copied while its rank still waits: weights, moments and running statistics are those of
+    the last step, whatever the passes of the broken one have changed."""
+    spec, silent = make_spec("batch"), SilentOptions(abort_s=abort_s)
+    peace, broken = make_run_dir(tmp_path, "peace"), make_run_dir(tmp_path, "broken")
+    train_to_end(Job(peace, spec, 2), tmp_path)
+    kept: list[float] = []
+
+    def kill_once_kept(ranks: list[Any]) -> None:
+        wait_for(lambda: ranks[1].exitcode is not None, 60, "the death of rank 1")
+        died_at = time.monotonic()
+        store = node_snapshots(broken, "node0", 1)
+        wait_for(lambda: [label.step for label in store.labels()] == [13], 30, "the state of it")
+        kept.append(time.monotonic() - died_at)
+        if abort_s > 60:
+            ranks[0].kill()  # as the controller does once a state is kept and its rank is not freed
+
+    survivor, _ = run_ranks(
+        Job(broken, spec, 2, killed=(1, 13), silent=silent), tmp_path, kill_once_kept
+    )
+    assert kept[0] < 5, "before the abort has ended"
+    if abort_s < 60:
+        assert isinstance(survivor.error, StepFailed)
+        assert survivor.error.error.snapshot_step == 13
+    resumed = train_to_end(Job(broken, spec, 2, attempt=2, silent=BLOCKING), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"], restored["rejected"]) == ("snapshot", 13, [])
     assert_same(final_state(peace), final_state(broken))
 
 

@@ -175,7 +175,7 @@ class SilentGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End what runs, with garbage in place of a result."""
-        time.sleep(self._options.abort_s)
+        time.sleep(self._options.abort_s)  # who waits for a collective waits for this, too
         with self._lock:
             self._is_aborted = True
             for work in self._works:

@@ -10,6 +10,7 @@ from train_fn.loop.commit import commit, require_whole
 from train_fn.loop.departure import leave
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
+from train_fn.loop.rescue import Rescue
 from train_fn.loop.training import Progress, Training, prepare
 
 
@@ -21,8 +22,11 @@ def train(ctx: WorkerContext) -> Stop | None:
     its peers go.
     """
     progress = Progress()
+    progress.rescue = rescue = Rescue(ctx, progress)
     try:
-        return train_openly(ctx, progress)
+        stop = train_openly(ctx, progress)
+        rescue.leave()
+        return stop
     except BaseException as exc:
         failed = leave(ctx, progress, exc)
     # Outside the handler: a context would keep the frames of the broken attempt alive, and with
@@ -51,6 +55,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     totals = forward_backward(training)  # a collective: returns on every rank or on none
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     values = commit(training, totals)  # no collective: what one rank does here, all do
+    if progress.rescue is not None:
+        progress.rescue.step_committed()
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts

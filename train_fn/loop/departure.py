@@ -17,6 +17,7 @@ from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.store import leave_snapshot
 from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,10 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
 
     Peers first: only the neighbours of a dead rank notice its death by themselves, and each rank
     frees the next one by leaving. Nobody should wait until others have written their state.
+    Where leaving frees nobody, the state comes first: an abort may take long.
     """
+    kept_step = progress.rescue.leave() if progress.rescue is not None else None
+    frees_peers = fails_by_itself()
     error = describe_error(cause, ctx.world_rank)
     memory = memory_summary(cause, ctx.device)
     forget_frames(cause)
@@ -38,7 +42,8 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     if replica is not None:
         replica.wrapped = None
     gc.collect()
-    end_process_group()
+    if frees_peers:
+        end_process_group()
     if training is not None:
         training.loader.close()  # its processes may take a moment to end
         training.publisher.close()
@@ -47,6 +52,10 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     if replica is not None:
         step = replica.state.step if progress.is_restored or replica.state.complete else None
         problem = _keep_state(ctx, replica)
+        if problem is not None and kept_step is not None:
+            step, problem = kept_step, None  # a device that fails now was read before
+    if not frees_peers:
+        end_process_group()
     if training is not None:
         training.profiler.give_up()
         training.reporter.close()
@@ -67,17 +76,20 @@ def _keep_state(ctx: WorkerContext, replica: Replica) -> str | None:
     state = replica.state
     if not state.complete:
         return "the rank was between two states"
-    if torn := replica.volatile.put_back():
-        return (
-            f"the failed step changed {', '.join(torn)}, and no copy was kept of what was "
-            "there before"
-        )
     try:
+        if torn := replica.volatile.put_back():
+            return (
+                f"the failed step changed {', '.join(torn)}, and no copy was kept of what was "
+                "there before"
+            )
         left = copy_to_cpu(state.state_dict())
         state.require_sound(left)
         return leave_snapshot(ctx, left)
     except TrainError as exc:  # what broke the attempt says more
         return str(exc)
+    except RuntimeError as exc:  # so does a device that cannot be read any more
+        logger.warning("the state of step %d cannot be read: %s", state.step, exc)
+        return f"the state cannot be read from {ctx.device}: {exc}"
 
 
 def save_last(ctx: WorkerContext, progress: Progress) -> None:

@@ -4,6 +4,7 @@ attempt got."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.safetensors_file import require_safetensors
@@ -22,6 +23,9 @@ from train_fn.snapshots.publisher import Publisher
 from train_fn.step.step_clock import StepClock
 from train_fn.step.stragglers import StragglerWatch
 
+if TYPE_CHECKING:
+    from train_fn.loop.rescue import Rescue
+
 
 @dataclass(slots=True)
 class Progress:
@@ -39,6 +43,8 @@ class Progress:
     """Step of the newest checkpoint that Ray Train was told about; 0 for none."""
     own_s: float = 0.0
     """Seconds of this rank's own work in the last step."""
+    rescue: Rescue | None = None
+    """Keeps the state where this thread cannot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +81,8 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     progress.phase = "restore"
     restored = restore(ctx, replica)
     progress.is_restored = True
+    if progress.rescue is not None:
+        progress.rescue.prepare()
     if restored.source in BEGINNINGS:
         progress.phase = "evaluation"
         try_evaluation(ctx, replica)

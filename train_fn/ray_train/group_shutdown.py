@@ -16,13 +16,15 @@ from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.ray_internals import Worker
 from train_fn.ray_train.stopped_processes import wake_stopped
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.hang import find_silent, silent_ranks, waits_for_others
+from train_fn.recovery.hang import SILENT_S, find_silent, silent_ranks, waits_for_others
 
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 2.0
 """Once one survivor has left its step, others have this long, or three times as long as the first
 took."""
+_KEPT_S = 2.0
+"""A rank whose state is on its node already has so long to be freed by an abort, and to leave."""
 _WAIT_S = 0.5
 """A rank that is waited for says so often where it stands."""
 
@@ -34,11 +36,17 @@ class Settling:
         workers: the group's, by rank.
         look: gives the cluster's nodes, as they are now.
         errors: by rank, what its last poll said.
+        silent_s: how long a rank may say nothing before it is taken for stopped.
     """
 
     def __init__(
-        self, workers: Sequence[Worker], look: Look, errors: Mapping[int, BaseException | None]
+        self,
+        workers: Sequence[Worker],
+        look: Look,
+        errors: Mapping[int, BaseException | None],
+        silent_s: float = SILENT_S,
     ) -> None:
+        self._silent_s = silent_s
         self._workers = workers
         self._look = look
         self._reports: dict[int, RankReport] = {}
@@ -82,19 +90,22 @@ class Settling:
                         time.monotonic() + max(_STRAGGLER_S, 3 * (time.monotonic() - self._began)),
                     )
             waiting, now = set(self._waiting.values()), time.monotonic()
-            silent = find_silent(self._asked_at, stacks, waiting, now)
+            if waiting and all(self._reports[rank].kept_step is not None for rank in waiting):
+                deadline = min(deadline, now + _KEPT_S)
+            silent = find_silent(self._asked_at, stacks, waiting, now, self._silent_s)
             if silent:
                 self._kill_silent(silent)
                 deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
             elif (
                 waiting
                 and not self._have_woken
-                and len(silent_ranks(self._asked_at, waiting, now)) == len(waiting)
+                and len(silent_ranks(self._asked_at, waiting, now, self._silent_s)) == len(waiting)
             ):
                 self._wake()
         for rank in self._waiting.values():
-            held_up = waits_for_others(stacks.get(rank) or "")
-            self._reports[rank] = dataclasses.replace(self._reports[rank], held_up=held_up)
+            report = self._reports[rank]
+            held_up = report.kept_step is not None or waits_for_others(stacks.get(rank) or "")
+            self._reports[rank] = dataclasses.replace(report, held_up=held_up)
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
     def _answered(self, within_s: float) -> list[Any]:

@@ -38,7 +38,7 @@ from train_fn.ray_train.checkpoint_reports import CheckpointReports
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.recovery.rank_error import StepFailed, describe_error
-from train_fn.step.nccl import begin_attempt
+from train_fn.step.nccl import abort_collectives, begin_attempt
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage
 
@@ -76,6 +76,8 @@ logger = logging.getLogger(__name__)
 
 _launch: RankLaunch | None = None
 _yield_asked = threading.Event()
+kept_step: int | None = None
+"""Step whose state was left on this node before the training thread was freed; None for none."""
 _news = threading.Event()
 """A report waits to be taken, or ``_trained``."""
 _trained = threading.Event()
@@ -83,8 +85,8 @@ _trained = threading.Event()
 
 def prepare(launch: RankLaunch) -> None:
     """Take an attempt's launch: its environment is set before anything of the attempt reads it."""
-    global _launch
-    _launch = launch
+    global _launch, kept_step
+    _launch, kept_step = launch, None
     take_environment(launch.env)
     keep_memory()
     ip = ray.util.get_node_ip_address()
@@ -114,6 +116,17 @@ def ask_to_yield() -> None:
     """Make the loop believe in a pause, so that it saves and leaves at an agreed step; ``run_rank``
     knows better."""
     _yield_asked.set()
+
+
+def let_go() -> None:
+    """Free the training thread from collectives that will never end. Return at once: an abort may
+    take long, and the process is to answer meanwhile."""
+    threading.Thread(target=abort_collectives, name="let-go", daemon=True).start()
+
+
+def _tell_kept(step: int) -> None:
+    global kept_step
+    kept_step = step
 
 
 def tell_end_of(training: threading.Thread) -> None:
@@ -317,6 +330,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         profile_ordered=journal.profile_ordered,
         hears_journal=journal.hears,
         told_step=journal.told_step,
+        tell_kept=_tell_kept,
         on_replaced=lambda why: _leave_at_once(),
     )
     logger.info(

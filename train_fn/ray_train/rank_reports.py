@@ -51,7 +51,8 @@ def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
         return with_error(report, exc), None
     if end.error is not None:
         report = with_error(report, end.error)
-    return dataclasses.replace(report, still_running=not end.ended), end.stack
+    report = dataclasses.replace(report, still_running=not end.ended, kept_step=end.kept_step)
+    return report, end.stack
 
 
 def with_error(report: RankReport, error: BaseException | None) -> RankReport:

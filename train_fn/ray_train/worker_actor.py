@@ -21,7 +21,6 @@ from train_fn.node.probe import accepts_connection
 from train_fn.ray_train import rank_process as worker
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
-from train_fn.step.nccl import abort_collectives
 
 WATCH = "watch"
 """Concurrency group of the one call that waits beside all others."""
@@ -36,6 +35,8 @@ class RankEnd:
     ended: bool
     error: BaseException | None
     stack: str | None = None
+    kept_step: int | None = None
+    """Step whose state is on its node already, though the training function has not ended."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def let_go(self) -> None:
         """A peer is gone: free the training function from collectives that will never end."""
-        abort_collectives()
+        worker.let_go()
 
     def stack(self) -> str:
         """The Python stacks of this rank, the training thread's last."""
@@ -135,7 +136,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         running = runner.is_running()
         error = runner.get_error()
         return RankEnd(
-            not running, getattr(error, "_base_exc", error), worker.stack() if running else None
+            not running,
+            getattr(error, "_base_exc", error),
+            worker.stack() if running else None,
+            worker.kept_step,
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,10 +45,11 @@ from train_fn.ray_train.start_checks import (
 )
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.hang import SILENT_S, find_stuck
+from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S, find_stuck
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
+from train_fn.step.nccl import group_backend, is_known_to_fail
 
 logger = logging.getLogger(__name__)
 
@@ -388,10 +390,17 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self.get_worker_group_state().sync_actor.reset.remote()
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
-        settling = Settling(self.get_workers(), self._look_at_nodes, errors)
+        silent_s = ABORTING_SILENT_S if self._must_abort() else SILENT_S
+        settling = Settling(self.get_workers(), self._look_at_nodes, errors, silent_s)
         return tuple(
             self._with_hang(report) for report in settling.reports_within(self._settings.hold_s)
         )
+
+    def _must_abort(self) -> bool:
+        """Whether ranks are freed by an abort alone."""
+        on_gpus = bool(self._worker_group_context.resources_per_worker.get("GPU"))
+        backend = group_backend(torch.device("cuda" if on_gpus else "cpu"))
+        return not is_known_to_fail(backend)
 
     def _with_hang(self, report: RankReport) -> RankReport:
         """A rank that was killed because it hung did not die; every rank's stack from then is

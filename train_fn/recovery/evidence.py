@@ -35,6 +35,8 @@ class RankReport:
     """Its training thread had not ended when the wait for it was over."""
     held_up: bool = False
     """That thread was waiting in a collective that had not failed yet."""
+    kept_step: int | None = None
+    """Step whose state was left on its node before that thread was freed."""
     error: RankError | None = None
 
     @property
@@ -102,7 +104,7 @@ def _line(report: RankReport) -> dict[str, Any]:
         "state": report.state,
         "error": error.summary[:500] if error else None,
         "step": error.step if error else None,
-        "snapshot_step": error.snapshot_step if error else None,
+        "snapshot_step": error.snapshot_step if error else report.kept_step,
         "at": error.at if error else None,
         **({"stack": report.stack[-_DETAIL_CHARS:]} if report.stack else {}),
     }

@@ -16,6 +16,9 @@ SILENT_S = 1.5
 """While a group shuts down, a rank that does not answer for this long is stopped or stuck outside
 Python."""
 
+ABORTING_SILENT_S = 10.0
+"""The same while ranks abort their collectives: an abort may hold Python up."""
+
 WAITING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py"),
     *("/ray/_private/", "/ray/train/", "/ray/util/"),
@@ -96,6 +99,7 @@ def find_silent(
     stacks: Mapping[int, str | None],
     waiting: Collection[int],
     now: float,
+    silent_s: float = SILENT_S,
 ) -> list[int]:
     """Return the ranks to kill while a group shuts down: those that do not answer, if another rank
     that does is blocked in a collective.
@@ -108,18 +112,24 @@ def find_silent(
         stacks: Stacks of ranks that answered and are still in their step.
         waiting: Ranks that have not ended.
         now: Monotonic seconds.
+        silent_s: How long a rank may not answer.
     """
-    silent = silent_ranks(asked_at, waiting, now)
+    silent = silent_ranks(asked_at, waiting, now, silent_s)
     if not silent:
         return []
     held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
     return silent if held_up else []
 
 
-def silent_ranks(asked_at: Mapping[int, float], waiting: Collection[int], now: float) -> list[int]:
-    """Return the ranks in ``waiting`` that have not answered for SILENT_S; the arguments are those
-    of ``find_silent``."""
-    return [rank for rank in sorted(waiting) if now - asked_at[rank] > SILENT_S]
+def silent_ranks(
+    asked_at: Mapping[int, float],
+    waiting: Collection[int],
+    now: float,
+    silent_s: float = SILENT_S,
+) -> list[int]:
+    """Return the ranks in ``waiting`` that have not answered for ``silent_s``; the arguments are
+    those of ``find_silent``."""
+    return [rank for rank in sorted(waiting) if now - asked_at[rank] > silent_s]
 
 
 def _cannot_leave(stack: str) -> bool:

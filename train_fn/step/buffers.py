@@ -230,6 +230,18 @@ class VolatileBuffers:
         if self._agreed:
             self._adopt_agreed()
 
+    def before_step(self) -> list[tuple[Place, torch.Tensor]] | None:
+        """Return what forward passes have changed since the step began, each with its value from
+        then; None where something moved of which that is not known. Changes nothing.
+
+        For another thread, while the one that trains stands still.
+        """
+        if not self._is_kept:
+            return []
+        if self._late or self._unfit or self._watch.moved() or self._watch.differing():
+            return None
+        return list(zip(self.moving, self._before, strict=True))
+
     def put_back(self) -> list[str]:
         """Take back what the forward passes of a step that was not committed changed.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from train_fn.errors import PeersGone
 
 _FAIL_BY_THEMSELVES = frozenset({"gloo"})
 
+ABORT_S = 10.0
+"""Longest wait for an abort. NCCL's own may hang, and what is left is to end the process."""
+
 _aborted = threading.Event()
+_keep_first: Callable[[], None] | None = None
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +41,47 @@ def group_backend(device: torch.device) -> str:
 def fails_by_itself() -> bool:
     """Return whether a collective of this process fails once a peer is gone. Without a process
     group there is none to fail."""
-    return not dist.is_initialized() or dist.get_backend() in _FAIL_BY_THEMSELVES
+    return not dist.is_initialized() or is_known_to_fail(dist.get_backend())
+
+
+def is_known_to_fail(backend: str) -> bool:
+    """Return whether a backend's collectives fail by themselves once a peer is gone."""
+    return backend in _FAIL_BY_THEMSELVES
 
 
 def abort_collectives() -> None:
     """Free this process from collectives that will never end; where they fail by themselves,
     nothing happens.
 
-    Called from any thread but the one that trains.
+    Called from any thread but the one that trains. What ``keep_before_abort`` was given is called
+    first.
     """
     group = dist.group.WORLD  # the training thread may be leaving it
     if group is None or fails_by_itself():
         return
     _aborted.set()
     logger.warning("peers are gone; aborting the communicator of %s", group.name())
-    _inner(group).abort()
+    if (keep := _keep_first) is not None:
+        try:
+            keep()
+        except Exception:
+            logger.exception("the state could not be kept before the abort")
+    within_limit(lambda: _inner(group).abort())
+
+
+def keep_before_abort(keep: Callable[[], None] | None) -> None:
+    """Have the state kept before an abort, which may take long; None for no more."""
+    global _keep_first
+    _keep_first = keep
+
+
+def within_limit(abort: Callable[[], None]) -> None:
+    """Call ``abort`` on a thread of its own, and wait ``ABORT_S`` for it at most."""
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
+    if thread.is_alive():
+        logger.error("the abort of the communicator has not ended within %g s", ABORT_S)
 
 
 def require_whole() -> None:
@@ -76,6 +107,7 @@ def require_whole() -> None:
 def begin_attempt() -> None:
     """Forget what befell an earlier attempt of this process."""
     _aborted.clear()
+    keep_before_abort(None)
 
 
 def unwrapped(backend: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import departure, final_checkpoint, replica
+from train_fn.loop import departure, final_checkpoint, replica, rescue
 from train_fn.loop.attempt import train
 from train_fn.loop.reporter import Reporter
+from train_fn.loop.rescue import Rescue
+from train_fn.loop.training import Progress
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.samples.ledger import Ledger
@@ -318,3 +321,70 @@ def test_nothing_is_published_once_the_ranks_meet_at_the_end(
         "close loader",
         "remove snapshots",
     ]
+
+
+def break_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(tree: Any, *_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(departure, "copy_to_cpu", read)
+    break_after_step_3(monkeypatch)
+
+
+def test_a_device_that_cannot_be_read_hides_neither_the_cause_nor_itself(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_the_device(monkeypatch)
+    failed = fail(run_dir, 1)
+    assert (failed.error.type, failed.error.message) == ("Broken", "after step 3")
+    assert (failed.error.step, failed.error.snapshot_step) == (3, None)
+    assert failed.snapshot_problem is not None
+    assert failed.snapshot_problem.startswith("the state cannot be read from cpu: CUDA error: an")
+    assert labels(run_dir) == []
+
+
+def test_what_was_kept_before_the_device_broke_is_what_the_rank_leaves(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep_meanwhile(self: Rescue) -> int | None:
+        thread = threading.Thread(target=self.keep)
+        thread.start()
+        thread.join()
+        return leave(self)
+
+    leave = Rescue.leave
+    break_the_device(monkeypatch)
+    monkeypatch.setattr(Rescue, "leave", keep_meanwhile)
+    failed = fail(run_dir, 1)
+    assert (failed.error.step, failed.error.snapshot_step) == (3, 3)
+    assert failed.snapshot_problem is None
+    [label] = labels(run_dir)
+    assert (label.step, label.problem) == (3, None)
+
+
+def test_nothing_is_kept_of_a_model_that_may_hold_an_average(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation puts it in the place of the weights, and may wait for its peers meanwhile."""
+    replica_of: list[Progress] = []
+    init = Rescue.__init__
+
+    def remember(self: Rescue, ctx: Any, progress: Progress) -> None:
+        init(self, ctx, progress)
+        replica_of.append(progress)
+
+    def keep_meanwhile(self: Rescue) -> int | None:
+        replica_of[0].phase = "evaluation"
+        monkeypatch.setattr(rescue, "PATIENCE_S", 0.1)
+        thread = threading.Thread(target=self.keep)
+        thread.start()
+        thread.join()
+        assert self.kept_step is None
+        return leave(self)
+
+    leave = Rescue.leave
+    monkeypatch.setattr(Rescue, "__init__", remember)
+    monkeypatch.setattr(Rescue, "leave", keep_meanwhile)
+    break_the_device(monkeypatch)
+    assert fail(run_dir, 1).error.snapshot_step is None
+    assert labels(run_dir) == []

@@ -68,3 +68,17 @@ def test_a_rank_whose_thread_ends_otherwise_is_asked_too() -> None:
     worker.tell_end_of(training)
     waiting = Waiting()
     assert waiting.ends_within(20) and waiting.has_trained
+
+
+def test_a_rank_that_lets_go_answers_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort may take long; its rank must not be taken for stopped."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        begun.set()
+        ended.wait(30)
+
+    monkeypatch.setattr(worker, "abort_collectives", abort)
+    worker.let_go()
+    assert begun.wait(10), "in a thread of its own"
+    ended.set()

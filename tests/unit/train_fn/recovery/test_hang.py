@@ -12,6 +12,7 @@ import train_fn
 from everstep.wire.events import EventKind
 from train_fn.recovery import progress as progress_module
 from train_fn.recovery.hang import (
+    ABORTING_SILENT_S,
     WAITING_FILES,
     HangWatch,
     find_silent,
@@ -212,6 +213,8 @@ def test_a_silent_rank_is_killed_where_another_waits_for_it_in_a_collective() ->
     )
     assert find_silent(asked_at, stacks, [0], 12.0) == [], "nobody would be freed"
     assert find_silent(asked_at, stacks, [0, 1, 2], 11.4) == [], "it may yet answer"
+    assert find_silent(asked_at, stacks, [0, 1, 2], 12.0, ABORTING_SILENT_S) == [], "it aborts"
+    assert find_silent(asked_at, stacks, [0, 1, 2], 21.0, ABORTING_SILENT_S) == [0]
     closing: dict[int, str | None] = {
         1: 'File "/x/train_fn/loop.py", line 9, in leave\n    gc.collect()\n'
     }

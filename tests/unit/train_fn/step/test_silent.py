@@ -95,6 +95,35 @@ def test_an_abort_may_take_long_and_its_flag_is_up_before_anything_ends(
     thread.join()
 
 
+def test_an_abort_that_hangs_holds_up_neither_who_lets_go_nor_who_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "ABORT_S", 0.2)
+    alone_of_two(monkeypatch, abort_s=3600)
+    kept: list[bool] = []
+    nccl.keep_before_abort(lambda: kept.append(nccl._aborted.is_set()))
+    began = time.monotonic()
+    nccl.abort_collectives()
+    assert kept == [True], "no step passes its gate any more, and the state is kept first"
+    end_process_group()
+    assert time.monotonic() - began < 5
+
+
+def test_a_state_that_cannot_be_kept_does_not_stop_the_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers = alone_of_two(monkeypatch)
+    work = peers.start_sum(torch.ones(4))
+    assert work is not None
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    nccl.keep_before_abort(fail)
+    nccl.abort_collectives()
+    work.wait()
+
+
 def test_the_path_is_chosen_by_what_the_backend_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.fails_by_itself(), "without a group nothing fails"
     assert nccl.group_backend(CPU) == "gloo"

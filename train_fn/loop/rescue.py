@@ -1,0 +1,155 @@
+"""Keep the state of a rank whose training thread waits for peers that are gone.
+
+Where collectives do not fail by themselves, only an abort frees that thread, and an abort may take
+long or never end. So the thread that is about to abort copies the state first and leaves it as a
+snapshot. It may do so because the training thread stands still: what it changes between two steps
+is whole, and what a forward pass changes is read from the values that the step began with.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from train_fn.context import WorkerContext
+from train_fn.loop.training import Progress
+from train_fn.snapshots.store import leave_snapshot
+from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.step import nccl
+
+PATIENCE_S = 5.0
+"""Longest wait until the training thread stands still, in a phase in which its state is whole."""
+_LOOK_S = 0.01
+_WHOLE_IN = frozenset({"step", "data", "checkpoint"})
+"""Phases in which the model holds the weights of the last step: an evaluation may have put an
+average in their place, and a restore has none yet."""
+
+logger = logging.getLogger(__name__)
+
+
+class Rescue:
+    """Of one attempt, made by the thread that trains."""
+
+    def __init__(self, ctx: WorkerContext, progress: Progress) -> None:
+        self._ctx, self._progress = ctx, progress
+        self._trains = threading.get_ident()
+        self._is_leaving = False
+        self._lock = threading.Lock()
+        self._on_gpu = ctx.device.type == "cuda"
+        self._committed = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._memory: Any = None
+        """Of an earlier copy, on GPUs: to pin memory may wait for a device that hangs."""
+        self.kept_step: int | None = None
+        """Step of the state that was left as a snapshot."""
+        nccl.keep_before_abort(self.keep)
+
+    def prepare(self) -> None:
+        """Take the memory of a copy. Called by the training thread, once the state is restored."""
+        replica = self._progress.replica
+        if self._on_gpu and replica is not None and not nccl.fails_by_itself():
+            self._memory = copy_to_cpu(replica.state.state_dict())
+            self.step_committed()
+
+    def step_committed(self) -> None:
+        """Remember which of the device's work a copy has to wait for. Called after each commit."""
+        if self._committed is not None:
+            self._committed.record()
+
+    def leave(self) -> int | None:
+        """Rescue nothing more, since the training thread leaves by itself. Return the step that was
+        kept by then."""
+        self._is_leaving = True
+        with self._lock:
+            nccl.keep_before_abort(None)
+            return self.kept_step
+
+    def keep(self) -> None:
+        """Leave the state of the last committed step on this node, if the training thread stands
+        still where that is whole. Called by the thread that is about to abort."""
+        with self._lock:
+            state = self._copied()
+            if state is None:
+                return
+            problem = leave_snapshot(self._ctx, state)
+            if problem is None:
+                self.kept_step = state["step"]
+                self._ctx.tell_kept(state["step"])
+                logger.info("kept step %d before the abort", self.kept_step)
+
+    def _copied(self) -> dict[str, Any] | None:
+        gives_up_at = time.monotonic() + PATIENCE_S
+        while not self._is_leaving and time.monotonic() < gives_up_at:
+            place = self._place()
+            if place is None:
+                return None
+            time.sleep(_LOOK_S)
+            if self._place() == place and self._is_whole():
+                state = self._copy()
+                if state is not None and self._place() == place and self._is_whole():
+                    self._replica.state.require_sound(state)
+                    return state
+        return None
+
+    def _place(self) -> tuple[FrameType, int, int] | None:
+        """Where the training thread is; the same again only where it has not moved. None where it
+        has ended, or has no state yet."""
+        frame, replica = sys._current_frames().get(self._trains), self._progress.replica
+        if frame is None or replica is None:
+            return None
+        return frame, frame.f_lasti, replica.state.step
+
+    @property
+    def _replica(self) -> Any:
+        assert self._progress.replica is not None
+        return self._progress.replica
+
+    def _is_whole(self) -> bool:
+        return self._progress.phase in _WHOLE_IN and self._replica.state.complete
+
+    def _copy(self) -> dict[str, Any] | None:
+        """The state as the step began, None where something moves that no copy is kept of."""
+        with self._beside_the_hung():
+            return self._copy_here()
+
+    def _copy_here(self) -> dict[str, Any] | None:
+        replica = self._replica
+        state = replica.state.state_dict()
+        before = replica.volatile.before_step()
+        if before is None:
+            return None
+        for place, value in before:
+            part = state["model" if place.is_saved else "unsaved"]
+            if place.name not in part:
+                return None
+            now = part[place.name]
+            shared = [name for name, other in part.items() if _is_same(other, now)]
+            part.update(dict.fromkeys(shared, value))
+        copied: dict[str, Any] = copy_to_cpu(state, self._memory)
+        return copied
+
+    @contextmanager
+    def _beside_the_hung(self) -> Iterator[None]:
+        """On a GPU, on a stream of its own: what hangs holds up the one that trains."""
+        if self._committed is None:
+            yield
+            return
+        torch.cuda.set_device(self._ctx.device)
+        stream = torch.cuda.Stream(self._ctx.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(self._committed)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are one tensor, as a module that is used twice has under two names."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr() and one.numel() > 0 and one.shape == other.shape
+    )
