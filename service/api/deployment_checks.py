@@ -12,7 +12,7 @@ from service.api.auth import Caller
 from service.api.context import Context
 from service.api.openapi import problem_answers
 from service.api.problems import ProblemError, not_found, unavailable
-from service.cluster.ray_jobs import JobNotFound, JobRejected, RayUnavailable
+from service.cluster.ray_errors import JobNotFound, JobRejected, RayUnavailable
 
 router: Final = APIRouter(prefix="/v1/cluster/checks", tags=["cluster"])
 LONGEST_ALL_REDUCE_S: Final = 60.0

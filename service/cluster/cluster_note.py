@@ -1,4 +1,4 @@
-"""cluster.json: what the embedded cluster's keeper says about it, and how others read it."""
+"""cluster.json: the description of the embedded cluster, which its keeper writes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ class NodeNote:
     node_id: str
     is_head: bool
     slot: int
-    """Its place among the nodes, 0 for the head; a node that replaces a dead one takes its
-    place."""
+    """Place among the nodes, 0 for the head. A replacement gets the dead node's slot."""
     raylet_pid: int
     raylet_started_at: float
     """Unix seconds."""
     port: int
-    """Of the raylet's own service on loopback."""
+    """Port of the raylet's service on loopback."""
     pids: tuple[int, ...]
-    """The raylet and its agents; on the head also the GCS and the dashboard. Workers come and go
-    and are not listed."""
+    """The raylet and its agents; on the head also the GCS and the dashboard. Workers are not
+    listed."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,31 @@ class ClusterNote:
     keeper_started_at: float
     """Unix seconds."""
     temp_dir: str
-    """Sockets and logs of all nodes; its unique name is in the environment of every process of the
-    cluster."""
+    """Directory with the sockets and logs of all nodes. Its unique name is in the environment of
+    each process of the cluster."""
     num_nodes: int
-    """Worker nodes that the keeper keeps."""
+    """Worker nodes that the keeper maintains."""
     cpus_per_node: int
     address: str | None = None
-    """GCS, host:port."""
+    """Address of the GCS, host:port."""
     dashboard_url: str | None = None
     gcs_pid: int | None = None
     dashboard_pid: int | None = None
     fork_server_pid: int | None = None
-    """Parent of all workers; without it the raylets start them themselves, more slowly."""
+    """Parent of all workers. Without it the raylets start workers themselves, which is slower."""
     nodes: tuple[NodeNote, ...] = ()
-    """Nodes that live, the head first."""
+    """Live nodes, the head first."""
     waiting_for: str | None = None
-    """What takes long while the cluster starts."""
+    """The part of the start that takes long, for log lines."""
 
     @property
     def head(self) -> NodeNote | None:
+        """The head node, or None before it is up."""
         return next((node for node in self.nodes if node.is_head), None)
 
 
 def read_note(path: Path) -> ClusterNote | None:
-    """The note at ``path``; None where there is none, or none that can be read."""
+    """Return the note at ``path``, or None if it is missing or damaged."""
     try:
         raw = json.loads(path.read_text())
         return _from_json(raw)
@@ -71,7 +71,7 @@ def read_note(path: Path) -> ClusterNote | None:
 
 
 def write_note(path: Path, note: ClusterNote) -> None:
-    """Replace the note at ``path`` atomically: a reader sees the old one or the new one."""
+    """Replace the note at ``path`` atomically."""
     with draft_beside(path) as draft:
         Path(draft).write_text(json.dumps(asdict(note), indent=1) + "\n")
         Path(draft).replace(path)

@@ -9,21 +9,21 @@ from typing import Final
 
 from everstep.wire import ClusterInfo, Node, NodeMark, NodeState
 from service.cluster.cluster_note import ClusterNote
-from service.cluster.ray_jobs import RayError, RayJobs
+from service.cluster.ray_errors import RayError
+from service.cluster.ray_jobs import RayJobs
 from service.model.rows import NodeMarkRow
 
 HEARD_S: Final = 3.0
-"""Drivers look at the marks about once a second; before so long a node without a rank may be about
-to get one."""
+"""Seconds until all drivers have read a new mark: they read marks about once a second. Before that
+a node without ranks may still get one."""
 
 
 class ClusterView:
-    """Answers what users ask about the cluster. Which runs are on a node, and how it is marked, is
-    not known here: the API adds it.
+    """Describes the cluster for users. The API adds the runs and the mark of each node.
 
     Args:
         ray: The cluster.
-        note: What the embedded cluster's keeper says now; None for another's cluster.
+        note: Reads the embedded cluster's note; None for an existing cluster.
     """
 
     def __init__(self, ray: RayJobs, note: Callable[[], ClusterNote | None] | None) -> None:
@@ -32,11 +32,12 @@ class ClusterView:
 
     @property
     def dashboard_url(self) -> str | None:
-        """Base URL of Ray's dashboard without a trailing slash; None where no cluster runs now."""
+        """Base URL of Ray's dashboard without a trailing slash, or None while no cluster runs."""
         return self._ray.url
 
     async def cluster(self) -> ClusterInfo:
-        """The cluster now; not ``available``, and without nodes, where Ray does not answer."""
+        """Return the cluster now. If Ray does not answer, it is not ``available`` and has no
+        nodes."""
         note = self._note() if self._note else None
         address = note.address if note else None
         try:
@@ -79,11 +80,11 @@ class ClusterView:
 
 
 def with_mark(node: Node, word: NodeMarkRow | None, *, has_ranks: bool, now: float) -> Node:
-    """The node in the state that its mark gives it.
+    """Return the node in the state that its mark gives it.
 
     Args:
-        node: As Ray tells; its own drain of a node stands above a cordon.
-        word: The last word about it; None where there is none.
+        node: As Ray describes it. A drain by Ray takes precedence over a cordon.
+        word: Its newest mark, or None.
         has_ranks: Whether ranks of any run are on it.
         now: Unix seconds.
     """

@@ -1,5 +1,5 @@
-"""Checks of the deployment: each a short job of ours on the Ray cluster, whose report comes back
-through the storage."""
+"""Checks of the deployment. Each is a short Ray job of ours that writes its report to the
+storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Final
 from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
-from service.cluster.ray_jobs import Job, RayJobs, RayUnavailable
+from service.cluster.ray_answers import Job
+from service.cluster.ray_errors import RayUnavailable
+from service.cluster.ray_jobs import RayJobs
 from service.db.ids import new_check_id
 from storage.cluster.deployment_checks import read_report
 from storage.filesystem import Storage
@@ -24,12 +26,11 @@ NAME: Final = "everstep-deployment-check"
 
 
 class DeploymentChecks:
-    """Starts checks and tells what became of them. Keeps nothing: a check is its job and its
-    report.
+    """Starts checks and reads their results. It has no state: a check is its job and its report.
 
     Args:
-        storage: The one that runs use.
-        ray: The cluster; None where the service is connected to none.
+        storage: The storage of runs.
+        ray: The cluster; None if the service has none.
         clock: Unix seconds.
     """
 
@@ -55,14 +56,14 @@ class DeploymentChecks:
         return await self._answer(check_id, "running")
 
     async def get(self, check_id: str) -> DeploymentCheck:
-        """What is known of a check. Raises JobNotFound where there is neither job nor report,
-        RayError, StorageError."""
+        """Return a check. Raises JobNotFound if it has neither job nor report, RayError,
+        StorageError."""
         if (report := await self._report(check_id)) is not None:
             return await self._answer(check_id, "done", report=report)
         job = await self._cluster().job(check_id)
         if not job.status.ended:
             return await self._answer(check_id, "running")
-        # The report may have come between the two questions.
+        # The job may have written its report after the first read.
         if (report := await self._report(check_id)) is not None:
             return await self._answer(check_id, "done", report=report)
         return await self._answer(check_id, "failed", problem=self._failure(job))
@@ -84,24 +85,24 @@ class DeploymentChecks:
         data = await asyncio.to_thread(read_report, self._storage, check_id)
         try:
             return None if data is None else DeploymentReport.model_validate_json(data)
-        except ValidationError:  # written by an Everstep of another version on the head
+        except ValidationError:  # The head runs another version of Everstep.
             return None
 
     def _failure(self, job: Job) -> str:
         if job.driver_exit_code == 0:
             return (
-                "the check ended well, and the service cannot read its report in "
-                f"{self._storage.uri}: head and "
-                "service do not use the same storage, or not the same version of Everstep"
+                f"the check succeeded, but its report is not in {self._storage.uri}: head and "
+                "service do not use the same storage, or not the same version of Everstep. Give "
+                "both the same --storage and version"
             )
         return (
-            f"the check's job ended {job.status}: "
+            f"the check's job ended with status {job.status}: "
             f"{(job.message or 'without a message').strip()[-1500:]}"
         )
 
     def _cluster(self) -> RayJobs:
         if self._ray is None:
-            raise RayUnavailable("the service is connected to no Ray cluster")
+            raise RayUnavailable("the service is not connected to a Ray cluster")
         return self._ray
 
     def _facts(self) -> ServiceFacts:

@@ -31,7 +31,8 @@ from service.api.auth import (
 )
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
-from service.cluster.ray_jobs import RayEndpoint, RayError, RayJobs, RayRefused
+from service.cluster.ray_errors import RayError, RayRefused
+from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseStore

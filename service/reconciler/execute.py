@@ -13,7 +13,8 @@ import structlog
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.cluster.ray_jobs import JobNotFound, RayError, RayJobs
+from service.cluster.ray_errors import JobNotFound, RayError
+from service.cluster.ray_jobs import RayJobs
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.model.run_rows import RunRow

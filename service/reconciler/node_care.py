@@ -10,7 +10,9 @@ from typing import Final
 
 import structlog
 
-from service.cluster.ray_jobs import RayError, RayJobs, RayNode
+from service.cluster.ray_answers import RayNode
+from service.cluster.ray_errors import RayError
+from service.cluster.ray_jobs import RayJobs
 from service.control_files.node_marks import MarksFile
 from service.db.node_marks import NodeMarkStore
 from service.model.rows import NodeMarkRow

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from everstep.wire import RunStatus
-from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
+from service.cluster.ray_answers import Job
+from service.cluster.ray_errors import JobNotFound, RayError
+from service.cluster.ray_jobs import RayJobs
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore

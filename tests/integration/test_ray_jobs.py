@@ -12,15 +12,9 @@ import psutil
 import pytest
 
 from service.cluster.cluster_note import ClusterNote
-from service.cluster.ray_jobs import (
-    Job,
-    JobNotFound,
-    JobStatus,
-    RayEndpoint,
-    RayJobs,
-    RayRefused,
-    RayUnavailable,
-)
+from service.cluster.ray_answers import Job, JobStatus
+from service.cluster.ray_errors import JobNotFound, RayRefused, RayUnavailable
+from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.processes import members
 from service.settings import Settings

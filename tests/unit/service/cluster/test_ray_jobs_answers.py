@@ -7,14 +7,8 @@ import asyncio
 import httpx
 import pytest
 
-from service.cluster.ray_jobs import (
-    MOST_SUBMITS,
-    JobRejected,
-    RayEndpoint,
-    RayJobs,
-    RayRefused,
-    RayUnavailable,
-)
+from service.cluster.ray_errors import JobRejected, RayRefused, RayUnavailable
+from service.cluster.ray_jobs import MOST_SUBMITS, RayEndpoint, RayJobs
 from tests.support.fake_ray import FakeRay, serving
 
 
