@@ -1,4 +1,4 @@
-"""The service's processes: the command line, the home directory, the app, the server and its logs.
+"""The service process: arguments, home directory, backends, app, server and logs.
 
 Imports every room; nothing imports it.
 """

@@ -1,5 +1,4 @@
-"""API and dashboard as one ASGI application: routers, errors, documentation, and what lives as long
-as it does."""
+"""API and dashboard as one ASGI application: routers, errors, documentation, background tasks."""
 
 from __future__ import annotations
 
@@ -40,11 +39,10 @@ errors are `application/problem+json` with a `code`."""
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """Compose the API. Nothing runs before the application's lifespan begins, and nothing of Ray is
-    touched.
+    """Compose the application. Nothing runs before its lifespan begins, and Ray is not called.
 
-    ``context.feed.close()`` ends every stream: call it when the server is told to stop, before it
-    waits for its connections.
+    Call ``context.feed.close()`` at a stop, before the server waits for its connections: it ends
+    every stream.
     """
 
     app = FastAPI(
@@ -88,8 +86,7 @@ def create_app(context: ApiContext) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Run the event feed, the confirmation of its followers, and the notes of when tokens are used,
-    as tasks."""
+    """Run the event feed, the check of its followers, and the record of token use as tasks."""
     context: ApiContext = app.state.context
     tasks = [
         asyncio.create_task(context.feed.run(), name="event-feed"),

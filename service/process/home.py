@@ -1,5 +1,4 @@
-"""The service's home directory: made, locked for one service, and told to clients on this
-machine."""
+"""The service's home directory: its creation, its lock, and its URL for clients on this machine."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ log = structlog.get_logger(__name__)
 
 
 class HomeError(Exception):
-    """The home directory cannot be used; the message says why and the way out."""
+    """The home directory cannot be used. The message says why and what to do."""
 
 
 class HomeLock:
-    """Holds a home directory for one service process, to the process's end whatever ends it.
+    """Locks a home directory for one service process. The lock ends with the process.
 
-    Raises HomeError on entering where the directory cannot be written, is not this user's alone, or
+    Entering raises HomeError if the directory cannot be written, if other users may write it, or if
     another service holds it.
     """
 
@@ -68,23 +67,23 @@ class HomeLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The file stays: removing it would let two services lock two files of one name.
+        # The file stays: otherwise two services could lock two files of one name.
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def refuse_open_home(home: Path) -> None:
-    """Raise HomeError where other users may change what lies in the home directory, as ssh does for
-    its keys: who can replace a file there can hand the service a token or a cluster of his own.
+    """Raise HomeError if other users may write the home directory, as ssh does for its keys.
 
-    A directory of root's that nobody else may write is taken. Where the group may write, which may
-    be this user's alone, a line in the log says so. Raises OSError.
+    Whoever can replace a file there can give the service a token or a cluster of their own. A
+    directory of root's that nobody else may write is accepted. If the group may write, which may
+    be this user's alone, only a warning is logged. Raises OSError.
     """
     found = home.stat()
     way_out = (
         f"make it yours alone with `chown {os.geteuid()} {home}` and `chmod 700 {home}`, or choose "
-        f"another with EVERSTEP_HOME, for example {home / 'own'}, which the service makes"
+        f"another with EVERSTEP_HOME, for example {home / 'own'}, which the service creates"
     )
     if found.st_uid not in (0, os.geteuid()):
         raise HomeError(
@@ -99,7 +98,7 @@ def refuse_open_home(home: Path) -> None:
         )
     if found.st_mode & stat.S_IWGRP:
         log.warning(
-            "group members may replace the tokens in the home directory; chmod g-w takes that away",
+            "group members may replace the tokens in the home directory; run chmod g-w on it",
             home=str(home),
             mode=f"{stat.S_IMODE(found.st_mode):04o}",
             group=found.st_gid,
@@ -107,7 +106,7 @@ def refuse_open_home(home: Path) -> None:
 
 
 def _user(uid: int) -> str:
-    """A user's name and number, or the number where it has no name."""
+    """Return a user's name and number, or only the number."""
     try:
         return f"{pwd.getpwuid(uid).pw_name}, uid {uid}"
     except KeyError:
@@ -116,7 +115,7 @@ def _user(uid: int) -> str:
 
 @contextlib.contextmanager
 def published_url(path: Path, url: str) -> Iterator[None]:
-    """Tell clients on this machine where the service is, for as long as it is there."""
+    """Publish the service's URL to clients on this machine while it runs."""
     with draft_beside(path) as draft:
         Path(draft).write_text(f"{url}\n")
         Path(draft).replace(path)

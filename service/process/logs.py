@@ -1,5 +1,4 @@
-"""Logs of the service: one line an event on stderr, coloured on a terminal, JSON where asked
-for."""
+"""Logs of the service: one line an event on stderr, coloured on a terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def configure_logging(log_format: str = "text", log_level: str = "info") -> None
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:
-        # Plain tracebacks: pictures of them with every frame's variables take a core a second each,
-        # and show secrets.
+        # Plain tracebacks: rich ones with every frame's variables take a second of CPU each, and
+        # show secrets.
         renderer = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=_traceback
         )
@@ -56,7 +55,7 @@ def configure_logging(log_format: str = "text", log_level: str = "info") -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # A line for every request to Ray would bury everything else.
+    # One line for each request to Ray would hide everything else.
     for noisy in ("httpx", "httpcore", "uvicorn.error", "alembic"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
 
@@ -64,7 +63,7 @@ def configure_logging(log_format: str = "text", log_level: str = "info") -> None
 def _as_printable(
     _logger: object, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Keep paths and messages, which anybody may choose, from steering the operator's terminal."""
+    """Escape control characters: anybody may choose paths and messages."""
     return {
         name: printable_lines(value) if isinstance(value, str) else value
         for name, value in event.items()

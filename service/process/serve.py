@@ -1,8 +1,8 @@
-"""``python -m service.process.serve``: one service process, from its arguments to its last line.
+"""``python -m service.process.serve``: one service process.
 
-Exit code 0 after a graceful stop (SIGTERM, SIGINT), which also ends the embedded cluster with every
-process of it; 2 where the arguments or the machine do not allow a start, with a message that says
-the way out. A SIGKILL leaves the embedded cluster and its runs alone, and the next start adopts
+Exit code 0 means a graceful stop (SIGTERM, SIGINT), which also ends each process of the embedded
+cluster. Exit code 2 means that the settings or the machine do not allow a start; the message says
+what to do. A SIGKILL leaves the embedded cluster and its runs alone, and the next start adopts
 them.
 """
 
@@ -31,7 +31,6 @@ from service.api.auth import (
 )
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
-from service.cluster.ray_errors import RayError, RayRefused
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database, DatabaseError
 from service.db.events import EventStore
@@ -40,13 +39,13 @@ from service.db.node_marks import NodeMarkStore
 from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.storage_identity import StorageRecords
-from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.cluster import ClusterError
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
 from service.process.api_server import ApiServer, base_url, check_tls, listening
 from service.process.app import create_app
 from service.process.arguments import settings_of
+from service.process.backends import opened, reach, running_cluster
 from service.process.home import HomeError, HomeLock, published_url
 from service.process.logs import configure_logging
 from service.reconciler.leadership import Leadership
@@ -55,10 +54,9 @@ from service.reconciler.scrub import ScrubRule
 from service.reconciler.unhealthy import CordonRule
 from service.reconciler.webhook_sender import Notifier
 from service.settings import CannotStart, Settings
-from service.storage_identity.gate import StorageGate
 from service.submission_rules.storage_roots import StorageRoots
 from storage.errors import StorageError
-from storage.filesystem import Storage, open_storage
+from storage.filesystem import Storage
 
 EXIT_CANNOT_START = 2
 
@@ -66,7 +64,7 @@ log = structlog.get_logger("everstep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Serve until a signal. Return the exit code."""
     cannot_start = (
         CannotStart,
         SettingsError,
@@ -94,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does: before the event loop is up, either
-    unwinds."""
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, until the event loop handles signals."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -107,54 +104,6 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def opened(settings: Settings) -> tuple[Storage, Database]:
-    """Storage and database, tried out. Raises StorageError, DatabaseError, CannotStart."""
-    storage = open_storage(settings.storage_uri)
-    if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
-        raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
-    if not storage.creates_exclusively:
-        log.warning(
-            "the storage cannot create a file only where there is none: of two processes that "
-            "write the same name at once both may be told that they have; see docs/checkpoints.md, "
-            "Which storage promises what",
-            storage=storage.uri,
-        )
-    try:
-        storage.probe()
-    except StorageError as exc:
-        raise CannotStart(
-            f"{exc}; see that this user may write there, or choose another --storage"
-        ) from exc
-    try:
-        database = Database(settings.database_url)
-        database.migrate()
-    except DatabaseError as exc:
-        raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
-    # Not a reason to end: the storage may come back, and an operator may adopt the one that is
-    # there.
-    if problem := StorageGate(storage, StorageRecords(database)).problem():
-        print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
-    return storage, database
-
-
-@contextlib.contextmanager
-def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
-    """The embedded cluster, ended on a graceful way out; None where another's is used."""
-    if not settings.embedded:
-        yield None
-        return
-    cluster = EmbeddedCluster(settings)
-    supervisor = ClusterSupervisor(cluster)
-    try:
-        supervisor.start()
-        yield supervisor
-    finally:
-        # A second signal must not leave half of the cluster behind.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        cluster.stop()
-
-
 async def serve(
     settings: Settings,
     listener: socket.socket,
@@ -162,8 +111,10 @@ async def serve(
     database: Database,
     supervisor: ClusterSupervisor | None,
 ) -> None:
-    """API and reconciler until SIGTERM or SIGINT. Raises CannotStart where an existing cluster
-    cannot be reached."""
+    """Run API and reconciler until SIGTERM or SIGINT.
+
+    Raises CannotStart if an existing cluster cannot be reached.
+    """
     existing = (
         RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
     )
@@ -216,8 +167,11 @@ def made_reconciler(
     figures: RunFigures,
     public_url: str,
 ) -> Reconciler:
-    """The reconciler of this process. Replicas share a PostgreSQL and lead by turns; a SQLite file
-    is held by the home's lock."""
+    """Return the reconciler of this process.
+
+    Replicas share a PostgreSQL, and a lease lets one of them reconcile. A SQLite file needs no
+    lease, since the home's lock keeps other services out.
+    """
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
     return Reconciler(
@@ -239,8 +193,7 @@ def made_reconciler(
 
 
 def local_token_id(settings: Settings, database: Database) -> str:
-    """Id of the token of this home: replicas that share a database have one each, and must not
-    replace each other's."""
+    """Return the id of this home's token. Replicas that share a database have a token each."""
     if database.is_sqlite:
         return LOCAL_TOKEN_ID
     place = f"{socket.gethostname()}:{settings.home}"
@@ -251,7 +204,7 @@ def local_token_id(settings: Settings, database: Database) -> str:
 async def running(
     reconciler: Reconciler, supervisor: ClusterSupervisor | None
 ) -> AsyncIterator[None]:
-    """The reconciler, and the watch over the embedded cluster, for as long as the API serves."""
+    """Run the reconciler and the embedded cluster's supervisor while the API serves."""
     stopping = asyncio.Event()
     tasks = [asyncio.create_task(reconciler.run(stopping), name="reconciler")]
     if supervisor is not None:
@@ -263,28 +216,9 @@ async def running(
         await asyncio.gather(*tasks)
 
 
-async def reach(ray: RayJobs, settings: Settings) -> None:
-    """See that the existing cluster answers; one that has answered this home before may be away.
-    Raises CannotStart."""
-    try:
-        version = await ray.version()
-    except RayError as exc:
-        if not isinstance(exc, RayRefused) and settings.reached_before:
-            log.warning("the Ray cluster is away; runs wait until it answers", problem=str(exc))
-            return
-        raise CannotStart(
-            f"{exc}; --ray-address takes the URL of a running cluster's dashboard, for example "
-            "http://head:8265 "
-            "(`ray start --head --dashboard-host=0.0.0.0`)"
-        ) from exc
-    log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
-    settings.reached_path.write_text(f"{settings.ray_address}\n")
-
-
 @contextlib.contextmanager
 def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[None]:
-    """SIGTERM and SIGINT end the server gracefully. Streams are closed first, since they would
-    never end by themselves."""
+    """Let SIGTERM and SIGINT end the server gracefully. Close streams first: they never end."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -302,7 +236,7 @@ def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[
 
 
 def announce(settings: Settings, url: str, view: ClusterView) -> None:
-    """Tell the operator that the API answers, and where."""
+    """Print that the API answers, and its URLs."""
     print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
     print(f"Ray dashboard:     {view.dashboard_url}")
     print(f"Admin token:       {settings.token_path}", flush=True)

@@ -1,4 +1,4 @@
-"""What is refused when a run is submitted: code that cannot run, packages, storage roots.
+"""The checks of a submission by the operator's rules: user code, packages, storage roots, webhooks.
 
-Imports no other room. The API asks it; the settings name its rules.
+Imports no other room. The API calls the checks; the settings hold the rules.
 """

@@ -1,6 +1,6 @@
-"""The modules of an uploaded archive as syntax trees: which names and classes they have.
+"""The modules of an uploaded archive as syntax trees, with their names and classes.
 
-What the trees do not show is left open. None of the code is run.
+What a tree does not show counts as unknown. No code is executed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from everstep.code.rules import MAX_DEPTH, import_roots, module_path
 
 _MAX_SOURCE_BYTES = 64 << 10
-"""A larger file is not parsed: the parser holds the interpreter, and so every request, for a tenth
-of a second for so much."""
+"""Larger files are not parsed. The parser blocks the interpreter, and so every request; this much
+takes it a tenth of a second."""
 _MAX_READ_BYTES = 512 << 10
-"""Imports are followed until so much was parsed."""
+"""Limit on the source that is parsed while imports are followed."""
 _MAX_HOPS = 20
-"""Longest chain of imports or base classes that is followed."""
+"""Limit on a chain of imports or base classes."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a name is defined. ``node`` is None where the tree does not show what it is."""
+    """Where a name is defined. ``node`` is None if the tree does not show what the name is."""
 
     path: str
     node: ast.ClassDef | Function | None
@@ -32,31 +32,31 @@ class Found:
 
 @dataclass(frozen=True)
 class Members:
-    """What a class has, with its bases."""
+    """The members of a class and its bases."""
 
     methods: dict[str, tuple[str, Function]]
     others: frozenset[str]
-    """Names that something else than a plain method is bound to."""
+    """Names that are bound to something else than a plain method."""
     complete: bool
-    """Whether it surely has nothing more."""
+    """Whether the class certainly has no further members."""
 
 
 @dataclass(frozen=True)
 class _Names:
-    """What a module's names are, from one walk through its tree."""
+    """A module's names, from one walk through its tree."""
 
     imported: Mapping[str, tuple[str, str]]
-    """Module and name there, for each name that a ``from … import`` brings."""
+    """Name of a ``from … import`` -> its module and its name there."""
     defined: Mapping[str, ast.ClassDef | Function]
-    """Classes and functions at its top."""
+    """Classes and functions at the module's top level."""
     bound: frozenset[str]
     """Names that are bound anywhere."""
     open: bool
-    """Whether it may have others: by a ``*`` import or ``__getattr__``."""
+    """Whether it may have further names, by a ``*`` import or ``__getattr__``."""
 
 
 class ModuleTree:
-    """The archive's modules, parsed when they are first asked for."""
+    """The archive's modules, parsed on first use."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
@@ -66,17 +66,17 @@ class ModuleTree:
         self._members: dict[Found, Members] = {}
 
     def path_of(self, module: str) -> str | None:
-        """The file that a module is; None where the archive has none."""
+        """Return the file of a module, or None if the archive has none."""
         return module_path(self.files.keys(), module, self._roots)
 
     def parse(self, path: str) -> ast.Module | str:
-        """The module's tree, or what is wrong with it, with its line."""
+        """Return the module's tree, or the syntax error with its line."""
         if path not in self._parsed:
             self._parsed[path] = _parse(path, self.files[path])
         return self._parsed[path]
 
     def imported(self, path: str, module: ast.Module) -> Iterator[str]:
-        """Files of the archive that importing this module imports."""
+        """Yield the files of the archive that this module imports."""
         for node in ast.walk(module):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -93,17 +93,19 @@ class ModuleTree:
                 yield from (path for path in found if path is not None)
 
     def absolute(self, path: str, node: ast.ImportFrom) -> str:
-        """The module that a ``from … import`` names, relative ones resolved."""
+        """Return the module of a ``from … import``, with relative imports resolved."""
         if not node.level:
             return node.module or ""
         package = path.removesuffix(".py").split("/")[: -node.level]
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def reachable(self, path: str) -> list[str]:
-        """Return the module and what of the archive importing it imports, in order, until
-        _MAX_READ_BYTES were parsed."""
+        """Return the module and the archive's modules that its import reads, in order.
+
+        The list ends once _MAX_READ_BYTES are parsed.
+        """
         order, seen, left_bytes = [path], {path}, _MAX_READ_BYTES
-        for number, current in enumerate(order):  # which grows meanwhile
+        for number, current in enumerate(order):  # The list grows while it is read.
             left_bytes -= len(self.files[current])
             if number and left_bytes < 0:
                 return order[:number]
@@ -117,8 +119,10 @@ class ModuleTree:
         return order
 
     def find(self, path: str, name: str, hops: int = _MAX_HOPS) -> Found | None:
-        """What ``name`` is at the top of a module, through imports within the archive. None: surely
-        nothing."""
+        """Return where ``name`` at the top of a module is defined, through imports of the archive.
+
+        None means that it is certainly not defined.
+        """
         module = self.parse(path)
         if isinstance(module, str) or not hops or len(self.files[path]) > _MAX_SOURCE_BYTES:
             return Found(path, None)
@@ -132,7 +136,7 @@ class ModuleTree:
         return Found(path, None) if names.open or name in names.bound else None
 
     def names(self, path: str, module: ast.Module) -> _Names:
-        """Return the module's names. Its tree is walked once, however often it is asked for one."""
+        """Return the module's names. The result is cached, so that its tree is walked once."""
         if path not in self._names:
             imported: dict[str, tuple[str, str]] = {}
             star = False
@@ -151,10 +155,10 @@ class ModuleTree:
         return self._names[path]
 
     def members(self, found: Found, hops: int = _MAX_HOPS) -> Members:
-        """Return what a class has. Each class is asked once: else bases of bases would be asked
-        again for every way to them."""
+        """Return the members of a class. The result is cached: a base may be reached in many
+        ways."""
         if found not in self._members:
-            # of a class that is its own base
+            # For a class that is its own base.
             self._members[found] = Members({}, frozenset(), False)
             self._members[found] = _members(self, found, hops)
         return self._members[found]
@@ -199,7 +203,7 @@ def _parse(path: str, source: bytes) -> ast.Module | str:
 
 
 def _bound(module: ast.Module) -> set[str]:
-    """Names that the module's statements bind anywhere."""
+    """Return the names that the module's statements bind anywhere."""
     names = set()
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef | Function):

@@ -1,5 +1,4 @@
-"""Which packages the runs of which project may bring (``runtime_env.pip``), by the operator's
-word."""
+"""The packages that runs of a project may bring (``runtime_env.pip``), as the operator allows."""
 
 from __future__ import annotations
 
@@ -16,15 +15,14 @@ _WORD: Final = re.compile(
 )
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _DENIED: Final = (
-    "is denied by this service; leave it out or set it to null, and have packages installed on "
-    "the nodes or put them into your "
-    "code. The operator allows it by EVERSTEP_ALLOW_PIP"
+    "is not allowed by this service. Leave it out, and put the packages into your code or have "
+    "them installed on the nodes. An operator allows packages by EVERSTEP_ALLOW_PIP"
 )
 
 
 @dataclass(frozen=True)
 class PipRule:
-    """(project, package) that are allowed; ``*`` stands for any.
+    """The allowed pairs of project and package; ``*`` stands for any.
 
     >>> PipRule.of("einops, vision:timm, lab:*").allowed("vision")
     ('einops', 'timm')
@@ -34,10 +32,10 @@ class PipRule:
 
     @classmethod
     def of(cls, text: str) -> PipRule:
-        """From ``PACKAGE`` and ``PROJECT:PACKAGE``, separated by commas; ``1`` is any package for
-        all, ``0`` or nothing is none.
+        """Return the rule from ``PACKAGE`` and ``PROJECT:PACKAGE``, separated by commas.
 
-        Raises ValueError for another word.
+        ``1`` allows all packages to all projects, ``0`` or no text none. Raises ValueError for
+        anything else.
         """
         if text.strip() in ("", "0"):
             return NO_PACKAGES
@@ -46,11 +44,11 @@ class PipRule:
         return cls(frozenset(_pair(word.strip()) for word in text.split(",")))
 
     def allowed(self, project: str) -> tuple[str, ...]:
-        """The packages that a project's runs may bring, in order."""
+        """Return the packages that a project's runs may bring, sorted."""
         return tuple(sorted(package for owner, package in self.pairs if owner in ("*", project)))
 
     def check(self, spec: RunSpec) -> None:
-        """Raises InvalidSpec naming every requirement that the run may not bring."""
+        """Raise InvalidSpec that names every requirement that the run may not bring."""
         if spec.runtime_env is None:
             return
         allowed = self.allowed(spec.project)
@@ -90,5 +88,5 @@ def _refused(
 
 
 def _canonical(name: str) -> str:
-    """As package indexes compare names."""
+    """Return a name in the form in which package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()

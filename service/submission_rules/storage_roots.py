@@ -1,5 +1,4 @@
-"""Below which directories and object stores' prefixes the operator lets storage and the data of
-runs lie."""
+"""The roots below which the operator lets storage and the data of runs lie."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from storage.filesystem import Storage, open_storage
 
 
 class StorageRoots:
-    """Roots that the operator allows; without any, everything is.
+    """The roots that the operator allows. Without roots every place is allowed.
 
-    Paths of data are those of the nodes, and compared as they are written; the storage is on this
-    machine too, and compared with its links followed.
+    Paths of data are paths on the nodes and are compared as written. The storage is on this machine
+    too, so its links are followed first.
 
     >>> roots = StorageRoots(["/data"])
     >>> roots.admits("/data/imagenet"), roots.admits("/database")
@@ -28,12 +27,14 @@ class StorageRoots:
     """
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
-        """Raises InvalidStorage for a root that is no place of storage."""
+        """Raise InvalidStorage for a root that cannot be a storage."""
         self._roots = tuple(open_storage(root).uri for root in roots)
 
     def admits(self, place: str) -> bool:
-        """Whether a path or URI is one of the roots or lies below one; what is relative, of a home
-        or goes up, does not."""
+        """Return whether a path or URI is a root or lies below one.
+
+        False for a relative path, one that begins with ``~``, and one with ``..``.
+        """
         if not self._roots:
             return True
         parts = _parts(place)
@@ -42,15 +43,14 @@ class StorageRoots:
         )
 
     def problem_of_storage(self, storage: Storage) -> str | None:
-        """Why the service's storage may not lie where it does; None where it may."""
+        """Return why the service's storage is not allowed, or None if it is."""
         followed = StorageRoots([_followed(root) for root in self._roots])
         if followed.admits(_followed(storage.uri)):
             return None
         return f"{storage.uri} lies below none of the allowed roots: {', '.join(self._roots)}"
 
     def check_data(self, spec: RunSpec) -> None:
-        """Raises InvalidSpec naming every field with a path on the nodes that lies below no
-        root."""
+        """Raise InvalidSpec that names every field with a path outside of the roots."""
         if not self._roots:
             return
         allowed = ", ".join(self._roots)
@@ -69,13 +69,12 @@ ANYWHERE: Final = StorageRoots()
 
 
 def _parts(place: str) -> tuple[str, ...]:
-    """What a place is called by, outermost first: scheme, bucket, names; of a path '/' and
-    names."""
+    """Return the parts of a place, outermost first: scheme, bucket, names; of a path '/', names."""
     if "://" not in place:
         return PurePosixPath(place).parts
     try:
         split = urlsplit(place)
-    except ValueError:  # as for "s3://[": it lies below nothing
+    except ValueError:  # For example "s3://[", which lies below no root.
         return (place,)
     return (split.scheme, split.netloc, *PurePosixPath(split.path.lstrip("/")).parts)
 
@@ -85,7 +84,7 @@ def _followed(uri: str) -> str:
 
 
 def _node_paths(model: BaseModel, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every path on the nodes that a spec holds, and its field."""
+    """Yield every path on the nodes in a spec, with its field."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if isinstance(value, BaseModel):

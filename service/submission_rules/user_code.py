@@ -1,8 +1,7 @@
-"""Check a user's code before a run begins: the entry point, the methods' and the class's arguments,
-and syntax. None of the code is run.
+"""Check a user's code before a run begins: syntax, entry point, arguments of methods and class.
 
-What the syntax tree does not show (a class made by a function, names that a ``*`` import brings,
-bases from other packages) passes: the ranks will report it.
+No code is executed. What the syntax tree does not show passes, for example a class that a function
+makes, names of a ``*`` import, or bases from other packages: the ranks report faults there.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from everstep.text.close_names import closest
 from service.submission_rules.module_tree import Found, Function, ModuleTree
 
 REQUIRED_METHODS = {"build_model": 0, "build_datasets": 0, "loss": 2}
-"""Methods that a task must have, and how many arguments each is called with."""
+"""Methods that a task must have -> number of arguments of each call."""
 OPTIONAL_METHODS = {
     "metrics": 2,
     "build_metrics": 0,
@@ -33,11 +32,11 @@ _MAX_SUGGESTIONS = 10
 
 
 def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
-    """Everything that is surely wrong with what ``code`` names, each with its file and line where
-    it has one.
+    """Return every certain fault of the code that ``code`` names, with file and line if known.
 
     Args:
-        files: the archive's files by path.
+        code: The spec's entry point and arguments.
+        files: Path -> content of each file of the archive.
     """
     field, entry = ("task", code.task) if code.task else ("train_fn", code.train_fn)
     assert entry is not None
@@ -100,8 +99,8 @@ def _function_faults(found: Found, where: tuple[str, ...]) -> list[FieldError]:
             FieldError(
                 where,
                 (
-                    f"{place}: {node.name} is called with config, or with nothing; it needs other "
-                    "arguments"
+                    f"{place}: {node.name} needs more arguments than it gets; let it take config, "
+                    "or nothing"
                 ),
             )
         ]
@@ -109,11 +108,11 @@ def _function_faults(found: Found, where: tuple[str, ...]) -> list[FieldError]:
 
 
 def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> list[FieldError]:
-    """Methods that are missing, or cannot be called as they will be."""
+    """Return the methods that are missing, or that cannot be called as Everstep calls them."""
     node = found.node
     assert node is not None
     if not isinstance(node, ast.ClassDef):
-        return []  # a function that makes a task is one, too
+        return []  # A function that returns a task is allowed.
     members = tree.members(found)
     faults = []
     for name, num_arguments in (REQUIRED_METHODS | OPTIONAL_METHODS).items():
@@ -135,8 +134,10 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
 
 
 def _call_fault(method: Function, num_arguments: int) -> str | None:
-    """Why a method cannot be called with so many positional arguments; None where it can, or where
-    a decorator may change that."""
+    """Return why a method cannot be called with so many positional arguments.
+
+    None if it can, or if a decorator may change its arguments.
+    """
     if isinstance(method, ast.AsyncFunctionDef):
         return "is async; a task's methods are plain functions"
     decorators = {node.id for node in method.decorator_list if isinstance(node, ast.Name)}
@@ -152,8 +153,8 @@ def _call_fault(method: Function, num_arguments: int) -> str | None:
         return None
     beside = "" if "staticmethod" in decorators else " beside self"
     return (
-        f"is called with {num_arguments} argument{'' if num_arguments == 1 else 's'}{beside}; it "
-        "takes others"
+        f"is called with {num_arguments} argument{'' if num_arguments == 1 else 's'}{beside}; "
+        "change its parameters to take them"
     )
 
 
@@ -162,7 +163,7 @@ def _needed_by_name(function: Function) -> bool:
 
 
 def _argument_faults(found: Found, code: CodeSpec) -> list[FieldError]:
-    """``args`` against the class's own ``__init__``."""
+    """Return the faults of ``args`` by the class's own ``__init__``."""
     node = found.node
     if not isinstance(node, ast.ClassDef) or node.decorator_list:
         return []

@@ -1,4 +1,4 @@
-"""Which origins webhooks may have: those that the operator allows."""
+"""The origins that webhooks may call: those that the operator allows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import httpx
 
 @dataclass(frozen=True)
 class NotifyRule:
-    """Which origins webhooks may have, and the key that signs what they are told."""
+    """The origins that webhooks may call, and the key of the signatures."""
 
     origins: frozenset[str] = frozenset()
-    """``https://hooks.example.org``, with a port where it is not the scheme's own."""
+    """``https://hooks.example.org``, with the port if it is not the scheme's default."""
     secret: str = ""
 
     def allows(self, url: str) -> bool:
-        """Whether this service would ever call ``url``. One that hides its host behind a user name
-        has no allowed origin."""
+        """Return whether this service may call ``url``. A URL with a user name is never allowed."""
         try:
             return origin_of(url) in self.origins
         except httpx.InvalidURL:
@@ -29,7 +28,7 @@ NOBODY: Final = NotifyRule()
 
 
 def origin_of(url: str) -> str:
-    """Scheme, host and port as they are compared. Raises httpx.InvalidURL."""
+    """Return scheme, host and port in the form that is compared. Raises httpx.InvalidURL."""
     parsed = httpx.URL(url)
     if parsed.userinfo or parsed.scheme not in ("http", "https") or not parsed.host:
         raise httpx.InvalidURL(f"{url!r} has no origin that can be allowed")

@@ -9,7 +9,7 @@ import pytest
 
 from service.cluster.ray_errors import RayRefused, RayUnavailable
 from service.cluster.ray_jobs import RayJobs
-from service.process.serve import reach
+from service.process.backends import reach
 from service.settings import CannotStart, Settings
 
 

@@ -142,7 +142,7 @@ def test_a_train_fn() -> None:
     [fault] = faults(files, None, "train:trainfn")
     assert fault == "code.train_fn: train.py has no function 'trainfn'; did you mean 'train_fn'?"
     for source, words in (
-        ("def train_fn(a, b): ...", "it needs other arguments"),
+        ("def train_fn(a, b): ...", "needs more arguments than it gets"),
         ("async def train_fn(config): ...", "is async"),
         ("class train_fn: ...", "is a class"),
     ):

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from service.process.arguments import settings_of
-from service.process.serve import opened
+from service.process.backends import opened
 from service.settings import CannotStart, Settings
 from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage, StorageUnavailable

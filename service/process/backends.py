@@ -1,0 +1,91 @@
+"""What a service stands on: its storage, its database and its Ray cluster, opened at the start."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+
+import structlog
+
+from service.cluster.ray_errors import RayError, RayRefused
+from service.cluster.ray_jobs import RayJobs
+from service.db.engine import Database, DatabaseError
+from service.db.storage_identity import StorageRecords
+from service.embedded.cluster import EmbeddedCluster
+from service.embedded.supervisor import ClusterSupervisor
+from service.settings import CannotStart, Settings
+from service.storage_identity.gate import StorageGate
+from service.submission_rules.storage_roots import StorageRoots
+from storage.errors import StorageError
+from storage.filesystem import Storage, open_storage
+
+log = structlog.get_logger("everstep")
+
+
+def opened(settings: Settings) -> tuple[Storage, Database]:
+    """Open and probe storage and database. Raises StorageError, DatabaseError, CannotStart."""
+    storage = open_storage(settings.storage_uri)
+    if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
+        raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
+    if not storage.creates_exclusively:
+        log.warning(
+            "the storage cannot create a file only where there is none, so that two processes may "
+            "both succeed in writing one name; see docs/checkpoints.md, Which storage promises "
+            "what",
+            storage=storage.uri,
+        )
+    try:
+        storage.probe()
+    except StorageError as exc:
+        raise CannotStart(f"{exc}; let this user write there, or choose another --storage") from exc
+    try:
+        database = Database(settings.database_url)
+        database.migrate()
+    except DatabaseError as exc:
+        raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
+    # The service starts all the same: the storage may come back, or an operator may adopt the one
+    # that is there.
+    if problem := StorageGate(storage, StorageRecords(database)).problem():
+        print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
+    return storage, database
+
+
+@contextlib.contextmanager
+def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
+    """Run the embedded cluster until a graceful end. Yield None for an existing cluster."""
+    if not settings.embedded:
+        yield None
+        return
+    cluster = EmbeddedCluster(settings)
+    supervisor = ClusterSupervisor(cluster)
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        # A second signal must not interrupt the end of the cluster.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        cluster.stop()
+
+
+async def reach(ray: RayJobs, settings: Settings) -> None:
+    """Check that the existing cluster answers, or has answered this home before.
+
+    Raises CannotStart.
+    """
+    try:
+        version = await ray.version()
+    except RayError as exc:
+        if not isinstance(exc, RayRefused) and settings.reached_before:
+            log.warning(
+                "the Ray cluster does not answer; runs wait until it does", problem=str(exc)
+            )
+            return
+        raise CannotStart(
+            f"{exc}; set --ray-address to the URL of a running cluster's dashboard, for example "
+            "http://head:8265 (`ray start --head --dashboard-host=0.0.0.0`)"
+        ) from exc
+    log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+    settings.reached_path.write_text(f"{settings.ray_address}\n")
