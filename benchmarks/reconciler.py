@@ -25,7 +25,7 @@ from everstep.wire.events import EventKind
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.tables import runs
-from service.reconciler.decide import submission_id
+from service.reconciler.decisions import submission_id
 from service.reconciler.tail import JournalTail
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter

@@ -4,10 +4,8 @@ was not is done again."""
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
-import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import structlog
 
@@ -19,7 +17,7 @@ from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
-from service.reconciler.decide import (
+from service.reconciler.decisions import (
     ChangeStatus,
     Decision,
     DeliverLimit,
@@ -33,6 +31,7 @@ from service.reconciler.decide import (
     SubmitClaimed,
     submission_id,
 )
+from service.reconciler.entrypoint import Entrypoint, crash_point
 from service.reconciler.facts import Delivered
 from service.reconciler.pace import in_pieces
 from service.storage_identity.gate import StorageGate
@@ -42,43 +41,10 @@ from storage.filesystem import Storage
 from storage.run_control import Stop
 from storage.run_dir import RunDir
 
-CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
-
 log = structlog.get_logger(__name__)
 
 PATIENCE_S = 1.0
 """How long a tick waits for what it began."""
-
-Entrypoint = Callable[[str, int], str]
-"""(run id, submission) -> the shell command of its Ray job."""
-
-
-def driver_entrypoint(storage_uri: str) -> Entrypoint:
-    """The command that starts a submission's driver, with ``python`` as the cluster's nodes have
-    it."""
-
-    def command(run_id: str, submission: int) -> str:
-        words = [
-            "python",
-            "-m",
-            "train_fn.driver",
-            "--storage",
-            storage_uri,
-            "--run-id",
-            run_id,
-            "--submission",
-            str(submission),
-        ]
-        return shlex.join(words)
-
-    return command
-
-
-def crash_point(name: str) -> None:
-    """Die here by SIGKILL where the environment says so: how tests try every line between a row and
-    its job."""
-    if os.environ.get(CRASH_POINT_VARIABLE) == name:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Executor:

@@ -21,8 +21,10 @@ from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.reconciler.background import Background
-from service.reconciler.decide import Decision, decide
-from service.reconciler.execute import Entrypoint, Executor, driver_entrypoint
+from service.reconciler.decide import decide
+from service.reconciler.decisions import Decision
+from service.reconciler.entrypoint import Entrypoint, driver_entrypoint
+from service.reconciler.execute import Executor
 from service.reconciler.leadership import RENEW_S, Leadership
 from service.reconciler.node_care import NodeCare
 from service.reconciler.observe import Observer

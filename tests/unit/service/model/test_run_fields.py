@@ -20,7 +20,7 @@ from service.db.new_run import new_row
 from service.db.runs import RunStore
 from service.model.run_rows import ListedRun, RunRow
 from service.projections.protection import protection
-from service.reconciler.observe import facts_of
+from service.reconciler.row_facts import facts_of
 from tests.support.api_service import NOON, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.wire import ReasonCode, RunStatus
+from service.reconciler.admission import Admission
 from service.reconciler.facts import NodeFacts, RunFacts
-from service.reconciler.schedule import Admission, plan
+from service.reconciler.schedule import plan
 
 
 def run(name: str, **values: Any) -> RunFacts:

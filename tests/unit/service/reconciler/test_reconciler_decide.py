@@ -18,6 +18,10 @@ from service.reconciler.decide import (
     MANY_FRUITLESS,
     STOP_GRACE_S,
     STRAY_GRACE_S,
+    backoff_s,
+    decide,
+)
+from service.reconciler.decisions import (
     ChangeStatus,
     Decision,
     DeliverStop,
@@ -25,8 +29,6 @@ from service.reconciler.decide import (
     SayReason,
     Start,
     SubmitClaimed,
-    backoff_s,
-    decide,
     submission_id,
 )
 from service.reconciler.facts import Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact

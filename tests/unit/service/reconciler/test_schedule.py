@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.team import Quotas
 from service.reconciler.capacity import leaving
-from service.reconciler.decide import Grow, Preempt, Shrink, Start, decide
+from service.reconciler.decide import decide
+from service.reconciler.decisions import Grow, Preempt, Shrink, Start
 from service.reconciler.facts import Facts, NodeFacts, RunFacts
 from service.reconciler.preemption import SHRINK_GRACE_S
 from service.reconciler.schedule import PATIENCE_S, Plan, plan

@@ -1,0 +1,223 @@
+"""The questions to Ray: what became of jobs, which nodes live, which jobs should not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from everstep.wire import RunStatus
+from service.cluster.ray_answers import Job
+from service.cluster.ray_errors import JobNotFound, RayError
+from service.cluster.ray_jobs import RayJobs
+from service.db.node_marks import NodeMarkStore
+from service.db.runs import RunStore
+from service.model.run_rows import RunRow
+from service.model.states import SUBMITTED
+from service.reconciler.decisions import submission_id
+from service.reconciler.facts import JobFact, NodeFacts, StrayJob
+
+ASK_INTERVAL_S: Final = 2.0
+"""Between two questions to Ray while runs are live and nothing about them has changed: each wakes
+four processes up."""
+IDLE_ASK_INTERVAL_S: Final = 10.0
+SWEEP_INTERVAL_S: Final = 10.0
+MANY_JOBS: Final = 64
+"""From so many jobs on Ray is asked for the list of all, and not for one after the other."""
+PATIENCE_S: Final = 0.2
+"""How long a look waits for Ray's answer; one that comes later is taken by a later look."""
+
+
+JobKey = tuple[str, int, bool]
+"""Run id, submission, and whether its job was known to be taken when it was asked about: an answer
+"no such job" that was asked for before the job was submitted says nothing about it afterwards."""
+
+
+@dataclass(frozen=True)
+class RayAnswer:
+    """What Ray said when it was asked."""
+
+    jobs: Mapping[JobKey, JobFact]
+    nodes: tuple[NodeFacts, ...] | None
+    """Live nodes, where a run waits for them, or may grow again."""
+    problem: str | None
+    """Why an answer is missing; None where none is."""
+    strays: tuple[str, ...] | None = None
+    """Ids of jobs that should not live; None where they were not looked for."""
+
+
+class RayQuestions:
+    """Asks Ray in the background. What it remembers it could ask for again."""
+
+    def __init__(self, ray: RayJobs, runs: RunStore, node_marks: NodeMarkStore) -> None:
+        self._ray = ray
+        self._runs = runs
+        self._node_marks = node_marks
+        self._asked_about: object = None
+        self._asked_at = float("-inf")
+        self._swept_at = float("-inf")
+        self._question: asyncio.Task[RayAnswer] | None = None
+        self._strays: dict[str, float] = {}
+        self._refusals: dict[tuple[str, int], str] = {}
+        """By run and submission, why a driver left the storage alone."""
+        self._lost_nodes: set[str] = set()
+        """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come
+        back with its state."""
+        self.problem: str | None = "not asked yet"
+        """Why Ray did not answer the last question; None where it did."""
+
+    def strays(self) -> tuple[StrayJob, ...]:
+        """Return the jobs that should not live, as far as they are known."""
+        now = time.monotonic()
+        return tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
+
+    def refusal(self, run_id: str, submission: int) -> str | None:
+        """Return why a submission's driver left the storage alone, or None."""
+        return self._refusals.get((run_id, submission))
+
+    def keep(self, run_ids: Collection[str]) -> None:
+        """Forget all runs but these."""
+        self._refusals = {
+            key: problem for key, problem in self._refusals.items() if key[0] in run_ids
+        }
+
+    async def close(self) -> None:
+        """Forget a question that is still open."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.gather(self._question, return_exceptions=True)
+
+    async def answer(self, rows: Sequence[RunRow]) -> RayAnswer | None:
+        """An answer that came since the last look. A Ray that is slow holds up nothing but what
+        needs it."""
+        if self._question is None:
+            if not self._is_due(rows):
+                return None
+            self._question = asyncio.create_task(self._ask(rows), name="ask-ray")
+        await asyncio.wait({self._question}, timeout=PATIENCE_S)
+        if not self._question.done():
+            return None
+        question, self._question = self._question, None
+        answer = question.result()
+        self.problem = answer.problem
+        if answer.strays is not None:
+            now = time.monotonic()
+            self._strays = {job_id: self._strays.get(job_id, now) for job_id in answer.strays}
+        return answer
+
+    def _is_due(self, rows: Sequence[RunRow]) -> bool:
+        """Whether to ask Ray now: at once when something about the runs changed, else now and
+        then."""
+        about = [(row.id, row.status, row.submission, row.ray_job_id) for row in rows]
+        interval = ASK_INTERVAL_S if rows else IDLE_ASK_INTERVAL_S
+        now = time.monotonic()
+        if about == self._asked_about and now - self._asked_at < interval:
+            return False
+        self._asked_about, self._asked_at = about, now
+        return True
+
+    async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
+        """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now
+        and then about strays."""
+        submitted = [row for row in rows if row.status in SUBMITTED]
+        if len(submitted) > MANY_JOBS:
+            found = await self._listed(submitted)
+        else:
+            found = await asyncio.gather(*(self._job(row) for row in submitted))
+        jobs = {job_key(row): fact for row, (fact, _) in zip(submitted, found, strict=True)}
+        problem = next((problem for _, problem in found if problem), None)
+        nodes, strays = None, None
+        try:
+            if any(row.status == RunStatus.QUEUED or row.shrunk is not None for row in rows):
+                nodes = await self._nodes()
+            elif not submitted:
+                await self._ray.version()
+            if self._is_sweep_due(bool(rows)):
+                strays = await self._sweep()
+        except RayError as exc:
+            problem = str(exc)
+        return RayAnswer(jobs, nodes, problem, strays)
+
+    async def _nodes(self) -> tuple[NodeFacts, ...]:
+        """Live nodes with their marks. The marks are read last: a word that is acknowledged counts
+        from the next start on."""
+        nodes = await self._ray.live_nodes()
+        words = await asyncio.to_thread(self._node_marks.all)
+        marks = {node_id: word.mark for node_id, word in words.items()}
+        return tuple(
+            NodeFacts(
+                node.node_id,
+                node.resources,
+                mark.state if (mark := marks.get(node.node_id)) else None,
+            )
+            for node in nodes
+        )
+
+    async def _job(self, row: RunRow) -> tuple[JobFact, str | None]:
+        """The fact, and why it is not known: a job that cannot be asked about hides no other."""
+        try:
+            job = await self._ray.job(submission_id(row.id, row.submission))
+        except JobNotFound:
+            return JobFact.MISSING, None
+        except RayError as exc:
+            return JobFact.UNKNOWN, str(exc)
+        self._note_refusal(row, job)
+        return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
+
+    async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
+        """The same for many jobs, by one question."""
+        try:
+            listed = {job.submission_id: job for job in await self._ray.jobs()}
+        except RayError as exc:
+            return [(JobFact.UNKNOWN, str(exc))] * len(rows)
+        ended = {job_id: self._has_ended(job) for job_id, job in listed.items()}
+        for row in rows:
+            if job := listed.get(submission_id(row.id, row.submission)):
+                self._note_refusal(row, job)
+        facts = {None: JobFact.MISSING, True: JobFact.ENDED, False: JobFact.ALIVE}
+        return [(facts[ended.get(submission_id(row.id, row.submission))], None) for row in rows]
+
+    def _note_refusal(self, row: RunRow, job: Job) -> None:
+        if job.storage_problem is not None:
+            self._refusals[row.id, row.submission] = job.storage_problem
+
+    def _is_sweep_due(self, busy: bool) -> bool:
+        first = self._swept_at == float("-inf")
+        return (
+            busy or first or bool(self._strays)
+        ) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
+
+    async def _sweep(self) -> tuple[str, ...]:
+        """Jobs of our runs that live although the run ended or went on with a newer submission.
+        Looks after drivers' nodes, too."""
+        jobs = [job for job in await self._ray.jobs() if not job.status.ended]
+        nodes = {job.driver_node_id for job in jobs if job.driver_node_id is not None}
+        self._lost_nodes = {node_id for node_id in nodes if await self._ray.is_dead(node_id)}
+        self._swept_at = time.monotonic()
+        return tuple(
+            await asyncio.to_thread(
+                self._strays_among, [job for job in jobs if not self._has_ended(job)]
+            )
+        )
+
+    def _has_ended(self, job: Job) -> bool:
+        return job.status.ended or job.driver_node_id in self._lost_nodes
+
+    def _strays_among(self, jobs: Sequence[Job]) -> list[str]:
+        strays = []
+        for job in jobs:
+            run_id, submission = job.metadata.get("run_id"), job.metadata.get("submission", "")
+            row = self._runs.get(run_id) if run_id and submission.isdecimal() else None
+            # A run that is not in our database may be another service's on the same cluster: not
+            # ours to end.
+            if row is not None and (
+                row.status not in SUBMITTED or int(submission) < row.submission
+            ):
+                strays.append(job.submission_id)
+        return strays
+
+
+def job_key(row: RunRow) -> JobKey:
+    return row.id, row.submission, row.ray_job_id is not None
