@@ -56,9 +56,8 @@ def test_a_method_that_is_missing_or_takes_something_else() -> None:
     source = TASK.replace("def loss(self, model, batch)", "def loss(self, batch)")
     assert faults({"task.py": source}) == [
         (
-            "code.task: task.py, line 28: Line.loss is called with 2 arguments beside self; it "
-            "takes "
-            "others"
+            "code.task: task.py, line 28: Line.loss is called with 2 arguments beside self; "
+            "change its parameters to take them"
         )
     ]
 
