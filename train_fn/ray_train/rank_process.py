@@ -24,6 +24,7 @@ import torch
 from everstep.wire.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.run_control import ProfileOrder, Stop
+from storage.run_names import CheckpointName
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.journal.rank_logging import RankLog
@@ -196,6 +197,7 @@ class RankJournal:
         self._recovering = launch.recovery is not None and world_rank == 0
         self._entered = self._restored = time.monotonic()
         self._restored_step: int | None = None
+        self._rejected_step = 0
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         if self._recovering:
@@ -222,6 +224,7 @@ class RankJournal:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
             self._restored_step = data.get("step")
+            self._rejected_step = _rejected_step(data, self._launch.attempt - 1)
         if kind is EventKind.METRICS and data["points"]:
             self._recovering = False
             self._client.emit(EventKind.RECOVERED, self._recovered(float(data["points"][0]["at"])))
@@ -238,7 +241,8 @@ class RankJournal:
         lost = None
         if self._restored_step is not None:
             # without a last step nobody knows of any
-            lost = max(0, (note.last_step or 0) - self._restored_step)
+            done = max(note.last_step or 0, self._rejected_step)
+            lost = max(0, done - self._restored_step)
         return {
             "detect_s": note.detect_s,
             "recovery_s": round(first_step_at - note.noticed_at, 3),
@@ -253,6 +257,16 @@ class RankJournal:
                 "first_step": round(first_step_at - restored_at, 3),
             },
         }
+
+
+def _rejected_step(restored: dict[str, Any], attempt: int) -> int:
+    """Return the highest step of the checkpoints that ``attempt`` wrote and a restore rejected.
+
+    The ranks may have died before their journal could report those steps. Checkpoints of other
+    attempts do not count: their steps were lost before.
+    """
+    names = [CheckpointName.parse(str(each["name"])) for each in restored.get("rejected") or ()]
+    return max((name.step for name in names if name and name.attempt == attempt), default=0)
 
 
 def run_rank(config: dict[str, RankJob]) -> str | None:

@@ -151,14 +151,15 @@ def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_
         assert [point["step"] for point in journal.of_kind(EventKind.METRICS)[0]["points"]] == [3]
 
 
-def recovered(at: float) -> dict[str, Any]:
+def recovered(at: float, *rejected: str) -> dict[str, Any]:
     """What is told of a recovery whose attempt's first points were made at a time."""
     journal, now = Journal(), time.time()
     note = RecoveryNote(
         noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5
     )
     rank = RankJournal(journal, RankLaunch(2, now - 1, recovery=note), world_rank=0, world_size=2)  # type: ignore[arg-type]
-    rank.emit(EventKind.RESTORED, {"step": 7})
+    rejections = [{"name": name, "problem": "it is damaged"} for name in rejected]
+    rank.emit(EventKind.RESTORED, {"step": 7, "rejected": rejections})
     for _ in range(2):
         rank.emit(EventKind.METRICS, {"points": [{"step": 8, "at": at, "values": {}}]})
     assert [kind for kind, _ in journal.events].count(EventKind.RECOVERED) == 1
@@ -171,6 +172,13 @@ def test_a_recovery_ends_with_its_first_step() -> None:
     assert found["recovery_s"] == pytest.approx(3, abs=0.5) and found["phases"][
         "first_step"
     ] == pytest.approx(1, abs=0.5)
+
+
+def test_steps_behind_a_damaged_checkpoint_are_lost_though_nobody_reported_them() -> None:
+    """Ranks that are killed right after a save may not have reported its step."""
+    damaged, of_another_attempt = "step-000000017.s001.a001", "step-000000030.s001.a009"
+    assert recovered(time.time(), damaged)["steps_lost"] == 10
+    assert recovered(time.time(), of_another_attempt, "snapshot of rank 1")["steps_lost"] == 0
 
 
 def test_a_recovery_with_no_step_left_ends_with_its_restore() -> None:

@@ -133,7 +133,7 @@ def full_disk(write: Callable[[], object]) -> RankError:
 
 
 def write_in_user_code() -> None:
-    with Path("/dev/full").open("w") as cached, Path(__file__).open() as other:
+    with Path(__file__).open() as other, Path("/dev/full").open("w") as cached:
         cached.write(other.read())
         cached.flush()
 
