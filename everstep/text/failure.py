@@ -30,6 +30,7 @@ def headline(fault: Failure) -> str:
         "node_lost": f"{the_node} with {rank} was lost{when}",
         "out_of_memory": f"{rank}{place} ran out of memory{when}",
         "preemption": f"{the_node} was taken away or drained{when}",
+        "hardware": f"the GPU of {rank}{place}, its driver or a library failed{when}",
         "hang": f"{rank}{place} stopped making progress{when}",
         "storage": f"checkpoint {fault.evidence['checkpoint']} is damaged"
         if "checkpoint" in fault.evidence

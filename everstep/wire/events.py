@@ -122,5 +122,9 @@ class EventKind(StrEnum):
 NODE_UNFIT = "NodeUnfit"
 """Exception type in the failure of a node that did not pass the preflight checks."""
 
+GPU_FAULTY = "its GPU is faulty: "
+"""In the message of a failure of kind ``device``, if the node shows a fault of the hardware. The
+faults follow."""
+
 BEGINNINGS = frozenset({"fresh", "fork"})
 """Sources of a ``restored`` event that do not depend on older submissions of the run."""

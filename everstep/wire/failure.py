@@ -21,6 +21,7 @@ class Verdict(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTION = "preemption"
     HANG = "hang"
+    HARDWARE = "hardware"
     STORAGE = "storage"
     CONTROL_PLANE = "control_plane"
     UNKNOWN = "unknown"

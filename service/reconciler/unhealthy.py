@@ -14,11 +14,11 @@ from everstep.options.serve import (
     DEFAULT_CORDON_WINDOW_S,
 )
 from everstep.wire import ErrorKind, Verdict
-from everstep.wire.events import NODE_UNFIT
+from everstep.wire.events import GPU_FAULTY, NODE_UNFIT
 from service.model.rows import NodeFailure
 
 NODE_VERDICTS: Final = frozenset(
-    {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG}
+    {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG, Verdict.HARDWARE}
 )
 """What may be the fault of a node. An error of the user's code, of storage or of the control plane
 is not."""
@@ -82,6 +82,11 @@ def find_suspects(
             reason = (
                 f"not fit for {newest.run_id}: {newest.exception.removeprefix(f'{NODE_UNFIT}: ')}"
             )
+            suspects.append(Suspect(node_id, len(found), len(runs), reason))
+        elif faulty := [failure for failure in found if GPU_FAULTY in failure.exception]:
+            newest = max(faulty, key=lambda failure: failure.at)
+            faults = newest.exception.rpartition(GPU_FAULTY)[2]
+            reason = f"{GPU_FAULTY}{faults}; seen by {newest.run_id}"
             suspects.append(Suspect(node_id, len(found), len(runs), reason))
         elif 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
             suspects.append(Suspect(node_id, len(found), len(runs), _reason(found, rule)))

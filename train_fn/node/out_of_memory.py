@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_KMSG = Path("/dev/kmsg")
+KERNEL_LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192
 
 
@@ -48,21 +49,31 @@ def _count_in(file: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def oom_line(pid: int, kernel_log: Path = _KMSG) -> str | None:
+def oom_line(pid: int, kernel_log: Path = KERNEL_LOG) -> str | None:
     """The kernel's own line about its killing of process ``pid``; None where there is none, or
     where it may not be read."""
+    found = None
+    for _, message in kernel_lines(kernel_log):
+        if re.search(rf"\bKilled process {pid} \(", message):
+            found = message[:500]
+    return found
+
+
+def kernel_lines(kernel_log: Path = KERNEL_LOG) -> Iterator[tuple[float, str]]:
+    """Yield the messages of the kernel's log with their times, in seconds since the machine's
+    start, oldest first; none where it may not be read."""
     try:
         fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return None
+        return
     try:
-        found = None
         while record := _next_record(fd):
             for line in record.decode(errors="replace").splitlines():
-                message = line.split(";", 1)[-1]
-                if re.search(rf"\bKilled process {pid} \(", message):
-                    found = message[:500]
-        return found
+                head, separator, rest = line.partition(";")
+                message = rest if separator else line
+                fields = head.split(",")
+                at = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
+                yield at, message
     finally:
         os.close(fd)
 

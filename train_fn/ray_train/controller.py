@@ -376,6 +376,16 @@ class EverstepController(TrainController):  # type: ignore[misc]
             else self._look_at_nodes()
         )
 
+    def _try_elsewhere(self, node_id: str | None) -> None:
+        """Let the next attempt do without a node whose GPU failed, where there is another node."""
+        others = [
+            node
+            for node in self._look_at_nodes()
+            if node.reachable and not node.is_head and node.node_id != node_id
+        ]
+        if node_id is not None and others:
+            self._leave_out([node_id])
+
     def _leave_out(self, node_ids: list[str]) -> None:
         """Nodes that others do not reach, or that are not fit, get no rank for a while."""
         self._apart.leave_out(node_ids, time.monotonic())
@@ -429,6 +439,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
             checkpoint=self._engine.job.spec.checkpoint,
         )
         self._chronicle.failed(evidence, judgement, self._verdict)
+        if judgement.verdict is Verdict.HARDWARE:
+            self._try_elsewhere(judgement.node_id)
         self._look_for_oom(judgement, self._verdict)
         self._sizes.back_off(max(self._verdict.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._verdict.restart else FailureDecision.RAISE

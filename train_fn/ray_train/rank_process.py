@@ -21,6 +21,7 @@ import ray
 import ray.train
 import torch
 
+from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.errors import StorageUnavailable
 from storage.run_control import ProfileOrder, Stop
@@ -30,6 +31,7 @@ from train_fn.context import WorkerContext
 from train_fn.journal.rank_logging import RankLog
 from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.node.cpu_threads import set_threads
+from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import meet_on_the_clusters_network
@@ -305,7 +307,10 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         client.ask(ASK_S)  # rank 0 may have heard before this one of what the user wants
         return stop if client.stop_requested is not None else YIELDED
     except BaseException as exc:
-        error = redactor.error(describe_error(exc, rank))
+        error = describe_error(exc, rank)
+        if error.kind is ErrorKind.DEVICE:
+            error = with_device_evidence(error, _device(job.use_gpu))
+        error = redactor.error(error)
         logger.error(
             "rank %d stopped at step %s (%s): %s\n%s",
             rank,

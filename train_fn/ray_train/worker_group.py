@@ -45,7 +45,7 @@ from train_fn.ray_train.start_checks import (
 )
 from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S, find_stuck
+from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S, find_stuck, is_known_who_hangs
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
@@ -409,7 +409,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         if report.rank not in self._hung:
             return report
         return dataclasses.replace(
-            report, unresponsive=True, died=False, death=None, still_running=False
+            report,
+            unresponsive=True,
+            is_unproven=not is_known_who_hangs(self._stacks),
+            died=False,
+            death=None,
+            still_running=False,
         )
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, Failure, ReasonCode, Verdict
+from everstep.wire.events import GPU_FAULTY
 from train_fn.recovery.evidence import Evidence
 from train_fn.recovery.verdict import Judgement
 
@@ -34,6 +35,7 @@ class PastFailure:
     verdict: Verdict
     step: int | None
     signature: str | None = None
+    node_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,13 @@ def decide(
             f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
+    if _is_the_programs_own(judgement, past):
+        message = (
+            f"the same error of the device {_place(judgement)} on two nodes, and neither shows a "
+            f"fault of its hardware; look for a kernel that reads or writes where it must not, "
+            f"with CUDA_LAUNCH_BLOCKING=1 in env: {judgement.exception}"
+        )
+        return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
     in_a_row = 1 + _failures_without_progress(judgement, budget, past)
     backoff_s = min(backoff_max_s, 0.5 * 2 ** min(in_a_row - 3, 16)) if in_a_row > 2 else 0.0
     if judgement.verdict is Verdict.STORAGE:
@@ -98,9 +107,8 @@ def decide(
         stop = _exhausted(judgement, budget, in_a_row, spec, no_progress_limit)
         if stop is not None:
             return stop
-    action = (
-        "restart at once on what is alive" if backoff_s == 0 else f"restart after {backoff_s:g} s"
-    )
+    where = "elsewhere" if judgement.verdict is Verdict.HARDWARE else "on what is alive"
+    action = f"restart at once {where}" if backoff_s == 0 else f"restart after {backoff_s:g} s"
     return Decision(True, budget, action, backoff_s)
 
 
@@ -217,6 +225,19 @@ def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool
     return judgement.kind is ErrorKind.DEVICE_MEMORY and any(
         (failure.verdict, failure.step, failure.signature)
         == (judgement.verdict, judgement.step, judgement.signature)
+        for failure in past
+    )
+
+
+def _is_the_programs_own(judgement: Judgement, past: Sequence[PastFailure]) -> bool:
+    """Return whether an error of the device followed the run to another node: a broken GPU does
+    not."""
+    if judgement.verdict is not Verdict.HARDWARE or GPU_FAULTY in (judgement.exception or ""):
+        return False
+    return any(
+        failure.verdict is Verdict.HARDWARE
+        and (failure.step, failure.signature) == (judgement.step, judgement.signature)
+        and failure.node_id != judgement.node_id
         for failure in past
     )
 

@@ -34,7 +34,7 @@ VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
         ErrorKind.USER: Verdict.USER_ERROR,
         ErrorKind.OUT_OF_MEMORY: Verdict.OUT_OF_MEMORY,
         ErrorKind.DEVICE_MEMORY: Verdict.OUT_OF_MEMORY,
-        ErrorKind.DEVICE: Verdict.WORKER_LOST,
+        ErrorKind.DEVICE: Verdict.HARDWARE,
         ErrorKind.STORAGE: Verdict.STORAGE,
         ErrorKind.STORAGE_NOT_SHARED: Verdict.STORAGE,
         ErrorKind.NODE: Verdict.NODE_LOST,

@@ -29,6 +29,8 @@ class RankReport:
     """Ray says that the node was taken away as announced."""
     unresponsive: bool = False
     """Its process lives but answers no call: it is stopped, or stuck outside Python."""
+    is_unproven: bool = False
+    """It was killed to free the others, and nothing shows that it is the one that hung."""
     stack: str | None = None
     """Its stack when the rank was taken for hung."""
     still_running: bool = False
@@ -91,6 +93,8 @@ def _error_detail(error: RankError) -> dict[str, Any]:
     }
     if error.place:
         detail["place"] = error.place
+    if error.device:
+        detail["device"] = error.device
     if error.memory:
         detail["memory"] = error.memory[-_STACK_CHARS:]
     return detail

@@ -94,6 +94,12 @@ def find_stuck(stacks: Mapping[int, str | None]) -> list[int]:
     return busy or [max(stacks)]
 
 
+def is_known_who_hangs(stacks: Mapping[int, str | None]) -> bool:
+    """Return whether the stacks show who holds up the others: not where all wait for each other, as
+    ranks on GPUs do whatever happens."""
+    return any(stack is None or not waits_for_others(stack) for stack in stacks.values())
+
+
 def find_silent(
     asked_at: Mapping[int, float],
     stacks: Mapping[int, str | None],

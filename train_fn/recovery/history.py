@@ -106,7 +106,8 @@ class History:
 
 def past_failure(failure: Failure) -> PastFailure:
     """Return the part of a failure that later decisions need."""
-    return PastFailure(failure.verdict, failure.step, failure.evidence.get("signature"))
+    signature = failure.evidence.get("signature")
+    return PastFailure(failure.verdict, failure.step, signature, failure.node_id)
 
 
 def read_history(run_dir: RunDir) -> History:

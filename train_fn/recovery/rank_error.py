@@ -45,6 +45,8 @@ class RankError:
     """Step of the snapshot that the rank left on its node, if any."""
     memory: str | None = None
     """Summary of its GPU's memory, if that ran out."""
+    device: dict[str, Any] | None = None
+    """What its node says of its GPU, after an error of the device (``node/device_evidence.py``)."""
     place: str | None = None
     """Innermost line of uploaded code, ``task.py, line 12, in loss``; None if the traceback has
     none."""

@@ -43,7 +43,8 @@ def judge(evidence: Evidence) -> Judgement:
     if dead:
         return _judgement(evidence, dead[0], _death_verdict(dead[0]))
     if stuck:
-        return _judgement(evidence, stuck[0], Verdict.HANG)
+        proven = [r for r in stuck if not r.is_unproven]
+        return _judgement(evidence, proven[0] if proven else None, Verdict.HANG)
     if raised:
         error = raised[0].error
         assert error is not None

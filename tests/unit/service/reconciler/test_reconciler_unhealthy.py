@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.wire import ErrorKind, Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import GPU_FAULTY, EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.control_files.node_marks import MarksFile
 from service.db.node_marks import GONE_KEPT_S
@@ -78,8 +78,18 @@ def test_a_limit_of_zero_is_none() -> None:
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_only_what_may_be_the_node_s_fault_counts(verdict: Verdict) -> None:
-    counts = verdict in ("node_lost", "worker_lost", "out_of_memory", "hang")
+    counts = verdict in ("node_lost", "worker_lost", "out_of_memory", "hang", "hardware")
     assert suspected([failure(verdict=verdict.value)] * 5) == (["n1"] if counts else [])
+
+
+def test_a_node_whose_gpu_is_shown_to_be_faulty_is_cordoned_at_once() -> None:
+    words = f"AcceleratorError: CUDA error: unspecified launch failure; {GPU_FAULTY}Xid 79: gone"
+    faulty = failure(verdict="hardware", error=words, kind=ErrorKind.DEVICE)
+    [suspect] = find_suspects([faulty], RULE, NOW, {})
+    assert (suspect.node_id, suspect.num_failures) == ("n1", 1)
+    assert suspect.reason == f"{GPU_FAULTY}Xid 79: gone; seen by {faulty.run_id}"
+    unproven = failure(verdict="hardware", error="CUDA error: an illegal memory access")
+    assert find_suspects([unproven], RULE, NOW, {}) == ()
 
 
 def test_the_memory_of_a_gpu_is_the_model_s_matter() -> None:
@@ -146,7 +156,7 @@ def test_the_rule_is_what_it_says_for_any_records(
             for each in failures
             if each.node_id == node
             and NOW - window_s < each.at <= NOW
-            and each.verdict in ("node_lost", "worker_lost", "out_of_memory", "hang")
+            and each.verdict in ("node_lost", "worker_lost", "out_of_memory", "hang", "hardware")
         ]
         too_many = (runs and len({each.run_id for each in counted}) >= runs) or (
             limit and len(counted) >= limit

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
+from everstep.wire.events import GPU_FAULTY
 from storage.errors import StorageFull
 from train_fn.recovery.decision import Decision, PastFailure, decide
 from train_fn.recovery.error_kinds import kind_of
@@ -337,6 +338,49 @@ def test_a_gpu_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_
     assert "lower train.micro_batch_size" in str(decision.message)
     of_the_host = judged(report(0, died=True, death="Worker exit type: NODE_OUT_OF_MEMORY"))
     assert weighed(of_the_host, [PastFailure(of_the_host.verdict, of_the_host.step, None)]).restart
+
+
+def test_a_hang_without_evidence_of_who_hangs_names_nobody() -> None:
+    """All ranks of a group on GPUs sit in one call: an innocent node must not be counted out."""
+    given_up = report(2, unresponsive=True, is_unproven=True)
+    result = judged(report(0, still_running=True, held_up=True), given_up)
+    assert (result.verdict, result.first_rank, result.node_id) == (Verdict.HANG, None, None)
+    proven = report(1, unresponsive=True)
+    result = judged(proven, given_up)
+    assert (result.verdict, result.first_rank, result.node_id) == (Verdict.HANG, 1, "n1")
+
+
+def of_the_device(node: str, step: int = 10, faults: str = "") -> Judgement:
+    message = f"CUDA error: an illegal memory access was encountered{faults}"
+    found = RankError(
+        1, ErrorKind.DEVICE, "AcceleratorError", message, "", step, "step", 1.0, device={"xids": []}
+    )
+    return judged(dataclasses.replace(report(1, error=found), node_id=node))
+
+
+def past_of(judgement: Judgement) -> PastFailure:
+    return PastFailure(judgement.verdict, judgement.step, judgement.signature, judgement.node_id)
+
+
+def test_an_error_of_the_device_is_the_hardware_s_until_it_follows_the_run() -> None:
+    first = of_the_device("n1")
+    assert (first.verdict, first.first_rank, first.node_id) == (Verdict.HARDWARE, 1, "n1")
+    assert first.detail["device"] == {"xids": []}
+    decision = weighed(first, [])
+    assert (decision.restart, decision.budget) == (True, "system_failures")
+    assert decision.action == "restart at once elsewhere"
+    on_the_same = weighed(of_the_device("n1"), [past_of(first)])
+    at_another_step = weighed(of_the_device("n2", step=11), [past_of(first)])
+    assert on_the_same.restart and at_another_step.restart
+    followed = weighed(of_the_device("n2"), [past_of(first)])
+    assert (followed.restart, followed.reason) == (False, ReasonCode.USER_ERROR)
+    assert "on two nodes" in str(followed.message)
+
+
+def test_two_nodes_with_faulty_gpus_are_not_the_program_s_fault() -> None:
+    faults = f"; {GPU_FAULTY}Xid 79: the GPU has fallen off the bus"
+    first, second = of_the_device("n1", faults=faults), of_the_device("n2", faults=faults)
+    assert weighed(second, [past_of(first)]).restart
 
 
 def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() -> None:
