@@ -65,6 +65,9 @@ class WorkerContext:
     """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
     tell_kept: Callable[[int], None] = lambda step: None
     """Hears of the step whose state was left on this node while the rank waits for its peers."""
+    is_let_go: Callable[[], bool] = lambda: False
+    """Whether the attempt was given up although this rank's peers may live: it leaves its step, and
+    keeps its state, as if they were gone. Asked once a step."""
     on_replaced: Callable[[str], None] = lambda why: None
     """What follows once the storage says that a newer attempt, or submission, has begun; under a
     driver the process ends."""

@@ -60,6 +60,7 @@ from train_fn.loop.attempt import train, train_openly
 from train_fn.loop.departure import save_last
 from train_fn.loop.training import Progress
 from train_fn.node.cpu_threads import set_threads
+from train_fn.node.debug_level import take_debug_level
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import interface_problem
 from train_fn.recovery.environment import device_env, take_environment
@@ -350,6 +351,7 @@ def _join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     backend, timeout = group_backend(device), timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    take_debug_level(over_nccl=backend != "gloo")
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:

@@ -52,6 +52,8 @@ class Job:
     killed_telling: int | None = None
     """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is
     committed."""
+    let_go: tuple[int, int] | None = None
+    """(rank, steps done): that rank hears that the attempt was given up, while its peers live."""
     stopped: tuple[Stop, int] | None = None
     """(stop, steps done): rank 0 hears of a stop then."""
     one_node: bool = False
@@ -120,6 +122,10 @@ class ListJournal:
 
     def first_step(self) -> int:
         return self.step
+
+    def is_let_go(self) -> bool:
+        """The loop asks once a step, before it asks whether to stop."""
+        return self._job.let_go == (self._rank, self.first_step() + self._asked)
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -244,6 +250,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,
+        is_let_go=journal.is_let_go,
     )
     _follow_restores(journal)
     try:

@@ -347,6 +347,7 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     # restarted.
     detect_s, recovery_s = failures[0].data["detect_s"], recovered.data["recovery_s"]
     assert detect_s + recovery_s == pytest.approx(after - before, abs=0.5), run.describe()
+    assert "recovery.hang_timeout_s" in failures[0].data["exception"]
     assert detect_s >= 5.0 and recovered.data["detect_s"] == detect_s
     if stopped_at is not None:
         assert before == pytest.approx(stopped_at, abs=2.0)

@@ -12,7 +12,13 @@ from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from tests.integration.test_exactness import LAST_STEP, make_spec
+from tests.integration.test_exactness import (
+    LAST_STEP,
+    assert_same,
+    final_state,
+    make_spec,
+    merged_losses,
+)
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.support.storage_places import record_restored
 from train_fn.node.node_dir import shared_memory_root
@@ -56,6 +62,25 @@ def test_a_data_set_that_raises_is_told_from_its_consequences(tmp_path: Path) ->
     )
     assert "trainees.py" in culprit.traceback
     assert all(error.kind is ErrorKind.COLLECTIVE for error in errors if error is not culprit)
+
+
+def test_ranks_whose_attempt_is_given_up_leave_their_states_although_all_live(
+    tmp_path: Path,
+) -> None:
+    """As where one host is cut off from the head alone: no collective fails by itself."""
+    whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
+    spec = make_spec()
+    reference = train_to_end(Job(whole, spec, 3), tmp_path)
+    left = run_ranks(Job(broken, spec, 3, let_go=(1, 11)), tmp_path)
+    errors = errors_of(left)
+    assert [error.kind for error in errors] == [ErrorKind.COLLECTIVE] * 3
+    assert [error.snapshot_step for error in errors] == [11] * 3
+    assert errors[1].type == "PeersGone"
+    resumed = train_to_end(Job(broken, spec, 3, attempt=2), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("snapshot", 11)
+    assert merged_losses(left[0], resumed) == reference.losses
+    assert_same(final_state(whole), final_state(broken))
 
 
 def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ own process only."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 from train_fn.context import WorkerContext
 from train_fn.loop import replica
+from train_fn.node.debug_level import take_debug_level
 from train_fn.samples.sampler import Sampler
 from train_fn.step import stragglers
 
@@ -257,24 +259,25 @@ def slow_second_rank() -> None:
 
 
 FIRST_KIND = (26, 61, 65, 84, 101, 173, 190, 240)
-NUM_KINDS = 3
+"""With seed 0 these are the last micro-batch of step 12: it has one kind only."""
 
 
-def kinds_of_samples(num_samples: int = 320) -> torch.Tensor:
-    """Two kinds by turns, but for a few of the first; two samples have the third, one of them in
-    the run's first micro-batch."""
+def kinds_of_samples(num_kinds: int, num_samples: int = 320) -> torch.Tensor:
+    """Two kinds by turns, but for a few of the first; two samples have the third, if there is one,
+    one of them in the run's first micro-batch."""
     kinds = torch.arange(num_samples) % 2
     kinds[list(FIRST_KIND)] = 0
-    first = Sampler(num_samples, 32, 8, 0).global_batch(0, 0)
-    kinds[[int(first[0]), 200]] = 2
+    if num_kinds > 2:
+        first = Sampler(num_samples, 32, 8, 0).global_batch(0, 0)
+        kinds[[int(first[0]), 200]] = 2
     return kinds
 
 
 class TrunkAndHeads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_kinds: int) -> None:
         super().__init__()
         self.trunk = nn.Linear(4, 8)
-        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(NUM_KINDS))
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(num_kinds))
 
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> list[torch.Tensor]:
         hidden = torch.tanh(self.trunk(x))
@@ -286,11 +289,13 @@ class TrunkAndHeads(nn.Module):
 class HeadsByKind:
     """A loss that uses a head only where a sample of its kind is in the micro-batch."""
 
+    num_kinds = 3
+
     def build_model(self) -> nn.Module:
-        return TrunkAndHeads()
+        return TrunkAndHeads(self.num_kinds)
 
     def build_datasets(self) -> dict[str, Any]:
-        kinds = kinds_of_samples()
+        kinds = kinds_of_samples(self.num_kinds)
         x = torch.from_numpy(
             np.random.default_rng(1).normal(size=(len(kinds), 4)).astype(np.float32)
         )
@@ -302,6 +307,23 @@ class HeadsByKind:
 
 def heads_by_kind() -> None:
     replica.build_task = lambda spec: HeadsByKind()
+
+
+class TwoHeads(HeadsByKind):
+    """Two kinds alone: every head is used in every step, by other micro-batches or other ranks."""
+
+    num_kinds = 2
+
+
+def two_heads() -> None:
+    replica.build_task = lambda spec: TwoHeads()
+
+
+def two_heads_in_detail() -> None:
+    """A warm process that gets TORCH_DISTRIBUTED_DEBUG=DETAIL with the run's environment."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    take_debug_level(over_nccl=False)
+    two_heads()
 
 
 class CheckpointedHeads(HeadsByKind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from train_fn.errors import PeersGone
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import difference
 from train_fn.step.step_totals import StepTotals
@@ -45,6 +46,8 @@ def forward_backward(training: Training) -> StepTotals:
             carrier.add(loss_sum, weight, differs)
             loss = state.scaler.scale(loss_sum * scale)
             if last:  # the totals travel with the gradients of the last backward
+                if training.ctx.is_let_go():
+                    raise PeersGone("this attempt was given up; another one follows")
                 stop, committed, save = training.saver.words(progress.reported_checkpoint)
                 volatile.start()
                 stop = training.ctx.journal.stop_requested or stop

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
+from train_fn.node.debug_level import lowered_level
 from train_fn.samples.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
 from train_fn.samples.randomness import seed_building, seed_micro_batch, torch_generators
 from train_fn.samples.sampler import MicroBatch, Sampler
@@ -438,6 +439,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
         total_steps=min(all_steps, train.max_steps or all_steps),
         draws_from_torch_alone=spec.code is None,
     )
+    if debugging := lowered_level():
+        replica.warn(debugging)
     if in_eval:
         replica.warn(
             f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "

@@ -305,13 +305,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 self._settings, self._engine.job.spec.recovery.hang_timeout_s
             )
         elif overdue_s is not None:
-            ranks = self._worker_group.break_hang()
-            logger.warning(
-                "no sign of life for %.1f s in phase %s; killed rank %s",
-                overdue_s,
-                progress.phase,
-                ranks,
-            )
+            reason = self._hang_watch.reason(progress, overdue_s)
+            ranks = self._worker_group.break_hang(reason)
+            logger.warning("%s; killed rank %s", reason, ranks)
             self._hang_watch = HangWatch(
                 self._settings, self._engine.job.spec.recovery.hang_timeout_s
             )

@@ -31,6 +31,7 @@ from train_fn.context import WorkerContext
 from train_fn.journal.rank_logging import RankLog
 from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.node.cpu_threads import set_threads
+from train_fn.node.debug_level import take_debug_level
 from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.host_memory import keep_memory
@@ -81,6 +82,7 @@ _launch: RankLaunch | None = None
 _yield_asked = threading.Event()
 kept_step: int | None = None
 """Step whose state was left on this node before the training thread was freed; None for none."""
+_let_go = threading.Event()
 _news = threading.Event()
 """A report waits to be taken, or ``_trained``."""
 _trained = threading.Event()
@@ -91,12 +93,14 @@ def prepare(launch: RankLaunch) -> None:
     global _launch, kept_step
     _launch, kept_step = launch, None
     take_environment(launch.env)
+    take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
     keep_memory()
     ip = ray.util.get_node_ip_address()
     meet_on_the_clusters_network(ip)
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
+    _let_go.clear()
     _news.clear()
     _trained.clear()
     take_precedence()
@@ -122,8 +126,13 @@ def ask_to_yield() -> None:
 
 
 def let_go() -> None:
-    """Free the training thread from collectives that will never end. Return at once: an abort may
-    take long, and the process is to answer meanwhile."""
+    """Make the loop leave: a peer is gone, or is taken for gone.
+
+    Collectives of NCCL are aborted. Those of gloo fail by themselves where a peer has died; where
+    it lives, and was only cut off from the head, the loop leaves at its next step. Return at once:
+    an abort may take long, and the process is to answer meanwhile.
+    """
+    _let_go.set()
     threading.Thread(target=abort_collectives, name="let-go", daemon=True).start()
 
 
@@ -350,6 +359,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         hears_journal=journal.hears,
         told_step=journal.told_step,
         tell_kept=_tell_kept,
+        is_let_go=_let_go.is_set,
         on_replaced=lambda why: _leave_at_once(),
     )
     logger.info(

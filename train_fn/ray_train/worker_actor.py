@@ -104,7 +104,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         worker.ask_to_yield()
 
     def let_go(self) -> None:
-        """A peer is gone: free the training function from collectives that will never end."""
+        """A peer is gone, or is taken for gone: have the training function leave its step."""
         worker.let_go()
 
     def stack(self) -> str:

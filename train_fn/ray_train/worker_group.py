@@ -94,6 +94,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """By process id of a rank, the out-of-memory kills of its node when it began."""
         self._stacks: dict[int, str | None] = {}
         self._hung: list[int] = []
+        self._hang_reason = ""
         self.start_reports: tuple[RankReport, ...] = ()
         self._bundles: list[Bundle] = []
         self._worker_group_start_timeout_s = settings.placement_s
@@ -344,8 +345,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for worker in self.get_workers():
             worker.actor.ask_to_yield.remote()
 
-    def break_hang(self) -> list[int]:
-        """Keep every rank's stack, and kill those that hold the others up; which they were.
+    def break_hang(self, reason: str) -> list[int]:
+        """Keep every rank's stack, and kill those that hold the others up, for ``reason``; which
+        they were.
 
         Their peers leave with a failed collective, as when a rank dies by itself; ``settle`` tells
         the difference.
@@ -354,6 +356,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             worker.actor.stack.remote(): rank for rank, worker in enumerate(self.get_workers())
         }
         answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
+        self._hang_reason = reason
         self._stacks = dict.fromkeys(pending.values())
         for ref in answered:
             with contextlib.suppress(RayError):
@@ -375,7 +378,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if worker.metadata.node_id in node_ids
         ]
         if len(ranks) == len(self.get_workers()):
-            return self.break_hang()
+            return self.break_hang("its node is taken away, and it has not left in time")
         for rank in ranks:
             ray.kill(self.get_workers()[rank].actor)
         return ranks
@@ -404,18 +407,33 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def _with_hang(self, report: RankReport) -> RankReport:
         """A rank that was killed because it hung did not die; every rank's stack from then is
-        evidence."""
+        evidence.
+
+        Where its node does not answer either, the node is lost: nobody knows whether the rank hung,
+        or was killed at all.
+        """
         report = dataclasses.replace(report, stack=self._stacks.get(report.rank))
-        if report.rank not in self._hung:
-            return report
-        return dataclasses.replace(
-            report,
-            unresponsive=True,
-            is_unproven=not is_known_who_hangs(self._stacks),
-            died=False,
-            death=None,
-            still_running=False,
-        )
+        if report.rank in self._hung:
+            is_lost = not report.node_alive
+            return dataclasses.replace(
+                report,
+                unresponsive=not is_lost,
+                is_unproven=not is_lost and not is_known_who_hangs(self._stacks),
+                died=is_lost,
+                death=None,
+                still_running=False,
+                hang=None if is_lost else self._hang_reason,
+            )
+        if report.unresponsive:
+            limit_s = self._settings.health_timeout_s
+            no_answer = (
+                "its process does not answer, though its node does: it was stopped, or is busy "
+                f"outside of Python. A poll may take {limit_s:g} s "
+                "(EVERSTEP_RECOVERY_HEALTH_TIMEOUT_S, or recovery.hang_timeout_s where that is "
+                "shorter); raise that if it is busy"
+            )
+            return dataclasses.replace(report, hang=no_answer)
+        return report
 
     def shutdown(self) -> None:
         """End the group at once: its ranks have settled, and a process that ends needs no

@@ -204,14 +204,14 @@ def _exhausted(
         message = (
             f"{in_a_row} system failures in a row without progress exceed "
             "recovery.max_system_failures "
-            f"{spec.max_system_failures}; the last was {judgement.verdict}"
+            f"{spec.max_system_failures}; the last was {_last(judgement)}"
         )
         code = ReasonCode.SYSTEM_FAILURES_EXHAUSTED
         return Decision(False, budget, "stop", reason=code, message=message)
     if in_a_row >= no_progress_limit:
         message = (
             f"{in_a_row} attempts in a row failed before one new step; the last failure was "
-            f"{judgement.verdict}"
+            f"{_last(judgement)}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
     return None
@@ -261,6 +261,12 @@ def _failures_without_progress(
             break
         count += 1
     return count
+
+
+def _last(judgement: Judgement) -> str:
+    """Return the verdict, and for a hang what the limit was and how to raise it."""
+    is_hang = judgement.verdict is Verdict.HANG and judgement.exception
+    return f"{judgement.verdict}: {judgement.exception}" if is_hang else f"{judgement.verdict}"
 
 
 def _place(judgement: Judgement) -> str:

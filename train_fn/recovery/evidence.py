@@ -33,6 +33,8 @@ class RankReport:
     """It was killed to free the others, and nothing shows that it is the one that hung."""
     stack: str | None = None
     """Its stack when the rank was taken for hung."""
+    hang: str | None = None
+    """Why it was taken for hung: the limit that it exceeded, and the setting that allows more."""
     still_running: bool = False
     """Its training thread had not ended when the wait for it was over."""
     held_up: bool = False

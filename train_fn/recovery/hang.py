@@ -28,6 +28,14 @@ WAITING_FILES = (
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
 ends with one, a barrier of Ray Train."""
 
+_TAKES_LONG = {
+    Phase.START: "the set-up of an attempt",
+    Phase.FIRST_STEP: "the first step",
+    Phase.STEP: "a step",
+    Phase.EVALUATION: "an evaluation, or on_epoch_end,",
+    Phase.FINISH: "the last evaluation or checkpoint",
+}
+
 
 class HangWatch:
     """Detects that an attempt made no progress for longer than its phase allows.
@@ -58,6 +66,17 @@ class HangWatch:
         self._looked_at = now
         self.due_at = self._moved_at + self.limit_s(progress)
         return now - self._moved_at if now > self.due_at else None
+
+    def reason(self, progress: Progress, overdue_s: float) -> str:
+        """Return why the ranks are taken for hung, and which setting of the spec allows more."""
+        set_s = self._hang_timeout_s
+        setting = "is not set" if set_s is None else f"is {set_s:g}"
+        return (
+            f"no sign of life for {overdue_s:.1f} s in phase {progress.phase}; the limit is "
+            f"{self.limit_s(progress):g} s (recovery.hang_timeout_s {setting}). If "
+            f"{_TAKES_LONG[progress.phase]} really takes this long, set recovery.hang_timeout_s "
+            "to more"
+        )
 
     def limit_s(self, progress: Progress) -> float:
         """Return how many seconds the current phase may take without progress."""

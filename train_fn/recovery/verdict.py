@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.wire import ErrorKind, Verdict
@@ -44,7 +44,8 @@ def judge(evidence: Evidence) -> Judgement:
         return _judgement(evidence, dead[0], _death_verdict(dead[0]))
     if stuck:
         proven = [r for r in stuck if not r.is_unproven]
-        return _judgement(evidence, proven[0] if proven else None, Verdict.HANG)
+        judgement = _judgement(evidence, proven[0] if proven else None, Verdict.HANG)
+        return replace(judgement, exception=judgement.exception or stuck[0].hang)
     if raised:
         error = raised[0].error
         assert error is not None
@@ -79,7 +80,7 @@ def _judgement(evidence: Evidence, first: RankReport | None, verdict: Verdict) -
     error = first.error if first else None
     exception = error.summary if error else evidence.control_error
     if first is not None and error is None:
-        exception = None
+        exception = first.hang
     return Judgement(
         verdict=verdict,
         first_rank=first.rank if first else None,

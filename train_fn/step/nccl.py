@@ -110,6 +110,16 @@ def begin_attempt() -> None:
     keep_before_abort(None)
 
 
+def end_groups() -> None:
+    """Abort this process's groups, whatever their collectives wait for: to destroy them would wait,
+    too."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        inner = _inner(group)
+        if dist.get_backend(group) not in _FAIL_BY_THEMSELVES and inner is not _outer(group):
+            inner.abort()  # torch aborts the wrapper, which does nothing
+    dist.distributed_c10d._abort_process_group()
+
+
 def unwrapped(backend: Any) -> Any:
     """Return the backend inside of the one that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
 
@@ -122,5 +132,9 @@ def unwrapped(backend: Any) -> Any:
 
 def _inner(group: dist.ProcessGroup) -> Any:
     """Return the part of a process group that does the work."""
+    return unwrapped(_outer(group))
+
+
+def _outer(group: dist.ProcessGroup) -> Any:
     device = dist.Backend.backend_capability[dist.get_backend(group)][0]
-    return unwrapped(group._get_backend(torch.device(device)))
+    return group._get_backend(torch.device(device))

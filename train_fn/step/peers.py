@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train_fn.step.nccl import fails_by_itself, require_whole, within_limit
+from train_fn.step.nccl import end_groups, fails_by_itself, require_whole, within_limit
 
 _NEVER_SENT = 0x7E5EE5
 """Tag of a message that nobody sends."""
@@ -111,8 +111,7 @@ def end_process_group() -> None:
     if not dist.is_initialized():
         return
     if not fails_by_itself():
-        # destroying waits for collectives that will never finish
-        within_limit(dist.distributed_c10d._abort_process_group)
+        within_limit(end_groups)
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         _close_connections(group)

@@ -10,12 +10,16 @@ import ray
 import ray.train.torch
 import torch
 
+from everstep.wire import Verdict
 from train_fn.ray_train import placement
 from train_fn.ray_train import rank_process as worker
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.rank_process import YIELDED
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.verdict import judge
 
 
 @pytest.mark.parametrize(("num_visible", "expected"), [(2, "cuda:1"), (1, "cuda:0")])
@@ -66,11 +70,33 @@ def test_of_a_node_that_is_taken_away_its_own_ranks_are_killed_and_no_others(
         SimpleNamespace(actor=f"rank {rank}", metadata=SimpleNamespace(node_id=node))
         for rank, node in enumerate("aab")
     ]
-    group: Any = SimpleNamespace(get_workers=lambda: workers, break_hang=lambda: [1])
+    group: Any = SimpleNamespace(get_workers=lambda: workers, break_hang=lambda reason: [1])
     assert EverstepWorkerGroup.abandon(group, {"b"}) == [2] and killed == ["rank 2"]
     assert EverstepWorkerGroup.abandon(group, {"a", "b"}) == [1], (
         "where nobody else is left, the one that is waited for"
     )
+
+
+@pytest.mark.parametrize(
+    ("node_alive", "verdict"), [(True, Verdict.HANG), (False, Verdict.NODE_LOST)]
+)
+def test_a_rank_that_was_killed_for_a_hang_on_a_node_that_does_not_answer_is_a_lost_node(
+    node_alive: bool, verdict: Verdict
+) -> None:
+    """A host that is cut off: nobody knows whether its rank hung, or was killed at all."""
+    why = "set recovery.hang_timeout_s to more"
+    group: Any = SimpleNamespace(
+        _hung=[1],
+        _stacks={0: "waits", 1: None},
+        _hang_reason=why,
+        _settings=RecoverySettings(),
+    )
+    killed = RankReport(1, "b", 101, died=True, death="killed by ray.kill", node_alive=node_alive)
+    ranks = (RankReport(0, "a", 100), EverstepWorkerGroup._with_hang(group, killed))
+    judgement = judge(Evidence(attempt=1, noticed_at=50.0, ranks=ranks))
+    assert (judgement.verdict, judgement.first_rank) == (verdict, 1)
+    assert judgement.exception == (why if node_alive else None)
+    assert "death" not in judgement.detail
 
 
 class Cluster:

@@ -189,6 +189,38 @@ BACKWARD = LOOP + '  File "/venv/torch/autograd/graph.py", line 800, in _engine_
 USER = LOOP + '  File "/home/me/task.py", line 7, in loss\n'
 
 
+@pytest.mark.parametrize(
+    ("phase", "hang_timeout_s", "said"),
+    [
+        (
+            Phase.STEP,
+            10.0,
+            r"in phase step; the limit is 10 s \(.*hang_timeout_s is 10\)\. If a step",
+        ),
+        (
+            Phase.STEP,
+            None,
+            r"the limit is 60 s \(recovery\.hang_timeout_s is not set\)\. If a step",
+        ),
+        (
+            Phase.EVALUATION,
+            10.0,
+            r"limit is 3600 s \(.* is 10\)\. If an evaluation, or on_epoch_end,",
+        ),
+        (Phase.EVALUATION, 5000.0, r"the limit is 5000 s \(recovery\.hang_timeout_s is 5000\)"),
+        (Phase.START, None, r"the limit is 600 s .* If the set-up of an attempt really"),
+    ],
+)
+def test_a_hang_names_its_limit_and_the_setting_that_allows_more(
+    phase: Phase, hang_timeout_s: float | None, said: str
+) -> None:
+    watch = HangWatch(RecoverySettings(), hang_timeout_s)
+    reason = watch.reason(Progress(attempt=1, phase=phase), 12.84)
+    assert reason.startswith("no sign of life for 12.8 s")
+    assert re.search(said, reason), reason
+    assert reason.endswith("really takes this long, set recovery.hang_timeout_s to more")
+
+
 def test_who_waits_for_nobody_is_stuck() -> None:
     assert find_stuck({0: REDUCE, 1: USER, 2: BACKWARD}) == [1]
     assert find_stuck({0: REDUCE, 1: None, 2: USER}) == [1], "who does not answer comes first"

@@ -100,6 +100,18 @@ def test_each_evidence_has_its_verdict(facts: dict[str, object], verdict: Verdic
     assert judged(report(0, **facts)).verdict is verdict
 
 
+@pytest.mark.parametrize(("is_unproven", "first"), [(False, 1), (True, None)])
+def test_a_hang_says_why_it_was_taken_for_one_whether_or_not_anybody_is_blamed(
+    is_unproven: bool, first: int | None
+) -> None:
+    why = "no sign of life for 12.8 s; set recovery.hang_timeout_s to more"
+    result = judged(
+        report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)),
+        report(1, unresponsive=True, is_unproven=is_unproven, hang=why),
+    )
+    assert (result.verdict, result.first_rank, result.exception) == (Verdict.HANG, first, why)
+
+
 def test_who_stays_behind_when_all_others_left_is_what_they_waited_for() -> None:
     result = judged(
         report(0, error=error(0, ErrorKind.COLLECTIVE, 1.0)), report(1, still_running=True)

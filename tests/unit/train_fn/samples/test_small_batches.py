@@ -10,44 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
+from tests.support.small_batches import Normed, Spoilt
 from train_fn.context import WorkerContext
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.recovery.rank_error import StepFailed
 
 pytestmark = pytest.mark.own_process
-
-SHAPES = {"flat": (4,), "image": (2, 3, 3), "pooled": (2, 1, 1)}
-
-
-class Normed:
-    """A BatchNorm over ``shape``; samples of training are ``length``."""
-
-    def __init__(self, length: int, shape: str = "flat", *, frozen: bool = False) -> None:
-        self.length, self.shape, self.frozen = length, SHAPES[shape], frozen
-
-    def build_model(self) -> nn.Module:
-        norm = nn.BatchNorm1d(4) if len(self.shape) == 1 else nn.BatchNorm2d(2)
-        if self.frozen:
-            norm.eval()
-        return nn.Sequential(norm, nn.Flatten(), nn.Linear(math.prod(self.shape), 1))
-
-    def build_datasets(self) -> dict[str, Any]:
-        x = torch.randn(self.length, *self.shape)
-        return {"train": TensorDataset(x, x.flatten(1).sum(1)), "val": None}
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        x, y = batch
-        return F.mse_loss(model(x)[:, 0], y, reduction="sum"), len(y)
 
 
 def context(
@@ -150,32 +125,6 @@ def test_what_can_train_is_trained(
     ctx = context(tmp_path, monkeypatch, task, **sizes)
     assert train(ctx) is None
     assert all(map(math.isfinite, (point["values"]["loss"] for point in journal_of(ctx).points)))
-
-
-class Spoilt:
-    """A mean of numbers, of which those below 0 are bad; ``collate`` leaves them out, and gives
-    None where nothing is left."""
-
-    def __init__(self, values: list[float]) -> None:
-        self.values = values
-
-    def build_model(self) -> nn.Module:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        return model
-
-    def build_datasets(self) -> dict[str, Any]:
-        return {"train": self.values, "val": self.values}
-
-    def collate(self, samples: list[float]) -> torch.Tensor | None:
-        good = [sample for sample in samples if sample >= 0]
-        return torch.tensor(good) if good else None
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return (model(torch.ones(1)) - batch).square().sum(), len(batch)
-
-    def metrics(self, model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        return {"mean": (batch.sum(), len(batch))}
 
 
 def test_a_collate_that_gives_none_is_left_out_of_training_and_evaluation_alike(

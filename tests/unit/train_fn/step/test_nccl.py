@@ -44,6 +44,19 @@ def test_gloos_collectives_are_left_alone(gloo: None) -> None:
     assert total.tolist() == [1, 1]
 
 
+@pytest.mark.own_process
+def test_the_backend_is_found_inside_of_torchs_debugging_wrapper() -> None:
+    """The wrapper can neither abort nor tell of errors."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    outer = dist.group.WORLD._get_backend(torch.device("cpu"))
+    inner = nccl.unwrapped(outer)
+    assert isinstance(inner, dist.ProcessGroupGloo) and inner is not outer
+    assert nccl.unwrapped(inner) is inner
+    end_process_group()
+
+
 def test_without_a_process_group_there_is_nothing_to_abort() -> None:
     nccl.abort_collectives()
     Peers(0, 2, torch.device("cpu")).require_whole()
