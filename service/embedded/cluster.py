@@ -1,5 +1,7 @@
-"""The embedded Ray cluster as the service sees it: adopt it, start it, stop it. Talks to the keeper
-by files and signals."""
+"""The embedded Ray cluster as the service sees it: adopt, start, stop.
+
+It talks to the keeper by files and signals.
+"""
 
 from __future__ import annotations
 
@@ -25,43 +27,48 @@ from service.settings import Settings
 from storage.files.draft import draft_beside
 
 START_TIMEOUT_S = 420.0
-"""The keeper gives up earlier: it waits GIVE_UP_S for the head and for the first node, and for each
-a last try."""
+"""Longest wait for a cluster. The keeper gives up earlier: it waits GIVE_UP_S for the head and for
+the first node, and one more try for each."""
 SAY_S = 15.0
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.1
-# A unix socket's path has 107 bytes, and Ray appends about 85 to the base directory.
+# The path of a unix socket has at most 107 bytes, and Ray appends about 85 to the base.
 LONGEST_BASE = 18
 
 log = structlog.get_logger(__name__)
 
 
 class ClusterError(Exception):
-    """The embedded cluster could not be started; the message says where to look."""
+    """The embedded cluster did not start. The message names the log."""
 
 
 class EmbeddedCluster:
-    """The Ray cluster of one home directory. The caller holds the home's lock: nobody else starts
-    or stops it meanwhile."""
+    """The Ray cluster of one home directory.
+
+    The caller holds the home's lock, so that no other service starts or stops it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._child: int | None = None
-        """Keeper that this process started, until it was reaped."""
+        """Pid of the keeper that this process started, until it is reaped."""
 
     def note(self) -> ClusterNote | None:
-        """What the keeper last wrote."""
+        """Return the keeper's newest note."""
         return read_note(self._settings.cluster_path)
 
     def is_running(self) -> bool:
-        """Whether the keeper lives and the cluster is ready. Cheap: one file and one process."""
+        """Return whether the keeper lives and the cluster is ready. Reads one file and one
+        process."""
         self._reap()
         note = self.note()
         return note is not None and note.state == "ready" and lives(note.keeper_pid, note.temp_dir)
 
     def ensure_running(self) -> ClusterNote:
-        """Adopt the cluster that runs, or start one after clearing away what a dead one left.
-        Raises ClusterError."""
+        """Adopt the running cluster, or remove the remnants of a dead one and start a new one.
+
+        Raises ClusterError.
+        """
         note = self.note()
         if note is not None and lives(note.keeper_pid, note.temp_dir):
             return self._adopt(self._await_ready(note.keeper_pid))
@@ -74,7 +81,7 @@ class EmbeddedCluster:
         return self._start()
 
     def stop(self) -> None:
-        """End every process of the cluster; harmless when there is none."""
+        """End every process of the cluster, if there is one."""
         note = self.note()
         if note is not None and lives(note.keeper_pid, note.temp_dir):
             log.info("stopping the embedded cluster", nodes=len(note.nodes))
@@ -86,9 +93,9 @@ class EmbeddedCluster:
         self._clear_remnants()
 
     def token(self) -> str:
-        """The token of the cluster's own Ray authentication; made at the first call."""
+        """Return the cluster's Ray token. The first call creates it."""
         path = self._settings.ray_token_path
-        # Written beside and linked into place: nobody ever reads half a token.
+        # Written to a draft and linked into place, so that nobody reads half a token.
         with contextlib.suppress(FileExistsError), draft_beside(path) as draft:
             Path(draft).touch(mode=0o600)
             Path(draft).write_text(secrets.token_hex(32))
@@ -122,10 +129,9 @@ class EmbeddedCluster:
         )
         if (note.num_nodes, note.cpus_per_node) != (settings.nodes, settings.cpus_per_node):
             log.warning(
-                "the running cluster has another size; it changes when the service is stopped and "
-                "started again",
+                "the running cluster has another size; stop and start the service to change it",
                 running=f"{note.num_nodes} x {note.cpus_per_node} CPU",
-                asked=f"{settings.nodes} x {settings.cpus_per_node} CPU",
+                set=f"{settings.nodes} x {settings.cpus_per_node} CPU",
             )
         if workers < note.num_nodes:
             log.info("replacing dead nodes", missing=note.num_nodes - workers)
@@ -134,8 +140,7 @@ class EmbeddedCluster:
         return note
 
     def _spawn(self, temp_dir: str, *flags: str) -> int:
-        """Start a keeper in a session of its own, where no terminal's or supervisor's signal finds
-        it; returns its pid."""
+        """Start a keeper and return its pid. Its own session keeps signals of a terminal away."""
         settings = self._settings
         self.token()
         env = cluster_environment(
@@ -177,7 +182,7 @@ class EmbeddedCluster:
         return self._child
 
     def _reap(self) -> None:
-        """Collect the exit state of an ended keeper, which would stay as a zombie."""
+        """Collect the exit status of an ended keeper, which would stay as a zombie."""
         if self._child is not None:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(self._child, os.WNOHANG)[0] == 0:
@@ -189,7 +194,7 @@ class EmbeddedCluster:
         while (now := time.monotonic()) < began + START_TIMEOUT_S:
             note = self.note()
             if now - said_at >= SAY_S:
-                said_at, what = now, (note and note.waiting_for) or "the keeper to begin"
+                said_at, what = now, (note and note.waiting_for) or "the keeper to start"
                 log.info(
                     "the embedded cluster is not ready yet",
                     seconds=round(now - began),
@@ -214,20 +219,21 @@ class EmbeddedCluster:
         return "\n".join(lines[-num_lines:])
 
     def _clear_remnants(self) -> None:
-        """End what a cluster of this home left behind and remove its directories, whether or not a
-        note tells of it."""
+        """End the processes and remove the directories of this home's dead clusters."""
         base, prefix = self._temp_place()
         for remnant in base.glob(f"{prefix}*"):
             if ended := end_members(str(remnant), grace_s=0):
                 log.warning(
-                    "ended processes that a dead cluster left", count=ended, directory=str(remnant)
+                    "ended processes of a dead cluster", count=ended, directory=str(remnant)
                 )
             shutil.rmtree(remnant, ignore_errors=True)
         self._settings.cluster_path.unlink(missing_ok=True)
 
     def _temp_place(self) -> tuple[Path, str]:
-        """Base directory and name prefix of this home's clusters: derived from the home, so that
-        remnants are always found."""
+        """Return base directory and name prefix of this home's clusters.
+
+        The home determines both, so that remnants are always found.
+        """
         base = tempfile.gettempdir()
         digest = hashlib.sha256(str(self._settings.home.resolve()).encode()).hexdigest()[:8]
         return Path(base if len(base) <= LONGEST_BASE else "/tmp"), f"es-{digest}-"

@@ -26,20 +26,18 @@ _CONTROLLER_MODULES = (
 )
 
 PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES)))
-"""What the fork server imports, for all of them."""
+"""The imports of the fork server: those of all its workers."""
 
 HEAD_VARIABLES = {
     "RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES),
-    # Ray starts as many processes at a time as a node has CPUs, and the head has none to give.
+    # Ray starts as many processes at a time as a node has CPUs, and the head offers none.
     "RAY_worker_maximum_startup_concurrency": "4",
 }
 NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
-"""Numbers of the cores that a node's ranks keep to, with commas between; of a node, and none where
-it has no cores of its own."""
+"""The cores of a node's ranks, separated by commas; empty if the node has no cores of its own."""
 
 WORKER_NODE_VARIABLES = {"RAY_preload_python_modules": ",".join(_RANK_MODULES)}
-"""What a rank, or what stands beside a driver, imports anyway. A module that is missing is logged
-and passed over."""
+"""The imports of ranks and of processes beside a driver. Ray logs and skips a missing module."""
 
 INHERITED = (
     *(
@@ -110,12 +108,12 @@ INHERITED = (
     ),
     *("RAY_*", "EVERSTEP_HOME", "EVERSTEP_SECRETS_DIR", "EVERSTEP_RECOVERY_*"),
 )
-"""Variables of the service that the cluster inherits; ``*`` stands for any end of a name. Code of
-every run can read them."""
+"""Variables of the service that the cluster inherits; ``*`` stands for any suffix. Code of every
+run can read them."""
 
 MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 _TRACKING = (MLFLOW_URI, "MLFLOW_TRACKING_*")
-"""What a driver needs to keep a tracking server up to date, where the operator names one."""
+"""The variables with which a driver reports to a tracking server."""
 _NOT_INHERITED = frozenset(
     {
         "RAY_ADDRESS",
@@ -132,8 +130,8 @@ a secret of the service, which a flag may have set."""
 
 _FIXED = {
     "RAY_AUTH_MODE": "token",
-    # Ray turns 127.0.0.1 into the machine's outer address unless clusters are off: everything here
-    # stays on loopback.
+    # Ray replaces 127.0.0.1 by the machine's outer address unless clusters are off. All parts stay
+    # on loopback.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
 }
@@ -144,35 +142,33 @@ _DEFAULTS = {
     # Train aborts cleanly on SIGINT only.
     "RAY_JOB_STOP_SIGNAL": "SIGINT",
     "RAY_JOB_STOP_WAIT_TIME_S": "10",
-    # Sets are listed in one order by all ranks and in all attempts: data and weights may be built
-    # from them.
+    # All ranks and attempts iterate sets in one order: data and weights may be built from them.
     "PYTHONHASHSEED": "0",
-    # One machine, no network between: a silent node is a dead one.
+    # There is no network between nodes, so a silent node is dead.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
-    # A process that is to go has nothing to save: the ranks keep their state before.
+    # A process that is killed has nothing to save: ranks keep their state before.
     "RAY_kill_worker_timeout_milliseconds": "500",
-    # Ranks do the work of the machine; what gives way to them is the cluster's own processes
-    # (keeper).
+    # Ranks run first; the keeper lowers the priority of the control processes instead.
     "RAY_worker_niceness": "0",
-    # What Ray's agents look at for its dashboard they look at with the ranks' CPU.
+    # Ray's agents collect the dashboard's figures with the ranks' CPU.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",
     "METRICS_RECORD_INTERVAL_S": "60",
     "RAY_metrics_report_interval_ms": "30000",
     "RAY_DASHBOARD_AGENT_LOOP_MONITOR_INTERVAL_S": "5",
-    # What raylets and agents look at several times a second, or write down for Ray's developers: a
-    # sixth of an idle cluster's CPU.
+    # Frequent checks of raylets and agents, and records for Ray's developers, take a sixth of an
+    # idle cluster's CPU.
     "RAY_memory_monitor_refresh_ms": "1000",
     "RAY_object_manager_timer_freq_ms": "1000",
     "RAY_raylet_check_gc_period_milliseconds": "2000",
     "RAY_debug_dump_period_milliseconds": "60000",
     "RAY_event_stats": "0",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "30",
-    # A forked worker is there at once: none need wait idle, none need be started ahead.
+    # A forked worker starts at once, so no pool of idle workers is needed.
     "EVERSTEP_RECOVERY_WARM_POOL": "0",
-    # No autoscaler listens here.
+    # The embedded cluster has no autoscaler.
     "EVERSTEP_RECOVERY_AUTOSCALER_REQUESTS": "0",
 }
 
@@ -180,8 +176,8 @@ _DEFAULTS = {
 def inherited_by_cluster(
     environ: Mapping[str, str], patterns: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return the variables that the cluster inherits: those of INHERITED, and those that the
-    operator's ``patterns`` name."""
+    """Return the variables that the cluster inherits: those of INHERITED and of the operator's
+    ``patterns``."""
     tracking = _TRACKING if environ.get(MLFLOW_URI) else ()
     wanted = (*INHERITED, *tracking, *patterns)
     exact = {pattern for pattern in wanted if not pattern.endswith("*")}
@@ -201,17 +197,17 @@ def cluster_environment(
     cpus_per_node: int,
     patterns: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Return the environment of the keeper and, through it, of every process of the cluster.
+    """Return the environment of the keeper, which every process of the cluster inherits.
 
-    Ranks run user code, so the service's own secrets (the database's URL, tokens, cloud
-    credentials) stay out unless the operator names them. Ray's timers that the operator set stay.
+    Ranks run user code, so tokens and cloud credentials stay out unless the operator names them,
+    and the service's own secrets always stay out. Ray's timers that the operator set are kept.
 
     Args:
         environ: The service's environment.
         temp_dir: Directory of this cluster.
         token_path: File with the cluster's token.
         cpus_per_node: CPUs of each node.
-        patterns: Variables that the operator passes on; ``*`` stands for any end of a name.
+        patterns: Variables that the operator passes on; ``*`` stands for any suffix.
     """
     kept = inherited_by_cluster(environ, patterns)
     defaults = dict(_DEFAULTS)

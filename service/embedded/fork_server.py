@@ -1,15 +1,13 @@
-"""A process that has imported what ranks, controllers and drivers import, and forks into the
-workers that raylets ask for.
+"""The fork server: a process with the imports of ranks, controllers and drivers, which it forks
+into the workers that raylets ask for.
 
-``python -m service.embedded.fork_server SOCKET MODULE…``. A worker that starts the ordinary way
-imports Python, Ray and torch for three seconds of CPU; one that is forked shares the imports with
-the others and is there in a tenth of a second. The raylets reach this process through
-:mod:`service.embedded.worker_start`, one connection a worker: its end means that the node loses the
-worker.
+``python -m service.embedded.fork_server SOCKET MODULE…``. A normal worker spends three seconds of
+CPU on the imports of Python, Ray and torch. A forked one shares them and starts in a tenth of a
+second. Raylets reach this process through :mod:`service.embedded.worker_start`, with one connection
+for each worker. When a connection ends, the server kills the worker.
 
-The process must be one that can be forked: it has no threads that matter, never connects to Ray,
-and draws no random number from Ray's generator, whose state all workers would inherit, and with it
-the ids that they make.
+The process must be safe to fork. It has no threads that matter and never connects to Ray. It draws
+no number from Ray's random generator: all workers would inherit its state, and so make equal ids.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from typing import Any
 LONGEST_REQUEST = 1 << 20
 BACKLOG = 128
 IDENTITY = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": "1"}
-"""What Ray reads from the environment when it is imported, before it is known for whom: a worker of
-no job yet, as those that are started ahead, and a parent that never dies; the raylet's death ends
-the worker through its stand-in."""
+"""Variables that Ray reads at its import, when the worker is not known yet: it has no job, like a
+worker that is started ahead, and its parent never dies. The raylet's death ends the worker through
+worker_start."""
 
 log = logging.getLogger("fork-server")
 
 
 class ForkServer:
-    """Answers requests until a fork: then the one that asked goes on in the new process.
+    """Serves requests. In a forked worker, ``serve`` returns the worker's request.
 
     Args:
         listener: A listening socket of sequenced packets.
@@ -56,14 +54,14 @@ class ForkServer:
         """Pid and connection of each live worker, by pidfd."""
 
     def serve(self) -> dict[str, Any]:
-        """Fork a worker for each request. Returns only in a worker: with what was asked for it."""
+        """Fork a worker for each request. Return only in a worker, with its request."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
                     self._selector.register(connection, selectors.EVENT_READ, self._on_message)
                     continue
-                # its worker's end came just before
+                # The end of its worker closed it just before.
                 if isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() == -1:
                     continue
                 request: dict[str, Any] | None = key.data(key.fileobj)
@@ -71,7 +69,7 @@ class ForkServer:
                     return request
 
     def _on_message(self, connection: socket.socket) -> dict[str, Any] | None:
-        """A request, or the end of the process that stands for a worker."""
+        """Handle a request, or the end of the process that stands for a worker."""
         fds: list[int] = []
         try:
             message, fds, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
@@ -123,7 +121,7 @@ class ForkServer:
         connection.close()
 
     def _forget_all(self) -> None:
-        """In a new worker: let go of what belongs to the others."""
+        """Close in a new worker what belongs to the others."""
         for pidfd, (_, connection) in self._workers.items():
             os.close(pidfd)
             connection.close()
@@ -134,18 +132,16 @@ class ForkServer:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import what workers will need; one that is missing is logged and passed over, as Ray does
-    it."""
+    """Import the modules that workers need. Log and skip a module that fails, as Ray does."""
     import ray.actor
 
-    # Ray draws an id for each class of actors when it is declared. Here it must come from elsewhere
-    # than Ray's generator.
+    # Ray draws an id when an actor class is declared. Here it must not come from Ray's generator.
     drawn, ray.actor.ActorClassID = ray.actor.ActorClassID, _SystemRandomId
     for name in names:
         try:
             importlib.import_module(name)
         except Exception:
-            log.exception("module %s is not imported ahead", name)
+            log.exception("module %s could not be imported ahead", name)
     ray.actor.ActorClassID = drawn
 
 
@@ -158,9 +154,9 @@ class _SystemRandomId:
 
 
 def become_worker(request: dict[str, Any]) -> None:
-    """Turn this process into the worker: what ``exec`` would have set up, then Ray's own worker
+    """Turn this process into the worker: set up what ``exec`` would, then run Ray's worker
     script."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in every process that Ray starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # As in each process that Ray starts.
     with contextlib.suppress(OSError):
         os.setpgid(0, request["process_group"])
     with contextlib.suppress(OSError):
@@ -170,10 +166,10 @@ def become_worker(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    # The server's own handler writes to the worker's stderr as it was opened, past what takes
-    # secrets out of a rank's output.
+    # The server's handler would write to stderr without the filter that hides secrets in a rank's
+    # output.
     logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
-    tempfile.tempdir = None  # looked up before, in another environment
+    tempfile.tempdir = None  # It was computed in another environment.
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     if "numpy" in sys.modules:

@@ -1,5 +1,4 @@
-"""Start something of the cluster again where it did not start: a machine that is busy takes long,
-and then does it."""
+"""Retry the start of a part of the cluster: a busy machine may need several tries."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 GIVE_UP_S: Final = 150.0
-"""Nothing is given up before so long, however often it failed."""
+"""Shortest time for retries, however often the start fails."""
 RETRY_S: Final = 3.0
 _LASTING: Final = (
     ValueError,
@@ -23,7 +22,7 @@ _LASTING: Final = (
     FileNotFoundError,
     PermissionError,
 )
-"""What a wrong setting or installation raises: it would do so every time."""
+"""Errors of a wrong setting or installation, which every try would raise."""
 
 log = logging.getLogger("keeper")
 
@@ -38,16 +37,17 @@ def start_patiently(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Return what ``start`` does, called again for at least GIVE_UP_S where it fails.
+    """Call ``start`` until it succeeds, for at least GIVE_UP_S, and return its result.
+
+    Raises the last error, and at once one that a wrong setting causes.
 
     Args:
-        what: Its name in messages: "the head".
-        start: May raise anything; what a wrong setting raises is raised on at once, and so is the
-            last error.
-        clear: Remove what a failed start left.
-        say: Told what is waited for, for whoever waits for the cluster; None once it is there.
-        pause: Waits for some seconds, or until a signal comes.
-        is_stopping: Whether to give up, since the cluster is to end.
+        what: Name in messages, for example "the head".
+        start: May raise anything.
+        clear: Removes what a failed start left.
+        say: Receives what is waited for, and None after the start.
+        pause: Waits for some seconds, or until a signal.
+        is_stopping: Whether the cluster is ending, so that retries end too.
         clock: Seconds.
     """
     began, num_failed = clock(), 0
@@ -63,8 +63,7 @@ def start_patiently(
             problem = f"{type(exc).__name__}: {exc}"[:300]
             load = os.getloadavg()[0] / (os.cpu_count() or 1)
             log.warning(
-                "%s did not start (try %d, %.0f s so far, %.1f processes a core want to run); "
-                "trying again: %s",
+                "%s did not start (try %d, %.0f s so far, load of %.1f a core); trying again: %s",
                 *(what, num_failed, waited_s, load, problem),
             )
             say(f"{what} to start: {num_failed} tries failed so far, the last one with {problem}")

@@ -1,13 +1,10 @@
-"""Processes that only keep the cluster and its runs in order give way to the ranks, whose cores
-they share.
+"""The precedence of ranks over the control processes of the cluster, which share their cores.
 
-A low priority alone does not do it: a process that sleeps most of the time runs at once when it
-wakes up, in the middle of a rank's step, and the rank's peers wait with it. A process of Linux's
-class IDLE runs where nothing else would: where ranks wait for each other, which they do in every
-step. Ranks that never wait would leave it next to nothing, so that whether these processes get
-their
-turn is watched: as soon as one does not, all of them are as any other process for a while, at a low
-priority.
+A low priority is not enough. A process that mostly sleeps runs at once when it wakes up, in the
+middle of a rank's step, and all peers of the rank wait. A process of Linux's class IDLE runs only
+when nothing else would, for example while ranks wait for each other in a step. Ranks that never
+wait would starve it. So this module watches whether control processes get CPU time. If one does
+not, all of them run in the normal class at a low priority for a while.
 """
 
 from __future__ import annotations
@@ -26,30 +23,28 @@ import psutil
 from service.embedded.processes import members
 
 CONTROL_NICENESS = 5
-"""Of the processes that give way: ranks run at -10, or at 0 where the system does not let them
-raise themselves."""
+"""Niceness of control processes. Ranks run at -10, or at 0 without the privilege for that."""
 LOOK_S = 0.5
-"""Between two looks. A process that has waited for a core from one to the next has waited too
-long."""
+"""Seconds between two checks. A process that waits for a core from one to the next is starved."""
 FIRST_RESPITE_S = 60.0
-"""How long the processes are then as any other; twice as long each time that the next one waits too
-long soon after."""
+"""Seconds in the normal class after a process starved. They double if another one starves soon
+after."""
 LONGEST_RESPITE_S = 960.0
 
 log = logging.getLogger(__name__)
 
 
 class Turn(NamedTuple):
-    """What the kernel says of a process's first thread."""
+    """The kernel's account of a process's first thread."""
 
     wants: bool
-    """Whether it runs, or waits for a core."""
+    """Whether it runs or waits for a core."""
     ran_ns: int
-    """How long it has run so far."""
+    """Total run time."""
 
 
 class Precedence:
-    """Of the ranks before the other processes of the cluster in ``temp_dir``."""
+    """Lets ranks run before the control processes of the cluster in ``temp_dir``."""
 
     def __init__(self, temp_dir: str) -> None:
         self._temp_dir = temp_dir
@@ -58,8 +53,7 @@ class Precedence:
         self._yielding: set[int] = set()
 
     def give_way(self, pids: Iterable[int]) -> None:
-        """Let processes and all that descends from them give way, now and in what they start
-        later."""
+        """Lower the precedence of processes and all their descendants, also later ones."""
         with self._lock:
             for pid in pids:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,10 +64,9 @@ class Precedence:
                             self._set_class(process.pid)
 
     def keep(self) -> None:
-        """On a thread, for good: have those that give way run where ranks wait, as long as they get
-        their turn there.
+        """Keep the control processes in class IDLE while none starves. Runs forever, on a thread.
 
-        Returns where that cannot be done, and leaves them as they are.
+        Returns at once, without a change, if this process lacks the privilege.
         """
         if not _may_leave_idle():
             return
@@ -88,7 +81,7 @@ class Precedence:
             )
             self._change_all(os.SCHED_OTHER)
             log.info(
-                "process %d did not get its turn beside the ranks; none gives way as much for %g s",
+                "process %d got no CPU time beside the ranks; all run in the normal class for %g s",
                 late,
                 respite_s,
             )
@@ -104,7 +97,7 @@ class Precedence:
 
     def _set_class(self, pid: int) -> None:
         self._yielding.add(pid)
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The process has ended.
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(int(thread.name), self._policy, os.sched_param(0))
@@ -122,12 +115,13 @@ class Precedence:
 
 
 def starved(before: Mapping[int, Turn], now: Mapping[int, Turn]) -> list[int]:
-    """Processes that wanted to run at both looks, and have not run between them."""
+    """Return the processes that wanted to run at both checks and did not run between them."""
     return [pid for pid, turn in now.items() if turn.wants and before.get(pid) == turn]
 
 
 def _turns(pids: Sequence[int]) -> Iterator[tuple[int, Turn]]:
-    """Of each process that lives. Source: proc(5) and Linux's documentation of schedstat."""
+    """Yield the turn of each live process. Source: proc(5) and Linux's documentation of
+    schedstat."""
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -136,10 +130,11 @@ def _turns(pids: Sequence[int]) -> Iterator[tuple[int, Turn]]:
 
 
 def _may_leave_idle() -> bool:
-    """Whether a process of class IDLE may be put back, which needs a privilege, and its run time
-    can be read; and whether its niceness tells what gives way from the rest.
+    """Return whether class IDLE can be used here.
 
-    Where it may not be put back, the thread that asks stays in that class.
+    Leaving the class needs a privilege, the run time must be readable, and this process's niceness
+    must differ from that of control processes. Without the privilege the calling thread stays in
+    the class.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) >= CONTROL_NICENESS:
         return False

@@ -1,29 +1,32 @@
-"""Which processes belong to an embedded cluster, and how they are ended.
+"""The processes of an embedded cluster: find them, wait for them, end them.
 
-Every process of a cluster carries ``EVERSTEP_CLUSTER_DIR`` in its environment, whose value (the
-cluster's temporary directory) is unique for ever. That tells a process from one that merely got the
-same pid, whatever the clock did. Ray's agents and the parts of its dashboard overwrite their own
-environment with a title; they are known by that title and by the log files that they hold open.
+Each process of a cluster has ``EVERSTEP_CLUSTER_DIR`` in its environment. Its value, the cluster's
+temporary directory, is never used twice, so it tells a process from another one with a reused pid.
+Ray's agents and the parts of its dashboard overwrite their environment with a title. They are found
+by that title and by the log files that they hold open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
+import signal
 from collections.abc import Iterator, Sequence
 
 import psutil
 
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
 _MOST_ROUNDS = 4
-"""In which only processes were found that had been sent SIGKILL before."""
+"""Rounds with only processes that were killed before; then they are given up."""
 logger = logging.getLogger(__name__)
 RAY_TITLES = ("ray::", "ray-dashboard-")
-"""With which those of Ray's processes begin that overwrite their environment."""
+"""Prefixes of the titles of Ray's processes that overwrite their environment."""
 
 
 def belongs(process: psutil.Process, temp_dir: str) -> bool:
-    """Whether a live process is one of the cluster in ``temp_dir``."""
+    """Return whether a live process is part of the cluster in ``temp_dir``."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -40,8 +43,7 @@ def belongs(process: psutil.Process, temp_dir: str) -> bool:
 
 
 def lives(pid: int | None, temp_dir: str) -> bool:
-    """Whether ``pid`` is a live process of the cluster in ``temp_dir``, not another that got its
-    number."""
+    """Return whether ``pid`` is a live process of the cluster in ``temp_dir``, and not reused."""
     if pid is None:
         return False
     try:
@@ -51,7 +53,7 @@ def lives(pid: int | None, temp_dir: str) -> bool:
 
 
 def started_at(pid: int) -> float:
-    """Start of a process in unix seconds; 0 where it is gone."""
+    """Return the start of a process in unix seconds, or 0 if it is gone."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
@@ -59,19 +61,19 @@ def started_at(pid: int) -> float:
 
 
 def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:
-    """Every live process of the cluster in ``temp_dir``, but for the pids in ``without``."""
+    """Yield every live process of the cluster in ``temp_dir`` except the pids in ``without``."""
     for process in psutil.process_iter():
         if process.pid not in without and belongs(process, temp_dir):
             yield process
 
 
 def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -> int:
-    """SIGTERM, then after ``grace_s`` SIGKILL, until no process of the cluster is left; returns how
-    many there were.
+    """End every process of the cluster: SIGTERM, then SIGKILL after ``grace_s``. Return their
+    number.
 
-    Looks again after each round: a process may have started another while it was being ended. One
-    that outlives SIGKILL, in a call of the kernel that does not return, is left behind: a new
-    cluster has another directory, and is not disturbed by it.
+    Each round searches again, since a process may start another one while it ends. A process that
+    survives SIGKILL hangs in the kernel and is left behind. It does not disturb a new cluster,
+    which has another directory.
     """
     ended: set[int] = set()
     num_old = 0
@@ -79,7 +81,7 @@ def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -
         num_old = num_old + 1 if {process.pid for process in found} <= ended else 0
         if num_old > _MOST_ROUNDS:
             logger.warning(
-                "processes %s cannot be killed; they are left",
+                "processes %s cannot be killed and are left behind",
                 sorted(process.pid for process in found),
             )
             break
@@ -100,3 +102,36 @@ def _signal_all(processes: Sequence[psutil.Process], *, terminate: bool) -> None
 
 def _holds_files_below(process: psutil.Process, directory: str) -> bool:
     return any(file.path.startswith(f"{directory}/") for file in process.open_files())
+
+
+def wait_for_end(pids: Sequence[int], woken: int, timeout_s: float) -> bool:
+    """Wait until one of the processes ends, ``woken`` can be read, or ``timeout_s`` passes.
+
+    Returns False at once if one of the processes is gone already.
+    """
+    with contextlib.ExitStack() as opened:
+        poll = select.poll()
+        poll.register(woken, select.POLLIN)
+        for pid in pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return False
+            opened.callback(os.close, pidfd)
+            poll.register(pidfd, select.POLLIN)
+        poll.poll(1000 * timeout_s)
+    return True
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """Send SIGKILL to processes. Those that are gone are ignored."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reap_children() -> None:
+    """Collect the exit status of ended children, which would stay as zombies."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,5 +1,4 @@
-"""Sees to it that the service's embedded cluster runs: a cluster that lost its head or its keeper
-is started again."""
+"""The supervisor of the embedded cluster: it restarts a cluster that lost its head or keeper."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class ClusterSupervisor:
-    """Watches one embedded cluster and knows where its dashboard is now."""
+    """Watches one embedded cluster and knows its current dashboard."""
 
     def __init__(self, cluster: EmbeddedCluster) -> None:
         self._cluster = cluster
@@ -29,28 +28,30 @@ class ClusterSupervisor:
         self._note: ClusterNote | None = None
 
     def start(self) -> None:
-        """Adopt or start the cluster. Blocks. Raises ClusterError."""
+        """Adopt or start the cluster, and wait until it is ready. Raises ClusterError."""
         self._note = self._cluster.ensure_running()
 
     def note(self) -> ClusterNote | None:
-        """What the keeper last wrote; None while there is no cluster."""
+        """Return the keeper's newest note, or None while there is no cluster."""
         return self._cluster.note() if self._note is not None else None
 
     def endpoint(self) -> RayEndpoint | None:
-        """The dashboard of the cluster; None while there is none."""
+        """Return the cluster's dashboard, or None while there is none."""
         if self._note is None or self._note.dashboard_url is None:
             return None
         return RayEndpoint(self._note.dashboard_url, self._token)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look again and again until ``stopping``. Runs go on in a new cluster from their newest
-        checkpoints."""
+        """Check the cluster every second until ``stopping``, and restart it if it is gone.
+
+        Runs continue in the new cluster from their newest checkpoints.
+        """
         retry_s = FIRST_RETRY_S
         while not stopping.is_set():
             pause_s = WATCH_INTERVAL_S
             if not await asyncio.to_thread(self._cluster.is_running):
                 self._note = None
-                log.error("the embedded Ray cluster is gone; starting it again")
+                log.error("the embedded Ray cluster is gone; restarting it")
                 try:
                     await asyncio.to_thread(self.start)
                     retry_s = FIRST_RETRY_S

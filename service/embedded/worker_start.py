@@ -1,13 +1,14 @@
-"""What a raylet of the embedded cluster runs to start a worker: has the fork server make it, and
-stands for it in the process tree.
+"""The program with which a raylet of the embedded cluster starts a worker.
+
+It lets the fork server make the worker, and stands for it in the process tree.
 
     python worker_start.py [--serialized-runtime-env-context=JSON] [--language=PYTHON] \\
         WORKER_PATH ARGUMENTS
 
-The raylet passes what it would pass to Ray's own ``setup_worker.py``, which takes over where the
-fork server cannot serve: a worker in a container, with another Python, or with no server there.
-This file is run by path and imports the standard library only, since it is on the way of every
-worker; it lives as long as its worker, so that a node's processes are those below its raylet.
+The raylet passes the arguments of Ray's ``setup_worker.py``. That script starts the worker if the
+fork server cannot: in a container, with another Python, or without a server. This file is run by
+path and imports only the standard library, since it delays every worker. It lives as long as its
+worker, so that a node's processes are those below its raylet.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ FORK_SERVER_VARIABLE = "EVERSTEP_FORK_SERVER"
 CONTEXT_FLAG = "--serialized-runtime-env-context="
 LANGUAGE_FLAG = "--language="
 ANSWER_TIMEOUT_S = 45.0
-"""Longest wait for the fork server, which may still be importing; Ray gives a worker 60 s."""
+"""Longest wait for the fork server, which may still import. Ray gives a worker 60 s."""
 _NEEDS_EXEC = ("command_prefix", "override_worker_entrypoint", "java_jars")
 
 
 def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None:
-    """The request for the worker that these arguments describe; None for one that the fork server
-    cannot make."""
+    """Return the request for the worker of these arguments, or None if it cannot be forked."""
     context = next(
         (text.removeprefix(CONTEXT_FLAG) for text in arguments if text.startswith(CONTEXT_FLAG)), ""
     )
@@ -51,7 +51,7 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
     return {
         "argv": [text for text in arguments if not text.startswith((CONTEXT_FLAG, LANGUAGE_FLAG))],
         "environ": {**environ, **variables},
-        "directory": os.getcwd(),  # noqa: PTH109 - a string is what travels, and pathlib costs start-up time
+        "directory": os.getcwd(),  # noqa: PTH109 - it is sent as text, and pathlib costs start-up time
         "process_group": os.getpgrp(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "scheduling_policy": os.sched_getscheduler(0),
@@ -60,8 +60,11 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
 
 
 def ask(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | None:
-    """Have the worker forked: a pidfd of it, and the connection whose end tells the server to kill
-    it. None without an answer."""
+    """Let the server fork the worker. Return its pidfd and the connection, or None without an
+    answer.
+
+    The server kills the worker when the connection ends.
+    """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.settimeout(ANSWER_TIMEOUT_S)
     try:
@@ -77,7 +80,7 @@ def ask(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | No
 
 
 def last_as_long_as(worker: int, raylet: int) -> None:
-    """Return when the worker has ended; end it when its raylet has. Both are pidfds."""
+    """Wait until the worker ends, and kill it if its raylet ends first. Both are pidfds."""
     ended, _, _ = select.select([worker, raylet], [], [])
     if worker not in ended:
         signal.pidfd_send_signal(worker, signal.SIGKILL)
@@ -85,7 +88,7 @@ def last_as_long_as(worker: int, raylet: int) -> None:
 
 
 def main() -> NoReturn:
-    """Start the worker and last as long as it does."""
+    """Start the worker and live as long as it does."""
     raylet = os.pidfd_open(os.getppid())
     address = os.environ.get(FORK_SERVER_VARIABLE)
     request = plan(sys.argv[1:], dict(os.environ)) if address else None

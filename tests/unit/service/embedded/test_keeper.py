@@ -16,6 +16,7 @@ import pytest
 
 from service.cluster.cluster_note import ClusterNote, NodeNote, read_note
 from service.embedded import keeper as keeper_module
+from service.embedded.cluster_parts import cores_of
 from service.embedded.keeper import Keeper
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 
@@ -104,18 +105,18 @@ def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(
 def test_nodes_have_cores_of_their_own_where_they_take_them_all(slow: Slow) -> None:
     """Three nodes of one CPU, then of two."""
     one, two = slow._note, replace(slow._note, cpus_per_node=2)
-    assert [list(keeper_module.cores_of(slot, one, [0, 2, 5])) for slot in (1, 2, 3)] == [
+    assert [list(cores_of(slot, one, [0, 2, 5])) for slot in (1, 2, 3)] == [
         [0],
         [2],
         [5],
     ]
-    assert [list(keeper_module.cores_of(slot, two, range(6))) for slot in (1, 2, 3)] == [
+    assert [list(cores_of(slot, two, range(6))) for slot in (1, 2, 3)] == [
         [0, 1],
         [2, 3],
         [4, 5],
     ]
     for cores in ([0, 1], [0, 1, 2, 3]):
-        assert list(keeper_module.cores_of(1, one, cores)) == [], "too few, or some to spare"
+        assert list(cores_of(1, one, cores)) == [], "too few, or some to spare"
 
 
 def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(
