@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import stat
@@ -132,7 +131,7 @@ def test_a_cluster_lives_is_adopted_mended_and_ends_without_a_trace(settings: Se
 
 
 def test_a_lost_head_ends_the_cluster_and_remnants_are_cleared(settings: Settings) -> None:
-    settings = dataclasses.replace(settings, nodes=1)  # three clusters are started
+    settings = settings.model_copy(update={"nodes": 1})  # three clusters are started
     cluster = EmbeddedCluster(settings)
     first = cluster.ensure_running()
     kill(first.gcs_pid)
@@ -178,7 +177,7 @@ def test_a_head_that_did_not_start_is_started_again(
 
     monkeypatch.setattr(os, "posix_spawn", spawn_failing)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    cluster = EmbeddedCluster(dataclasses.replace(settings, nodes=1))
+    cluster = EmbeddedCluster(settings.model_copy(update={"nodes": 1}))
     note = cluster.ensure_running()
     assert note.state == "ready" and note.waiting_for is None and len(note.nodes) == 2
     assert (
