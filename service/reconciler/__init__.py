@@ -1,5 +1,4 @@
-"""The control loop: facts are observed, `decide` turns them into decisions, `execute` carries them
-out.
+"""The control loop: `observe` gathers facts, `decide` turns them into decisions, `execute` acts.
 
 Imports the database, the cluster and the control files. `service.process` runs it.
 """

@@ -1,5 +1,4 @@
-"""The cluster while the queue is gone through: which queued run starts, and what the others wait
-for."""
+"""Admission of the queue to the cluster: which queued run starts, and what the others wait for."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from service.reconciler.preemption import Holding, Preemption, choose
 from service.reconciler.reasons import infeasible, quota_reason, waiting
 
 DETAILED: Final = 20
-"""So many waiting runs are told exactly what they wait for; words that change for thousands of runs
-are thousands of writes."""
+"""Number of waiting runs with an exact reason. Reasons that change for thousands of runs would be
+thousands of writes."""
 
 _NO_QUOTAS: Final = Quotas()
 _Shape = tuple[frozenset[tuple[str, float]], str]
@@ -34,21 +33,22 @@ _Shape = tuple[frozenset[tuple[str, float]], str]
 
 @dataclass(frozen=True)
 class Admission:
-    """What became of a queued run: it starts, or ``reason`` says what it waits for."""
+    """The decision about a queued run: it starts, or ``reason`` says what it waits for."""
 
     run_id: str
     reason: Reason | None = None
     limit: int | None = None
-    """Most ranks that it may use, where that is fewer than it asked for."""
+    """Most ranks that it may use, if fewer than it requested."""
 
     @property
     def starts(self) -> bool:
+        """Whether the run starts now."""
         return self.reason is None
 
 
 @dataclass
 class Used:
-    """What a project uses, with what was granted in this plan."""
+    """Usage of a project, with what this plan has granted."""
 
     workers: int = 0
     running: int = 0
@@ -56,7 +56,7 @@ class Used:
 
 @dataclass
 class _Placed:
-    """The ranks of a run that starts on usable nodes, by index."""
+    """The ranks of a run that starts: the index of a usable node for each."""
 
     run_id: str
     needs: dict[str, float]
@@ -64,8 +64,7 @@ class _Placed:
 
 
 class Queue:
-    """The cluster while the queue is gone through: what is free shrinks with every run that
-    starts."""
+    """The cluster while runs are considered in order. Each run that starts takes free resources."""
 
     def __init__(
         self,
@@ -86,16 +85,16 @@ class Queue:
         self._started: list[_Placed] = []
         self._blocker: RunFacts | None = None
         self._beside: Free = []
-        """What the blocker will find once everything that began before it was submitted has
+        """What the blocker will find free when all runs that started before its submission have
         ended."""
         self._coming: Free = []
-        """What is free, with what runs that stop or shrink give back."""
+        """What is free, and what runs that stop or shrink give back."""
         self._victims: tuple[Preemption, ...] = ()
         self._held_projects: dict[str, str] = {}
-        """By project: its first run that a quota holds back."""
+        """Project -> its first run that a quota holds back."""
         self._rooms: dict[tuple[str, _Shape], int] = {}
         self._refused: set[tuple[_Shape, int]] = set()
-        """Shapes and least sizes that did not fit since anything last started."""
+        """Shapes and least sizes that were refused since the last start."""
         self._num_told = 0
         self.used: dict[str, Used] = defaultdict(Used)
         self.admissions: list[Admission] = []
@@ -105,8 +104,11 @@ class Queue:
     # ---------------------------------------------------------------- what is held
 
     def _hold(self, run: RunFacts) -> None:
-        """Ranks are where they report to be; those that are not known, or must leave a node, go
-        where Ray would put them."""
+        """Subtract a run's ranks from what is free.
+
+        Ranks are on the nodes that they report. Others, and those that must leave a node, count
+        where Ray would place them.
+        """
         used = self.used[run.project]
         used.workers += most_workers(run)
         used.running += 1
@@ -123,8 +125,10 @@ class Queue:
         self._held.append(Holding.of(run, needs, placed, self._now))
 
     def _room(self, kind: str, run: RunFacts, needs: dict[str, float]) -> int:
-        """Ranks of this shape on the empty cluster: on ``all`` of its nodes, or on those that are
-        ``open``. Looked up once."""
+        """Return how many ranks of this shape fit on the empty cluster: ``all`` or ``open`` nodes.
+
+        The result is cached.
+        """
         key = kind, _shape(needs, run)
         if key not in self._rooms:
             nodes = self._nodes if kind == "all" else self._usable
@@ -136,7 +140,7 @@ class Queue:
     # ---------------------------------------------------------------- one run after the other
 
     def consider(self, run: RunFacts) -> None:
-        """Start a run, or say what it waits for."""
+        """Start a run, or record what it waits for."""
         needs = needs_of(run, self._gpus)
         reason = self._impossible(run, needs) or self._over_quota(run)
         if reason is not None:
@@ -152,7 +156,7 @@ class Queue:
             self._start(run, needs, take(self._free, needs, most, run.placement_strategy), most)
 
     def _impossible(self, run: RunFacts, needs: dict[str, float]) -> Reason | None:
-        """Why it cannot start whatever the others do; such a run holds nobody back."""
+        """Return why the run cannot start whatever others do. Such a run holds nobody back."""
         if (all_room := self._room("all", run, needs)) < run.min_workers:
             return infeasible(run, needs, all_room)
         if (open_room := self._room("open", run, needs)) < run.min_workers:
@@ -173,7 +177,7 @@ class Queue:
         return None
 
     def _over_quota(self, run: RunFacts) -> Reason | None:
-        """What its project's quota says against it now."""
+        """Return why its project's quota holds the run back now, or None."""
         quota, used = self._quotas.get(run.project, _NO_QUOTAS), self.used[run.project]
         if (first := self._held_projects.get(run.project)) is not None:
             return quota_reason(
@@ -190,12 +194,12 @@ class Queue:
             )
         if why is None:
             return None
-        # Else small runs of the project would take, one by one, what this one waits for.
+        # Otherwise small runs of the project would take, one by one, what this one waits for.
         self._held_projects[run.project] = run.id
         return quota_reason(f"the quota of its project holds it back: {why}")
 
     def _granted(self, run: RunFacts) -> int:
-        """Most ranks that its project's quota leaves it."""
+        """Return the most ranks that its project's quota leaves."""
         quota = self._quotas.get(run.project, _NO_QUOTAS).max_workers
         return (
             run.max_workers
@@ -219,11 +223,10 @@ class Queue:
     # ---------------------------------------------------------------- the first that does not fit
 
     def _reserve(self, run: RunFacts) -> None:
-        """From here on nothing starts that could keep this run waiting for ever.
+        """Reserve room for the first run that does not fit, so that later starts cannot starve it.
 
-        Whatever began before it was submitted ends some day. What began later, or begins now, may
-        not: beside all of that, it fits. What is being freed for it, by runs that stop or shrink,
-        is kept for it alone.
+        Runs that started before its submission will end. Runs that start later may not, so it must
+        fit beside all of them. What stopping and shrinking runs free for it is kept for it alone.
         """
         self._blocker = run
         self._beside = [dict(node.resources) for node in self._usable]
@@ -240,7 +243,7 @@ class Queue:
     def _backfill(
         self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int
     ) -> None:
-        """Start a run behind the blocker where the blocker would not notice."""
+        """Start a run behind the blocker if that does not delay the blocker."""
         tried = _shape(needs, run), run.min_workers
         who = f"run {blocker.id}" if blocker.project == run.project else "a run of another project"
         before = f"{who} is before it, and would be delayed"
@@ -255,7 +258,7 @@ class Queue:
             for space in spaces
         ]
         if kept[1] < blocker.min_workers:
-            kept[1] = 0  # it does not start from what is coming in any case
+            kept[1] = 0  # The blocker cannot start from what is coming in any case.
         for count in dict.fromkeys((fitting, run.min_workers)):
             if not run.min_workers <= count <= fitting:
                 continue
@@ -264,7 +267,7 @@ class Queue:
                 remove(space, needs, placed)
             after = [room(space, blocker_needs, blocker.placement_strategy) for space in spaces]
             if after[0] >= kept[0] and after[1] >= kept[1]:
-                # It may not grow into what is kept for the other one.
+                # The run may not grow into what is kept for the blocker.
                 self._start(run, needs, placed, count)
                 return
             for space in (*spaces, self._free):
@@ -275,12 +278,14 @@ class Queue:
     # ---------------------------------------------------------------- preemption
 
     def preemptions(self) -> tuple[Preemption, ...]:
-        """Runs that make room for the first one that does not fit."""
+        """Return the runs that make room for the first run that does not fit."""
         return self._victims
 
     def grown(self) -> tuple[str, ...]:
-        """Shrunk runs that may grow again: there is room, and nobody waits for it whom they were to
-        let pass."""
+        """Return the shrunk runs that may grow again.
+
+        There is room for them, and the runs that they made room for do not wait any more.
+        """
         starting = {placed.run_id for placed in self._started}
         starting |= {held.run.id for held in self._held if held.run.world_size is None}
         found = []

@@ -1,5 +1,4 @@
-"""Work that is repeated beside the reconciler's ticks, never twice at a time: what hangs in it does
-not hold up a tick."""
+"""Work that repeats beside the reconciler's ticks, one run at a time. If it hangs, ticks go on."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Background:
-    """Repeats ``work`` every ``interval_s`` seconds, counted from one beginning to the next."""
+    """Repeats ``work`` every ``interval_s`` seconds, from start to start."""
 
     def __init__(self, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
         self._interval_s = interval_s
@@ -18,7 +17,7 @@ class Background:
         self._began_at = float("-inf")
 
     def tick(self) -> None:
-        """Begin the work where it is due. Raises what it raised the last time."""
+        """Start the work if it is due. Raises the error of the previous time."""
         if self._task is not None:
             if not self._task.done():
                 return
@@ -29,7 +28,7 @@ class Background:
             self._task = asyncio.ensure_future(self._work())
 
     async def close(self) -> None:
-        """Stop what is under way; any part of it may be repeated by the next process."""
+        """Cancel running work. The next process may repeat any part of it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

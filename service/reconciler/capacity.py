@@ -1,4 +1,4 @@
-"""How many ranks fit where: arithmetic over nodes and what runs hold of them."""
+"""Arithmetic over nodes: how many ranks fit, and which nodes they take."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ _EPSILON: Final = 1e-6
 _ACCELERATOR_SHARE: Final = 0.001
 
 Free = list[dict[str, float]]
-"""What is left of each usable node, by its index."""
+"""Free resources of each usable node, by its index."""
 
 
 def most_workers(run: RunFacts) -> int:
-    """How many ranks a run may have: what it asked for, within the limit that it was started
-    with."""
+    """Return how many ranks a run may have: what it requested, within the limit of its start."""
     return run.max_workers if run.workers_limit is None else min(run.max_workers, run.workers_limit)
 
 
 def has_gpus(nodes: Sequence[NodeFacts]) -> bool:
+    """Return whether a node has a GPU."""
     return any(node.resources.get("GPU", 0) >= 1 for node in nodes)
 
 
 def needs_of(run: RunFacts, gpus: bool) -> dict[str, float]:
-    """Resources of one rank, with the GPU that ``use_gpu`` means on a cluster that has ``gpus``."""
+    """Return the resources of one rank, with a GPU if ``use_gpu`` and the cluster's ``gpus`` say
+    so."""
     needs = dict(run.worker)
     if run.use_gpu is True or (run.use_gpu == "auto" and gpus):
         needs["GPU"] = max(1.0, needs.get("GPU", 0.0))
@@ -37,8 +38,7 @@ def needs_of(run: RunFacts, gpus: bool) -> dict[str, float]:
 
 
 def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many ranks a node has room for; no more than a run may have, however little each
-    needs."""
+    """Return how many ranks fit on a node, at most MAX_WORKERS."""
     most = (
         min((free.get(name, 0.0) + _EPSILON) // amount, MAX_WORKERS)
         for name, amount in needs.items()
@@ -47,12 +47,12 @@ def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def room(free: Sequence[Mapping[str, float]], needs: Mapping[str, float], strategy: str) -> int:
-    """How many ranks fit on all nodes under a placement strategy."""
+    """Return how many ranks fit on all nodes under a placement strategy."""
     return combined([fits(node, needs) for node in free], strategy)
 
 
 def combined(by_node: Sequence[int], strategy: str) -> int:
-    """How many ranks fit in all, from how many fit on each node."""
+    """Return how many ranks fit in all, from how many fit on each node."""
     if strategy == "STRICT_PACK":
         return max(by_node, default=0)
     if strategy == "STRICT_SPREAD":
@@ -61,8 +61,10 @@ def combined(by_node: Sequence[int], strategy: str) -> int:
 
 
 def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> list[int]:
-    """Take up to ``count`` ranks' resources out of ``free``, as Ray would place them. Returns the
-    node of each rank, by index."""
+    """Take the resources of up to ``count`` ranks out of ``free``, as Ray would place them.
+
+    Returns the index of each rank's node.
+    """
     if count <= 0:
         return []
     room_of = {index: slots for index, node in enumerate(free) if (slots := fits(node, needs)) > 0}
@@ -88,8 +90,10 @@ def take(free: Free, needs: Mapping[str, float], count: int, strategy: str) -> l
 
 
 def leaving(placed: Sequence[int], kept: int, strategy: str) -> list[int]:
-    """Nodes of the ranks that go where ``kept`` of them stay, as the run's driver chooses: those
-    that stay are spread or packed."""
+    """Return the nodes of the ranks that leave if ``kept`` of them stay.
+
+    As in the run's driver, the strategy decides whether the ranks that stay are spread or packed.
+    """
     counts, stay = Counter(placed), Counter[int]()
     together = 1 if strategy in ("PACK", "STRICT_PACK") else -1
     for _ in range(min(kept, len(placed))):
@@ -101,19 +105,19 @@ def leaving(placed: Sequence[int], kept: int, strategy: str) -> list[int]:
 
 
 def remove(free: Free, needs: Mapping[str, float], placed: Sequence[int]) -> None:
-    """Take one rank's resources from each of these nodes."""
+    """Take the resources of one rank from each of these nodes."""
     for index in placed:
         for name, amount in needs.items():
             free[index][name] = free[index].get(name, 0.0) - amount
 
 
 def restore(free: Free, needs: Mapping[str, float], placed: Sequence[int]) -> None:
-    """Give one rank's resources back to each of these nodes."""
+    """Give the resources of one rank back to each of these nodes."""
     for index in placed:
         for name, amount in needs.items():
             free[index][name] = free[index].get(name, 0.0) + amount
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """``1 CPU + 1 GPU``."""
+    """Return resources in words, for example ``1 CPU + 1 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))

@@ -1,18 +1,19 @@
-"""Facts to decisions: pure, so that every rule can be tried over any history.
+"""The decisions from the facts. Pure functions, so that tests can try every rule on any history.
 
 Rules, in this order for every run:
 
-- A run past its deadline fails: one that waits at once, one that was submitted by its driver's own
-  word. Where the driver is gone, or says nothing for a grace, it fails here, and only once its
-  journal was read to the end. One whose steps are all done does not.
-- A run that is asked to stop: the driver is told through its run directory; after a grace Ray ends
-  the job; once the job is gone and the journal read to its end, the run is CANCELLED or PAUSED.
+- A run past its deadline fails, unless all its steps are done. A queued run fails at once. A
+  submitted one fails by its driver's report. If the driver is gone or silent for a grace period, it
+  fails here, after its journal was read to the end.
+- A stop request goes to the driver through the run directory. After a grace period Ray ends the
+job.
+  When the job is gone and the journal read to its end, the run is CANCELLED or PAUSED.
 - A claimed submission that Ray never took is submitted again under the same id.
-- A job that ended without a ``finished`` event in its journal is replaced by the next submission:
-  Ray's word alone ends no run.
-- Where the storage is not the one that the database belongs to nothing is begun, and nothing is
-  concluded from what it lacks.
-- Queued runs start, and running ones shrink or pause for them and grow again, as schedule.py plans.
+- A job that ended without a ``finished`` event in its journal is replaced by the next submission.
+  Ray's status alone never ends a run.
+- On a storage that does not belong to the database nothing starts, and nothing is concluded from
+  missing files.
+- Queued runs start, and running ones shrink, pause and grow again, as schedule.py plans.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from service.reconciler.schedule import plan
 from storage.run_control import Stop
 
 STOP_GRACE_S: Final = {"cancel": 30.0, "pause": 120.0}
-"""How long a driver may take to commit its last checkpoint before Ray ends it."""
+"""Longest time for a driver to commit its last checkpoint before Ray ends its job."""
 DEADLINE_GRACE_S: Final = STOP_GRACE_S["pause"]
-"""The same at the deadline, where the driver stops by its own clock."""
+"""The same at the deadline, at which the driver stops by its own clock."""
 FIRST_BACKOFF_S: Final = 2.0
 LONGEST_BACKOFF_S: Final = 60.0
 MANY_FRUITLESS: Final = 10
-"""Submissions in a row without a checkpoint after which a run says so. It goes on trying: that
-drivers end without a verdict is trouble of the control plane, which fails no run."""
+"""Submissions in a row without a checkpoint after which a run reports no_progress. It keeps trying:
+drivers without a verdict are trouble of the control plane, which fails no run."""
 STRAY_GRACE_S: Final = 20.0
-"""A driver that has finished, or was replaced, ends by itself; this is how long it may take."""
+"""Longest time for a driver that has finished or was replaced to end by itself."""
 
 
 def decide(facts: Facts) -> tuple[Decision, ...]:
-    """What to do now. Deciding again on the same facts gives the same decisions."""
+    """Return what to do now. The same facts always give the same decisions."""
     decisions: list[Decision] = []
     queued: list[RunFacts] = []
     for run in facts.runs:
@@ -76,8 +77,8 @@ def decide(facts: Facts) -> tuple[Decision, ...]:
 
 
 def backoff_s(fruitless: int) -> float:
-    """Seconds from one submission to the next after ``fruitless`` in a row without a checkpoint;
-    the first retry is at once."""
+    """Return the seconds between two submissions after ``fruitless`` ones in a row without a
+    checkpoint. The first retry is at once."""
     if fruitless <= 1:
         return 0.0
     return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(fruitless - 2, 16))
@@ -93,11 +94,11 @@ def _is_late(run: RunFacts, facts: Facts) -> bool:
 
 
 def _late(run: RunFacts, facts: Facts) -> Iterator[Decision]:
-    """Past the deadline with steps left, as far as the journal was read.
+    """Decide about a run past its deadline with steps left.
 
-    The driver knows its deadline, stops the ranks with a last checkpoint and says so. Its journal
-    is the truth: while more of it may be there than was read, the run may have finished in time,
-    and nothing is decided.
+    The driver knows its deadline, stops the ranks with a last checkpoint, and reports it. The
+    journal is the truth. While it may have unread events, the run may have finished in time, so
+    nothing is decided.
     """
     if run.status == RunStatus.QUEUED:
         yield _deadline_exceeded(run)
@@ -109,7 +110,7 @@ def _late(run: RunFacts, facts: Facts) -> Iterator[Decision]:
             yield from _submitted(run, facts)
         return
     yield _deadline_exceeded(run)
-    # Only now: a driver that is told to stop first could report an end of its own.
+    # Ray ends the job afterwards: otherwise the driver could report an end of its own.
     yield EndJob(submission_id(run.id, run.submission))
 
 
@@ -138,7 +139,7 @@ def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 
 def _stopped(run: RunFacts, stop: Stop) -> Decision:
-    """The job is gone and said nothing of an end: what was asked for is done."""
+    """Return the end of a stopped run whose job is gone without a report: the one requested."""
     if stop == "pause":
         reason = Reason(
             code=ReasonCode.PAUSED_BY_USER,
@@ -150,7 +151,7 @@ def _stopped(run: RunFacts, stop: Stop) -> Decision:
 
 
 def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
-    """STARTING, RUNNING or RECOVERING: there should be a job."""
+    """Decide about a run that should have a job: STARTING, RUNNING or RECOVERING."""
     if facts.storage_problem is not None and run.job in (JobFact.ENDED, JobFact.MISSING):
         yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
         return
@@ -162,8 +163,7 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         return
     if run.job == JobFact.ALIVE:
         if not run.job_recorded:
-            # Submitted just before this process died: submitting again finds the job and records
-            # it.
+            # The process died between submission and record. Submitting again records the job.
             yield SubmitClaimed(run.id, run.submission)
         if run.reason is not None and run.reason.code == ReasonCode.WAITING_FOR_CLUSTER:
             yield SayReason(run.id, run.status, None)
@@ -176,7 +176,7 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 
 
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
-    """The job is gone without a verdict in its journal: the next submission goes on."""
+    """Replace a job that is gone without a verdict in its journal by the next submission."""
     if run.storage_problem is not None:
         yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
     elif run.fruitless >= MANY_FRUITLESS and not _waits_for_storage(run):
@@ -231,7 +231,7 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
 
 
 def _say(run: RunFacts, code: ReasonCode, message: str) -> Iterator[Decision]:
-    """A reason, unless the run already gives one of this code: words that vary from look to look
-    are not worth a write."""
+    """Set a reason, unless the run already has one of this code: a changed text is not worth a
+    write."""
     if run.reason is None or run.reason.code != code:
         yield SayReason(run.id, run.status, Reason(code=code, message=message))

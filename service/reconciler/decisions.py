@@ -1,4 +1,4 @@
-"""What the reconciler may decide. Each decision is a value; execute.py carries it out."""
+"""The decisions that the reconciler may make. execute.py carries them out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Start:
     run_id: str
     after: int
     limit: int | None = None
-    """Most ranks that a queued run may use, where that is fewer than it asked for."""
+    """Most ranks that a queued run may use, if fewer than it requested."""
 
 
 @dataclass(frozen=True)
 class Preempt:
-    """Pause a run for ``by``, which has a higher priority; it queues again once it is paused."""
+    """Pause a run for ``by``, which has a higher priority. It queues again once it is paused."""
 
     run_id: str
     submission: int
@@ -29,8 +29,7 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Let a run go on with ``limit`` ranks, to make room for ``by``, which has a higher
-    priority."""
+    """Limit a run to ``limit`` ranks, to make room for ``by``, which has a higher priority."""
 
     run_id: str
     submission: int
@@ -40,7 +39,7 @@ class Shrink:
 
 @dataclass(frozen=True)
 class Grow:
-    """Let a run that was shrunk have as many ranks again as it was started with."""
+    """Give a shrunk run its original limit of ranks back."""
 
     run_id: str
     submission: int
@@ -48,7 +47,7 @@ class Grow:
 
 @dataclass(frozen=True)
 class DeliverLimit:
-    """Tell a submission's driver how many ranks its run may use while it makes room."""
+    """Send a submission's driver the limit of ranks while its run makes room."""
 
     run_id: str
     submission: int
@@ -57,7 +56,7 @@ class DeliverLimit:
 
 @dataclass(frozen=True)
 class SubmitClaimed:
-    """Submit a submission that was claimed before, under the same id."""
+    """Submit a submission that is claimed already, under the same id."""
 
     run_id: str
     submission: int
@@ -65,7 +64,7 @@ class SubmitClaimed:
 
 @dataclass(frozen=True)
 class DeliverStop:
-    """Tell a submission's driver to stop."""
+    """Send a submission's driver the request to stop."""
 
     run_id: str
     submission: int
@@ -81,7 +80,7 @@ class EndJob:
 
 @dataclass(frozen=True)
 class ChangeStatus:
-    """Change a run's status where status and submission still are what was seen."""
+    """Change a run's status, if status and submission are still those that were seen."""
 
     run_id: str
     expected: RunStatus
@@ -92,7 +91,7 @@ class ChangeStatus:
 
 @dataclass(frozen=True)
 class SayReason:
-    """Say why a run waits, or clear it."""
+    """Set the reason why a run waits, or clear it."""
 
     run_id: str
     expected: RunStatus
@@ -114,5 +113,5 @@ Decision = (
 
 
 def submission_id(run_id: str, submission: int) -> str:
-    """The Ray job's id: derived, so that submitting twice makes one job."""
+    """Return the id of the Ray job. It is derived, so that submitting twice makes one job."""
     return f"{run_id}-s{submission:03d}"

@@ -1,5 +1,5 @@
-"""Drains the journals of many runs, one after the other; one that takes long goes on by itself and
-holds up no other."""
+"""The reading of many runs' journals. A slow journal continues on its own thread and delays no
+other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 
 RUN_PATIENCE_S: Final = 5.0
-"""How long a look waits for one run's journal. A longer one is read on meanwhile, and counts as not
-read to its end."""
+"""Longest wait of a look for one run's journal. A slower one continues in the background and counts
+as not read to its end."""
 MOST_SLOW: Final = 64
-"""Runs whose journals are read on beside the others: each has a thread."""
+"""Most journals that are read in the background, each on a thread."""
 
 Drain = Callable[[RunRow], tuple[RunRow, TailFact]]
 
@@ -28,22 +28,23 @@ log = structlog.get_logger(__name__)
 
 
 class Drains:
-    """A storage may not answer for one directory and answer for all others: nothing can end a read
-    that waits for it.
+    """Reads journals on threads. A storage may hang for one directory and serve all others, and
+    nothing can end a read that hangs.
 
-    ``look`` is for one thread at a time.
+    Only one thread at a time may call ``look``.
     """
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
         self._slow: dict[str, threading.Thread] = {}
-        """Threads that were left behind, by the run that they read."""
+        """Run id -> the thread that still reads its journal."""
         self._were_slow: set[str] = set()
-        """Runs that come last, so that the others are read before a thread is needed for them."""
+        """Runs that were slow. They come last, so that they delay no other."""
 
     def look(self, rows: Sequence[RunRow]) -> dict[str, tuple[RunRow, TailFact]]:
-        """Return each run as it is after its journal was read, and how far that was; runs that are
-        gone are left out.
+        """Read the journals. Return each run afterwards, and how far its journal was read.
+
+        Runs that are gone are left out.
 
         Raises DatabaseError.
         """
@@ -69,7 +70,7 @@ class Drains:
             if stuck is None:
                 break
             log.warning(
-                "a run's journal takes long to read; the others go on",
+                "a run's journal is slow to read; reading the others",
                 run_id=stuck,
                 seconds=RUN_PATIENCE_S,
             )
@@ -77,7 +78,7 @@ class Drains:
             self._were_slow.add(stuck)
             if len(self._slow) >= MOST_SLOW:
                 log.error(
-                    "too many journals take long to read; the rest is read at a later look",
+                    "too many journals are slow to read; reading the rest at a later look",
                     runs=len(waiting),
                 )
                 break
@@ -85,7 +86,7 @@ class Drains:
 
 
 class _Worker:
-    """One thread that takes run after run, until it is left behind with one."""
+    """One thread that reads run after run, until it is left behind with a slow one."""
 
     def __init__(self, drain: Drain, waiting: deque[RunRow]) -> None:
         self._drain = drain
@@ -100,7 +101,7 @@ class _Worker:
         self.thread.start()
 
     def wait(self) -> str | None:
-        """Wait until all runs are read, or one takes too long. Returns that one's id."""
+        """Wait until all runs are read, or one is too slow. Return that one's id, or None."""
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
@@ -137,18 +138,18 @@ class _Worker:
             return None
         except DatabaseError:
             raise
-        except Exception:  # a fault of ours: the other runs must not stand still for it
+        except Exception:  # A bug of ours must not stop the other runs.
             log.exception("a journal cannot be read", run_id=row.id)
             return row, TailFact.BEHIND
 
     def _keep(self, row: RunRow, outcome: tuple[RunRow, TailFact] | None) -> None:
         with self._changed:
-            if not self._left:  # else the look has ended, and the next one reads what has changed
+            if not self._left:  # Otherwise the look has ended, and the next one reads again.
                 self.done[row.id] = outcome
 
     def _fail(self, exc: Exception) -> None:
         with self._changed:
             if self._left:
-                log.warning("a journal that took long to read was not applied", problem=str(exc))
+                log.warning("a slow journal was not applied", problem=str(exc))
             else:
                 self.problem = exc

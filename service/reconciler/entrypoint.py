@@ -1,4 +1,4 @@
-"""The command of a submission's Ray job, and the points at which tests let this process die."""
+"""The command of a submission's Ray job, and the points at which tests kill this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Entrypoint = Callable[[str, int], str]
 
 
 def driver_entrypoint(storage_uri: str) -> Entrypoint:
-    """The command that starts a submission's driver, with ``python`` as the cluster's nodes have
-    it."""
+    """Return the command that starts a submission's driver, with the ``python`` of the nodes."""
 
     def command(run_id: str, submission: int) -> str:
         words = [
@@ -35,7 +34,6 @@ def driver_entrypoint(storage_uri: str) -> Entrypoint:
 
 
 def crash_point(name: str) -> None:
-    """Die here by SIGKILL where the environment says so: how tests try every line between a row and
-    its job."""
+    """Kill this process if EVERSTEP_CRASH_POINT is ``name``. Tests try each line of a start so."""
     if os.environ.get(CRASH_POINT_VARIABLE) == name:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Carries decisions out. Any line may be this process's last: what was done is found again, what
-was not is done again."""
+"""The execution of decisions. The process may die at any line: the next one finds what was done,
+and does the rest."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from storage.run_dir import RunDir
 log = structlog.get_logger(__name__)
 
 PATIENCE_S = 1.0
-"""How long a tick waits for what it began."""
+"""Longest wait of a tick for the tasks that it started."""
 
 
 class Executor:
-    """Acts on decisions through the database, the run directory and Ray."""
+    """Carries out decisions through the database, the run directory and Ray."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Executor:
         gate: StorageGate,
         public_url: str | None = None,
     ) -> None:
-        """``public_url``: base URL of the dashboard, to which Ray's is to lead back; None where it
-        is not known."""
+        """``public_url`` is the base URL of our dashboard, which Ray's links to; None if
+        unknown."""
         self._runs = runs
         self._storage = storage
         self._ray = ray
@@ -70,22 +70,21 @@ class Executor:
         self._gate = gate
         self._public_url = public_url
         self._acting: dict[str, asyncio.Task[None]] = {}
-        """By run id: what is still being carried out for it. Nothing else is done for that run
-        meanwhile."""
+        """Run id -> the task that acts for it. No other task starts for that run meanwhile."""
         self.delivered: set[tuple[str, int, Stop]] = set()
-        """Stops that drivers were told of by this process. Telling again is harmless, so that it
-        need not outlive it."""
+        """Stops that this process delivered to drivers. A repeated delivery is harmless, so this
+        need not be stored."""
         self.limits: set[tuple[str, int, int]] = set()
-        """The same for runs that shrink: run, submission, and most ranks."""
+        """The same for limits of shrinking runs: run, submission, most ranks."""
 
     async def execute(self, decisions: Iterable[Decision]) -> None:
-        """Carry out decisions: those of one run in order, those of different runs side by side.
+        """Carry out decisions: those of one run in order, those of different runs in parallel.
 
-        One that fails is left for a later tick, with what follows for the same run. One that takes
-        long goes on in the background, so that a Ray that hangs does not keep other runs' journals
-        from being read.
+        A decision that fails is left to a later tick, with the following ones of its run. One that
+        takes long continues in the background, so that a hanging Ray does not delay the journals
+        of other runs.
 
-        Raises DatabaseError: nothing can be done without the database.
+        Raises DatabaseError.
         """
         by_run: dict[str, list[Decision]] = {}
         said: list[tuple[str, RunStatus, Reason | None]] = []
@@ -105,19 +104,17 @@ class Executor:
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}
         for run_id in ended:
             del self._acting[run_id]
-        # All of them are asked: what nobody asked for is told by the event loop, for each of
-        # hundreds of runs.
+        # Read every exception: asyncio logs each one that nobody reads.
         problems = [task.exception() for task in ended.values()]
         for problem in filter(None, problems):
             raise problem
 
     def told(self) -> Delivered:
-        """What drivers know of this process."""
+        """Return what this process delivered to drivers."""
         return Delivered(self.delivered, self.limits)
 
     async def close(self) -> None:
-        """Stop what is still being carried out, wherever it is: the next process finds what was
-        done."""
+        """Cancel the running tasks at any line. The next process finds what was done."""
         tasks = list(self._acting.values())
         self._acting.clear()
         for task in tasks:
@@ -129,11 +126,11 @@ class Executor:
             for decision in decisions:
                 await self._execute_one(decision)
         except TransitionConflict as exc:
-            # Someone else was faster, a user mostly. The next look sees what they did.
+            # Someone else was faster, mostly a user. The next tick sees the change.
             log.debug("a decision came too late", run_id=run_id, found=str(exc))
         except (RayError, StorageError) as exc:
             log.warning(
-                "a decision could not be carried out",
+                "a decision failed; a later tick tries again",
                 decision=type(decision).__name__,
                 run_id=run_id,
                 problem=str(exc),
@@ -161,7 +158,12 @@ class Executor:
                     RunDir(self._storage, run_id).request_stop, submission, stop
                 )
                 self.delivered.add((run_id, submission, stop))
-                log.info("told a driver to stop", run_id=run_id, submission=submission, stop=stop)
+                log.info(
+                    "sent a driver the request to stop",
+                    run_id=run_id,
+                    submission=submission,
+                    stop=stop,
+                )
             case EndJob(job_id):
                 await self._end_job(job_id)
             case ChangeStatus():
@@ -181,7 +183,7 @@ class Executor:
                 )
 
     async def _start(self, run_id: str, after: int, limit: int | None) -> None:
-        """Spec first, then the claim, then the job: whoever finds a claimed submission finds its
+        """Write the spec, claim the submission, submit the job. A claimed submission so has a
         spec."""
         run = await self._run(run_id, after)
         try:
@@ -203,8 +205,7 @@ class Executor:
             await asyncio.to_thread(self._runs.set_reason, run.id, run.status, reason)
 
     def _write_request(self, run: RunRow, limit: int | None) -> None:
-        """What the driver needs of the request: the spec, until when it has time, and how many
-        ranks it may use."""
+        """Write what the driver needs: the spec, the deadline and the limit of ranks."""
         run_dir, spec = RunDir(self._storage, run.id), RunSpec.model_validate(run.spec)
         if spec.recovery.deadline_s is not None:
             run_dir.write_deadline(run.created_at + spec.recovery.deadline_s)
@@ -217,15 +218,15 @@ class Executor:
         self.limits.add((run_id, submission, limit))
 
     async def _grow(self, run_id: str, submission: int) -> None:
-        """The file first: a crash between the two leaves a row that says "shrunk", and it is looked
-        at again."""
+        """Lift a run's limit. The file comes first: after a crash the row still says shrunk, so
+        that it is tried again."""
         run = await self._run(run_id, submission)
         await asyncio.to_thread(
             RunDir(self._storage, run_id).write_workers_limit, run.workers_limit
         )
         self.limits = {told for told in self.limits if told[0] != run_id}
         await asyncio.to_thread(self._runs.unshrink, run_id, submission)
-        log.info("a run that was shrunk may grow again", run_id=run_id)
+        log.info("a shrunk run may grow again", run_id=run_id)
 
     async def _submit_claimed(self, run: RunRow) -> None:
         try:
@@ -244,8 +245,7 @@ class Executor:
         }
         if self._public_url is not None:
             metadata["everstep"] = f"{self._public_url}/runs/{run.id}"
-        # In its environment, not among its arguments: the driver of an older version passes over
-        # what it does not know.
+        # In the environment, not an argument: the driver of an older version ignores a variable.
         entrypoint = (
             f"{KNOWN_VARIABLE}={shlex.quote(known.to_text())} "
             f"{self._entrypoint(run.id, run.submission)}"
@@ -261,11 +261,10 @@ class Executor:
             await self._ray.stop(job_id)
         except JobNotFound:
             return
-        log.info("told Ray to end a job", ray_job=job_id)
+        log.info("stopped a Ray job", ray_job=job_id)
 
     async def _run(self, run_id: str, submission: int) -> RunRow:
-        """The run as it is now; raises TransitionConflict where it has another submission by
-        now."""
+        """Return the run now. Raises TransitionConflict if it has another submission."""
         run = await asyncio.to_thread(self._runs.get, run_id)
         if run is None or run.submission != submission:
             raise TransitionConflict(

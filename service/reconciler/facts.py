@@ -1,4 +1,4 @@
-"""What is known about runs and the cluster at one moment: all that decisions may rest on."""
+"""The facts about runs and cluster at one moment. Decisions use nothing else."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class JobFact(StrEnum):
     """What is known about the Ray job of a run's newest submission."""
 
     UNKNOWN = "unknown"
-    """Ray was not asked, or did not answer: nothing may be concluded."""
+    """Ray was not asked or did not answer. Nothing may be concluded."""
     MISSING = "missing"
-    """Ray answered that it knows no such job."""
+    """Ray knows no such job."""
     ALIVE = "alive"
     """Pending or running."""
     ENDED = "ended"
-    """Succeeded, failed or stopped, by Ray's word; or its driver's node is dead, though Ray calls
-    the job running."""
+    """Succeeded, failed or stopped by Ray's status, or its driver's node is dead."""
 
 
 class TailFact(StrEnum):
-    """How far the journal of a run's newest submission was read, after the job was asked about."""
+    """How far the journal of a run's newest submission was read, after the question about the
+    job."""
 
     BEHIND = "behind"
-    """There is more, or storage did not answer."""
+    """There is more, or the storage did not answer."""
     DRAINED = "drained"
-    """Everything that was written before the job was asked about is applied."""
+    """Everything that was written before the question about the job is applied."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +47,42 @@ class RunFacts:
     reason: Reason | None = None
     stop: Stop | None = None
     stop_at: float | None = None
-    """When the stop was asked for, unix seconds."""
+    """When the stop was requested, unix seconds."""
     stop_delivered: bool = False
-    """Whether the newest submission's driver was told, as far as this process knows."""
+    """Whether this process delivered the stop to the newest submission's driver."""
     submission: int = 0
-    """Newest claimed; 0 before the first."""
+    """Newest claimed submission; 0 before the first."""
     job_recorded: bool = False
-    """Whether Ray is known to have taken the newest submission."""
+    """Whether Ray is known to have the newest submission's job."""
     submitted_at: float | None = None
-    """When that was, unix seconds."""
+    """When it was submitted, unix seconds."""
     fruitless: int = 0
-    """Newest submissions in a row that committed no checkpoint."""
+    """Number of newest submissions in a row without a checkpoint."""
     job: JobFact = JobFact.UNKNOWN
     storage_problem: str | None = None
-    """Why the newest submission's driver left the storage alone and ended; None where it did not,
-    or is not known to have."""
+    """Why the newest submission's driver ended without touching the storage; None if it did not, or
+    if that is unknown."""
     tail: TailFact = TailFact.BEHIND
     deadline_at: float | None = None
-    """When ``recovery.deadline_s`` is over, unix seconds."""
+    """When ``recovery.deadline_s`` has passed, unix seconds."""
     steps_done: bool = False
-    """Whether all steps are done: what is left is the last checkpoint and the driver's word."""
+    """Whether all steps are done. Only the last checkpoint and the driver's report are missing."""
     min_workers: int = 1
     max_workers: int = 1
     workers_limit: int | None = None
-    """Most ranks that the newest submission was started with; None: ``max_workers``."""
+    """Most ranks that the newest submission was started with; None is ``max_workers``."""
     shrunk_to: int | None = None
-    """Most ranks that it may use while it makes room for ``shrunk_by``; None where it makes room
-    for nobody."""
+    """Most ranks while it makes room for ``shrunk_by``; None if it makes no room."""
     shrunk_by: str | None = None
     shrunk_at: float | None = None
-    """When it was asked to, unix seconds."""
+    """When it was shrunk, unix seconds."""
     shrink_delivered: bool = False
-    """Whether the newest submission's driver was told of ``shrunk_to``, as far as this process
-    knows."""
+    """Whether this process delivered ``shrunk_to`` to the newest submission's driver."""
     world_size: int | None = None
     node_ids: tuple[str, ...] = ()
-    """The node of each rank that runs now."""
+    """Node of each running rank."""
     worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
-    """Ray resources of one rank, without what ``use_gpu`` adds."""
+    """Ray resources of one rank, without those of ``use_gpu``."""
     use_gpu: bool | Literal["auto"] = False
     placement_strategy: str = "SPREAD"
     accelerator_type: str | None = None
@@ -97,13 +95,13 @@ class NodeFacts:
     node_id: str
     resources: Mapping[str, float]
     mark: Literal["cordoned", "draining"] | None = None
-    """A node that is marked takes no new rank; the ranks of a ``cordoned`` one stay, those of a
-    ``draining`` one move."""
+    """A marked node gets no new ranks. Ranks stay on a ``cordoned`` node and leave a ``draining``
+    one."""
 
 
 @dataclass(frozen=True)
 class StrayJob:
-    """A Ray job that lives although its run has ended, or has a newer submission."""
+    """A live Ray job whose run has ended or has a newer submission."""
 
     submission_id: str
     seen_for_s: float
@@ -111,26 +109,25 @@ class StrayJob:
 
 @dataclass(frozen=True)
 class Facts:
-    """One look at everything."""
+    """The facts of one look."""
 
     now: float
     """Unix seconds."""
     runs: tuple[RunFacts, ...] = ()
     nodes: tuple[NodeFacts, ...] | None = None
-    """Live nodes; None where Ray did not answer or was not asked."""
+    """Live nodes; None if Ray did not answer or was not asked."""
     ray_problem: str | None = None
-    """Why Ray does not answer; None where it does, or was not asked."""
+    """Why Ray does not answer; None if it does or was not asked."""
     storage_problem: str | None = None
-    """Why nothing may be begun in the storage, nor concluded from it; None where it is the one that
-    the database belongs to."""
+    """Why the storage must not be used; None if it belongs to the database."""
     strays: tuple[StrayJob, ...] = ()
     quotas: Mapping[str, Quotas] = field(default_factory=dict)
-    """Of projects that have any, by name."""
+    """Project -> its quotas, for projects that have some."""
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """What drivers were told by this process: (run, submission, stop) and (run, submission, most
+    """What this process delivered to drivers: (run, submission, stop) and (run, submission, most
     ranks)."""
 
     stops: Collection[tuple[str, int, Stop]] = ()

@@ -1,5 +1,4 @@
-"""One reconciler at a time behind one database: by a lease, whose fence is checked in every
-transaction that it writes."""
+"""The lease that lets one process at a time reconcile a database. Each write checks its fence."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from service.db.lease import Lease, LeaseLost, LeaseStore
 
 LEASE_NAME: Final = "reconciler"
 RENEW_S: Final = 1.0
-"""Between two renewals, and between two tries of a process that stands by."""
+"""Seconds between two renewals, and between two tries of a standby."""
 
 log = structlog.get_logger(__name__)
 
@@ -34,18 +33,20 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
+        """Whether this process holds the lease."""
         return self._lease is not None
 
     def check(self, connection: Connection) -> None:
-        """The guard of this process's reconciling writes. Raises LeaseLost where another process
-        leads."""
+        """Guard a write of this process's reconciler. Raises LeaseLost if another process leads."""
         if self._lease is None:
             raise LeaseLost(f"{LEASE_NAME}: another process leads")
         self._lease.check(connection)
 
     async def hold(self) -> bool:
-        """Take the lease, or renew it where that is due. Whether this process leads now. Raises
-        DatabaseError."""
+        """Take the lease, or renew it if due. Return whether this process leads.
+
+        Raises DatabaseError.
+        """
         asked_at = time.monotonic()
         if asked_at - self._asked_at < RENEW_S:
             return self.leads
@@ -61,23 +62,25 @@ class Leadership:
         return self.leads
 
     async def renew(self) -> None:
-        """Renew the lease that is held, in the middle of what is done under it. Where others have
-        had it since, it is lost, also if it could be had again: what was seen before is no longer
-        true. Raises DatabaseError."""
+        """Renew the lease in the middle of a tick.
+
+        If another process has held it since, it is lost, even if it is free again: the facts of
+        this tick are out of date. Raises DatabaseError.
+        """
         held = self._lease
         if held is None:
             return
         found = await asyncio.to_thread(self._leases.take, LEASE_NAME, self._holder)
         if self._lease is held and found != held:
             self._lease = None
-            log.info("another process has reconciled meanwhile; what was begun is given up")
+            log.info("another process has reconciled meanwhile; dropping this tick's work")
 
     async def release(self) -> None:
-        """Let another process take over at once."""
+        """Give the lease back, so that another process takes over at once."""
         lease, self._lease = self._lease, None
         if lease is None:
             return
         try:
             await asyncio.to_thread(self._leases.release, lease)
         except DatabaseError as exc:
-            log.warning("the lease could not be given back; it ends by itself", problem=str(exc))
+            log.warning("the lease could not be given back; it expires by itself", problem=str(exc))

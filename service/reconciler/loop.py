@@ -1,4 +1,4 @@
-"""The reconciler: look, decide, act, again and again."""
+"""The reconciler's loop: observe, decide, act."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from storage.errors import StorageError
 from storage.filesystem import Storage
 
 INTERVAL_S: Final = 0.5
-"""From one tick's beginning to that of the next."""
+"""Seconds from the start of a tick to the start of the next."""
 _LONGEST_PAUSE_S: Final = 3.0
 TROUBLE_INTERVAL_S: Final = 2.0
 LONGEST_TICK_S: Final = 300.0
-"""How long a tick may take before its process counts as one that stands still."""
+"""Longest tick for which the lease is renewed. Then the process counts as stuck."""
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
 NOTIFY_INTERVAL_S: Final = 1.0
@@ -52,23 +52,22 @@ log = structlog.get_logger(__name__)
 
 
 class Reconciler:
-    """Brings Ray's jobs in line with the database's runs, and the database in line with what runs
-    report.
+    """Makes Ray's jobs match the runs in the database, and the database match what runs report.
 
     Args:
         runs: Runs.
-        events: Their histories.
-        node_marks: What was said of nodes.
-        projects: Their quotas.
-        storage: Where run directories lie.
+        events: Histories of runs.
+        node_marks: Marks of nodes.
+        projects: Quotas of projects.
+        storage: Storage of run directories.
         ray: The cluster.
-        cordon_rule: When a node is cordoned by itself.
+        cordon_rule: When a node is cordoned automatically.
         scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
-        figures: Where what happens to runs is counted; None keeps counters of its own.
-        notifier: Tells webhooks; None tells nobody.
-        leadership: Who reconciles where several replicas share a database; None where this process
-            is the only one.
+        figures: Counters of what happens to runs; None makes private ones.
+        leadership: Lease that lets one of several replicas reconcile; None for a single process.
+        notifier: Sender of webhooks; None sends none.
+        public_url: Base URL of the dashboard; None if unknown.
         clock: Unix seconds.
     """
 
@@ -121,32 +120,32 @@ class Reconciler:
         self._wake = asyncio.Event()
         self._tick_began = float("-inf")
         self.last_tick_at: float | None = None
-        """When the last tick was finished, unix seconds; None before the first."""
+        """When the last tick finished, unix seconds; None before the first."""
 
     @property
     def ray_problem(self) -> str | None:
-        """Why Ray did not answer when it was last asked; None where it did."""
+        """Why Ray did not answer the last question, or None."""
         return self._observer.ray_problem
 
     def lag_s(self) -> float | None:
-        """Seconds since the last finished tick; None before the first."""
+        """Return the seconds since the last finished tick, or None before the first."""
         return None if self.last_tick_at is None else max(0.0, self._clock() - self.last_tick_at)
 
     def wake(self) -> None:
-        """Tick at once rather than after the pause. Call it in the reconciler's event loop."""
+        """Tick at once instead of after the pause. Call it in the reconciler's event loop."""
         self._wake.set()
 
     async def tick(self) -> tuple[Decision, ...]:
-        """Look once, decide, act; nothing where another process leads. Returns what was decided.
+        """Observe, decide and act once, unless another process leads. Return the decisions.
 
-        Raises DatabaseError where the database is away.
+        Raises DatabaseError if the database does not answer.
         """
         if self._leadership is not None and not await self._leadership.hold():
             await self._executor.close()
             self.last_tick_at = self._clock()
             return ()
         facts = await self._observer.look()
-        # In a thread: thousands of waiting runs take long enough to hold up requests.
+        # In a thread: thousands of waiting runs take long enough to delay requests.
         decisions = await asyncio.to_thread(decide, facts)
         await self._executor.execute(decisions)
         self._node_care.tick()
@@ -156,8 +155,7 @@ class Reconciler:
         return decisions
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tick until ``stopping``. Trouble in a tick is logged and the next one tries again:
-        nothing else restarts this loop."""
+        """Tick until ``stopping``. A failed tick is logged, and the next one tries again."""
         keeping = asyncio.create_task(self._keep_lease(), name="keep-lease")
         try:
             await self._tick_until(stopping)
@@ -167,13 +165,17 @@ class Reconciler:
         await self.close()
 
     async def _keep_lease(self) -> None:
-        """Renew the lease while a tick takes long, as one over many journals in an object store
-        may: else others would take it over in the middle of it, time after time. Not of one that
-        does not end: another process may do better."""
+        """Renew the lease during a long tick, for example over many journals in an object store.
+
+        Otherwise another process would take over in the middle of each such tick. A tick that does
+        not end loses the lease.
+        """
         while self._leadership is not None:
             await asyncio.sleep(RENEW_S)
             if self._leadership.leads and time.monotonic() - self._tick_began < LONGEST_TICK_S:
-                with contextlib.suppress(DatabaseError):  # the tick meets it, too, and says so
+                with contextlib.suppress(
+                    DatabaseError
+                ):  # The tick fails with the same error and logs it.
                     await self._leadership.renew()
 
     async def _tick_until(self, stopping: asyncio.Event) -> None:
@@ -184,7 +186,9 @@ class Reconciler:
                 took_s = time.monotonic() - began
                 pause_s = min(max(PAUSE_FACTOR * took_s, INTERVAL_S - took_s), _LONGEST_PAUSE_S)
             except LeaseLost as exc:
-                log.warning("what was begun is left to another process", problem=str(exc))
+                log.warning(
+                    "another process leads; leaving this tick's work to it", problem=str(exc)
+                )
                 pause_s = INTERVAL_S
             except DatabaseError as exc:
                 log.warning("the database does not answer; trying again", problem=str(exc))
@@ -195,7 +199,7 @@ class Reconciler:
             await self._pause(pause_s, stopping)
 
     async def close(self) -> None:
-        """Let go of what is under way. Any line of it may be repeated by the next process."""
+        """Cancel all work. The next process may repeat any line of it."""
         self._scrubber.stop()
         for work in self._beside:
             await work.close()
@@ -206,7 +210,7 @@ class Reconciler:
             await self._leadership.release()
 
     async def _scrub(self) -> None:
-        """Not of another storage, which lacks what is looked for: that is no damage."""
+        """Scrub, unless the storage is another one: what that lacks is not damaged."""
         if await asyncio.to_thread(self._gate.problem) is None:
             await self._scrubber.work()
 
@@ -216,7 +220,7 @@ class Reconciler:
             await asyncio.to_thread(self._kept_steps.publish)
         except StorageError as exc:
             log.warning(
-                "drivers cannot be told which checkpoints others wait for; trying again",
+                "the file of kept checkpoints could not be written; trying again",
                 problem=str(exc),
             )
 

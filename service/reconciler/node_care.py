@@ -1,5 +1,5 @@
-"""Looks after nodes beside the runs: keeps the marks' file true, forgets nodes that are gone,
-cordons those that fail too often."""
+"""The care of nodes: update the file of marks, forget nodes that are gone, cordon nodes that fail
+too often."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from storage.errors import StorageError
 
 INTERVAL_S: Final = 5.0
 BY_ITSELF: Final = "everstep"
-"""Who cordoned a node that failed too often."""
+"""Author of the mark of a node that failed too often."""
 
 log = structlog.get_logger(__name__)
 
 
 class NodeCare:
-    """Works beside the reconciler's ticks, so that a Ray or a storage that hangs does not hold them
-    up.
+    """Works beside the reconciler's ticks, so that a hanging Ray or storage does not delay them.
 
     Args:
-        marks: What was said of nodes.
-        file: What drivers read of it.
+        marks: Marks of nodes.
+        file: File of marks for drivers.
         ray: The cluster.
-        rule: When a node is cordoned by itself.
+        rule: When a node is cordoned automatically.
         clock: Unix seconds.
     """
 
@@ -56,8 +55,8 @@ class NodeCare:
         self._spared: frozenset[str] = frozenset()
 
     def tick(self) -> None:
-        """Begin a look when one is due. Raises what an earlier one raised: DatabaseError where the
-        database is away."""
+        """Start a look if one is due. Raises the error of the previous one, such as
+        DatabaseError."""
         if self._look is not None:
             if not self._look.done():
                 return
@@ -68,24 +67,24 @@ class NodeCare:
             self._look = asyncio.create_task(self.look(), name="node-care")
 
     async def close(self) -> None:
-        """Stop a look that is under way; any part of it may be repeated."""
+        """Cancel a running look. Any part of it may be repeated."""
         if self._look is not None:
             self._look.cancel()
             await asyncio.gather(self._look, return_exceptions=True)
             self._look = None
 
     async def look(self) -> None:
-        """One look. Raises DatabaseError."""
+        """Look after all nodes once. Raises DatabaseError."""
         words = await asyncio.to_thread(self._marks.all)
         suspects = await self._suspects(words)
         if words or suspects:
             await self._care(words, suspects)
         try:
             if await asyncio.to_thread(self._file.publish):
-                log.info("drivers are told of the marked nodes anew")
+                log.info("updated the file of marked nodes for drivers")
         except StorageError as exc:
             log.warning(
-                "drivers cannot be told which nodes are marked; trying again", problem=str(exc)
+                "the file of marked nodes could not be written; trying again", problem=str(exc)
             )
 
     async def _suspects(self, words: Mapping[str, NodeMarkRow]) -> tuple[Suspect, ...]:
@@ -134,6 +133,5 @@ class NodeCare:
 
 
 def _runs_ranks(node: RayNode) -> bool:
-    """Whether a node has anything to train on: a head often has not, and does not count as part of
-    the cluster's half."""
+    """Return whether a node can run ranks. Half of the cluster is half of these nodes."""
     return node.resources.get("CPU", 0.0) > 0 or node.resources.get("GPU", 0.0) > 0

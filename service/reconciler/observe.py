@@ -1,4 +1,5 @@
-"""One look at rows, jobs, journals and nodes, in the order that makes the facts safe to act on."""
+"""The observation of rows, jobs, journals and nodes, in the order that makes facts safe to act
+on."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ from service.storage_identity.gate import StorageGate
 
 
 class Observer:
-    """Gathers Facts. What it remembers it could ask for again: losing it costs a question.
+    """Gathers Facts. Its state is only a cache.
 
-    The order matters: rows, then Ray, then journals. A journal that was read to its end after Ray
-    said that the job is over holds everything that the driver wrote.
+    The order is rows, then Ray, then journals. A journal that is read to its end after Ray said
+    that the job is over has everything that the driver wrote.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Observer:
         self._gate = gate
         self._clock = clock
         self._known: dict[str, RunRow] = {}
-        """Live rows of the last look: those that have not changed need not be read again."""
+        """Live rows of the last look. Unchanged rows are not read again."""
         self._waiting: dict[str, tuple[RunRow, RunFacts]] = {}
-        """Of those that wait, what the rows say."""
+        """Rows and facts of the waiting runs of the last look."""
 
     @property
     def ray_problem(self) -> str | None:
@@ -65,14 +66,14 @@ class Observer:
         return self._questions.problem
 
     async def look(self) -> Facts:
-        """One look. Raises DatabaseError where the database is away."""
+        """Return the facts now. Raises DatabaseError if the database does not answer."""
         rows = await self._live_rows()
         answer = await self._questions.answer(rows)
         jobs = answer.jobs if answer else {}
         storage_problem = await asyncio.to_thread(self._gate.problem) if rows else None
         observed = await asyncio.to_thread(self._read_journals, rows, jobs, storage_problem is None)
         nodes, problem = (answer.nodes, answer.problem) if answer else (None, None)
-        # Quotas are read last: a word that is acknowledged counts from the next start on.
+        # Quotas are read last, so that an acknowledged change counts from the next start on.
         quotas = {} if nodes is None else await asyncio.to_thread(self._projects.quotas)
         return Facts(
             self._clock(),
@@ -85,8 +86,7 @@ class Observer:
         )
 
     async def _live_rows(self) -> list[RunRow]:
-        """Rows of all live runs, oldest first, of which only those are read that have changed since
-        the last look."""
+        """Return the rows of all live runs, oldest first. Only changed rows are read."""
         versions, known = await asyncio.to_thread(self._runs.live_versions), self._known
         changed = [
             run_id
@@ -95,19 +95,21 @@ class Observer:
         ]
         for found in await in_pieces(self._runs.rows, changed):
             known |= found
-        # A row may have changed, ended or gone since: whoever acts on it expects it as it is here.
+        # A row may change meanwhile. Each action expects it as it is here, and fails otherwise.
         self._known = {run_id: known[run_id] for run_id in versions if run_id in known}
         return list(self._known.values())
 
     async def close(self) -> None:
-        """Forget a question that is still open."""
+        """Cancel an open question to Ray."""
         await self._questions.close()
 
     def _read_journals(
         self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact], may_read: bool
     ) -> tuple[RunFacts, ...]:
-        """Facts of every run that is still live after its journal was read. In another storage than
-        ours there is none."""
+        """Read the journals, and return the facts of each run that is still live.
+
+        Without ``may_read``, on a storage that is not ours, no journal is read.
+        """
         observed, delivered = [], self._delivered()
         self._tail.keep(self._known)
         self._questions.keep(self._known)
@@ -137,7 +139,6 @@ class Observer:
         return tuple(observed)
 
     def _facts_of_waiting(self, row: RunRow) -> RunFacts:
-        """What its row says alone; of thousands that wait most are as they were at the last
-        look."""
+        """Return the facts of a waiting run, from the last look if its row is unchanged."""
         seen = self._waiting.get(row.id)
         return seen[1] if seen is not None and seen[0] is row else facts_of(row)

@@ -1,5 +1,5 @@
-"""Much work at once, done so that requests are answered meanwhile: threads that compute take the
-interpreter from them."""
+"""Long work in pieces, so that requests are answered between them: computing threads block the
+interpreter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PAUSE_FACTOR: Final = 2.0
-"""However long work takes, the pause after it is so many times as long."""
+"""Length of the pause after work, in lengths of the work."""
 PIECE: Final = 64
 
 
 async def in_pieces(do: Callable[[Sequence[T]], R], items: Sequence[T]) -> list[R]:
-    """What ``do`` returns for each piece of the items, one after the other, in a thread, with a
-    pause between two."""
+    """Call ``do`` in a thread for one piece of the items after another, with pauses. Return the
+    results."""
     results = []
     for start in range(0, len(items), PIECE):
         began = time.monotonic()

@@ -1,5 +1,5 @@
-"""Whom to shrink and whom to pause so that a run of a higher priority fits: pure arithmetic over
-what runs hold."""
+"""Preemption: which runs shrink or pause so that a run of a higher priority fits. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from service.reconciler.capacity import Free, combined, fits, leaving, remove, r
 from service.reconciler.facts import RunFacts
 
 SHRINK_GRACE_S = 120.0
-"""How long ranks may take to save and leave when their run is to shrink; past it the run counts as
-one that does not."""
+"""Longest time for ranks to save and leave when their run shrinks. Then it counts as not shrunk."""
 
 
 @dataclass(frozen=True)
 class Preemption:
-    """A run that makes room for another one: it goes on with at most ``to`` ranks, or is paused
-    where that is None."""
+    """A run that makes room for another one: it continues with at most ``to`` ranks, or, if that is
+    None, is paused."""
 
     run_id: str
     by: str
@@ -27,8 +26,8 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a run holds of the usable nodes, and what of that it is giving back already; nodes by
-    index, one for each rank."""
+    """What a run holds, and what of that it is giving back: the index of a usable node for each
+    rank."""
 
     run: RunFacts
     needs: Mapping[str, float]
@@ -37,8 +36,8 @@ class Holding:
 
     @staticmethod
     def of(run: RunFacts, needs: Mapping[str, float], nodes: Sequence[int], now: float) -> Holding:
-        """With everything on its way out of a run that stops, and what is too much of one that
-        shrinks."""
+        """Return a run's holding: all ranks of a stopping run leave, and the excess of a shrinking
+        one."""
         if run.status == RunStatus.STOPPING:
             return Holding(run, needs, tuple(nodes), tuple(nodes))
         too_many = (
@@ -50,7 +49,7 @@ class Holding:
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Nodes of the ranks that stay."""
+        """The nodes of the ranks that stay."""
         rest = list(self.nodes)
         for index in self.leaving:
             rest.remove(index)
@@ -58,7 +57,7 @@ class Holding:
 
 
 def is_overdue(run: RunFacts, now: float) -> bool:
-    """Whether a run that was to shrink has not, in good time."""
+    """Return whether a run has not shrunk within SHRINK_GRACE_S."""
     too_many = run.shrunk_to is not None and (run.world_size or 0) > run.shrunk_to
     return too_many and now - (run.shrunk_at or now) > SHRINK_GRACE_S
 
@@ -67,7 +66,7 @@ _Change = Callable[[Free, Mapping[str, float], Sequence[int]], None]
 
 
 class _Space:
-    """What a run that waits would find free."""
+    """What a waiting run would find free."""
 
     def __init__(self, run: RunFacts, needs: Mapping[str, float], free: Free) -> None:
         self._run = run
@@ -76,14 +75,15 @@ class _Space:
         self._slots = [fits(node, needs) for node in self._free]
 
     def enough(self) -> bool:
+        """Return whether the waiting run fits."""
         return combined(self._slots, self._run.placement_strategy) >= self._run.min_workers
 
     def give(self, held: Holding, nodes: Sequence[int]) -> None:
-        """As if these ranks were gone."""
+        """Count these ranks as gone."""
         self._change(restore, held, nodes)
 
     def take_back(self, held: Holding, nodes: Sequence[int]) -> None:
-        """As if they were not."""
+        """Count these ranks as present again."""
         self._change(remove, held, nodes)
 
     def _change(self, change: _Change, held: Holding, nodes: Sequence[int]) -> None:
@@ -95,12 +95,12 @@ class _Space:
 def choose(
     waiting: RunFacts, needs: Mapping[str, float], coming: Free, held: Sequence[Holding], now: float
 ) -> tuple[Preemption, ...]:
-    """Who makes room for ``waiting``: nobody where what is ``coming`` suffices, or where nothing
-    would.
+    """Return the runs that make room for ``waiting``.
 
-    Elastic runs of lower priority shrink to their least size first, the lowest and youngest before
-    others; only where that is too little the lowest and youngest are paused. Nobody is chosen who
-    is not needed, as far as the order of choosing allows.
+    None are needed if what is ``coming`` is enough, and none are chosen if nothing would be.
+    Elastic runs of lower priority first shrink to their least size, the lowest and youngest before
+    others. Only if that is not enough, the lowest and youngest are paused. Runs that turn out not
+    to be needed are spared, as far as the order of choice allows.
     """
     space = _Space(waiting, needs, coming)
     lower = [
@@ -144,8 +144,10 @@ def choose(
 
 
 def _needed(space: _Space, chosen: Sequence[tuple[Holding, tuple[int, ...]]]) -> list[Holding]:
-    """Those without whom it does not fit; of the highest priority spared first: perhaps a later
-    choice made them needless."""
+    """Return the runs without which ``waiting`` does not fit.
+
+    A later choice may have made an earlier one needless. The highest priority is spared first.
+    """
     kept = []
     for one, ranks in reversed(chosen):
         space.take_back(one, ranks)

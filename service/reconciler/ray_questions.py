@@ -1,4 +1,4 @@
-"""The questions to Ray: what became of jobs, which nodes live, which jobs should not."""
+"""The questions to Ray: the state of jobs, the live nodes, and stray jobs."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from service.reconciler.decisions import submission_id
 from service.reconciler.facts import JobFact, NodeFacts, StrayJob
 
 ASK_INTERVAL_S: Final = 2.0
-"""Between two questions to Ray while runs are live and nothing about them has changed: each wakes
-four processes up."""
+"""Seconds between two questions while runs are live and unchanged. Each wakes up four
+processes."""
 IDLE_ASK_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
 MANY_JOBS: Final = 64
-"""From so many jobs on Ray is asked for the list of all, and not for one after the other."""
+"""Number of jobs above which the list of all jobs is requested, not each job."""
 PATIENCE_S: Final = 0.2
-"""How long a look waits for Ray's answer; one that comes later is taken by a later look."""
+"""Longest wait of a look for Ray's answer. A later look takes a late answer."""
 
 
 JobKey = tuple[str, int, bool]
-"""Run id, submission, and whether its job was known to be taken when it was asked about: an answer
-"no such job" that was asked for before the job was submitted says nothing about it afterwards."""
+"""Run id, submission, and whether Ray was known to have the job at the time of the question. "No
+such job" from before the submission says nothing about the time after it."""
 
 
 @dataclass(frozen=True)
 class RayAnswer:
-    """What Ray said when it was asked."""
+    """Ray's answer to one question."""
 
     jobs: Mapping[JobKey, JobFact]
     nodes: tuple[NodeFacts, ...] | None
-    """Live nodes, where a run waits for them, or may grow again."""
+    """Live nodes, if a run waits for them or may grow again."""
     problem: str | None
-    """Why an answer is missing; None where none is."""
+    """Why a part of the answer is missing, or None."""
     strays: tuple[str, ...] | None = None
-    """Ids of jobs that should not live; None where they were not looked for."""
+    """Ids of stray jobs; None if they were not searched."""
 
 
 class RayQuestions:
-    """Asks Ray in the background. What it remembers it could ask for again."""
+    """Asks Ray in the background. Its state is only a cache."""
 
     def __init__(self, ray: RayJobs, runs: RunStore, node_marks: NodeMarkStore) -> None:
         self._ray = ray
@@ -61,20 +61,20 @@ class RayQuestions:
         self._question: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
         self._refusals: dict[tuple[str, int], str] = {}
-        """By run and submission, why a driver left the storage alone."""
+        """Run and submission -> why its driver ended without touching the storage."""
         self._lost_nodes: set[str] = set()
-        """Dead nodes whose jobs Ray calls running: nobody looks after these once a head has come
-        back with its state."""
+        """Dead nodes of jobs that Ray calls running. A head that came back with its state does not
+        notice that their drivers are gone."""
         self.problem: str | None = "not asked yet"
-        """Why Ray did not answer the last question; None where it did."""
+        """Why Ray did not answer the last question, or None."""
 
     def strays(self) -> tuple[StrayJob, ...]:
-        """Return the jobs that should not live, as far as they are known."""
+        """Return the known stray jobs."""
         now = time.monotonic()
         return tuple(StrayJob(job_id, now - since) for job_id, since in self._strays.items())
 
     def refusal(self, run_id: str, submission: int) -> str | None:
-        """Return why a submission's driver left the storage alone, or None."""
+        """Return why a submission's driver ended without touching the storage, or None."""
         return self._refusals.get((run_id, submission))
 
     def keep(self, run_ids: Collection[str]) -> None:
@@ -84,13 +84,13 @@ class RayQuestions:
         }
 
     async def close(self) -> None:
-        """Forget a question that is still open."""
+        """Cancel an open question."""
         if self._question is not None:
             self._question.cancel()
             await asyncio.gather(self._question, return_exceptions=True)
 
     async def answer(self, rows: Sequence[RunRow]) -> RayAnswer | None:
-        """An answer that came since the last look. A Ray that is slow holds up nothing but what
+        """Return an answer that came since the last look, or None. A slow Ray delays only what
         needs it."""
         if self._question is None:
             if not self._is_due(rows):
@@ -108,8 +108,7 @@ class RayQuestions:
         return answer
 
     def _is_due(self, rows: Sequence[RunRow]) -> bool:
-        """Whether to ask Ray now: at once when something about the runs changed, else now and
-        then."""
+        """Return whether to ask Ray now: if the runs changed, or after an interval."""
         about = [(row.id, row.status, row.submission, row.ray_job_id) for row in rows]
         interval = ASK_INTERVAL_S if rows else IDLE_ASK_INTERVAL_S
         now = time.monotonic()
@@ -119,8 +118,8 @@ class RayQuestions:
         return True
 
     async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
-        """Ask about the jobs of all submitted runs, about nodes where a run waits for them, and now
-        and then about strays."""
+        """Ask about the jobs of all submitted runs, nodes if a run waits for them, and at times
+        strays."""
         submitted = [row for row in rows if row.status in SUBMITTED]
         if len(submitted) > MANY_JOBS:
             found = await self._listed(submitted)
@@ -141,8 +140,10 @@ class RayQuestions:
         return RayAnswer(jobs, nodes, problem, strays)
 
     async def _nodes(self) -> tuple[NodeFacts, ...]:
-        """Live nodes with their marks. The marks are read last: a word that is acknowledged counts
-        from the next start on."""
+        """Return the live nodes with their marks.
+
+        Marks are read last, so that an acknowledged mark counts from the next start on.
+        """
         nodes = await self._ray.live_nodes()
         words = await asyncio.to_thread(self._node_marks.all)
         marks = {node_id: word.mark for node_id, word in words.items()}
@@ -156,7 +157,7 @@ class RayQuestions:
         )
 
     async def _job(self, row: RunRow) -> tuple[JobFact, str | None]:
-        """The fact, and why it is not known: a job that cannot be asked about hides no other."""
+        """Return the fact about a run's job, and the problem if it is unknown."""
         try:
             job = await self._ray.job(submission_id(row.id, row.submission))
         except JobNotFound:
@@ -167,7 +168,7 @@ class RayQuestions:
         return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
 
     async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
-        """The same for many jobs, by one question."""
+        """Return the same for many runs, by one question."""
         try:
             listed = {job.submission_id: job for job in await self._ray.jobs()}
         except RayError as exc:
@@ -190,8 +191,10 @@ class RayQuestions:
         ) and time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S
 
     async def _sweep(self) -> tuple[str, ...]:
-        """Jobs of our runs that live although the run ended or went on with a newer submission.
-        Looks after drivers' nodes, too."""
+        """Return the stray jobs: live jobs of our runs that ended or have a newer submission.
+
+        Also find the drivers' dead nodes.
+        """
         jobs = [job for job in await self._ray.jobs() if not job.status.ended]
         nodes = {job.driver_node_id for job in jobs if job.driver_node_id is not None}
         self._lost_nodes = {node_id for node_id in nodes if await self._ray.is_dead(node_id)}
@@ -210,8 +213,7 @@ class RayQuestions:
         for job in jobs:
             run_id, submission = job.metadata.get("run_id"), job.metadata.get("submission", "")
             row = self._runs.get(run_id) if run_id and submission.isdecimal() else None
-            # A run that is not in our database may be another service's on the same cluster: not
-            # ours to end.
+            # A run that is not in our database may belong to another service on the same cluster.
             if row is not None and (
                 row.status not in SUBMITTED or int(submission) < row.submission
             ):

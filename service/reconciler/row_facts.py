@@ -1,4 +1,4 @@
-"""The facts that a run's row says."""
+"""The facts in a run's row."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def facts_of(
 
 
 def _last_fruitful(row: RunRow) -> int:
-    """The newest submission that committed a checkpoint; 0 for none."""
+    """Return the newest submission that committed a checkpoint, or 0."""
     name = CheckpointName.parse(row.latest_checkpoint["name"]) if row.latest_checkpoint else None
     return name.submission if name else 0

@@ -1,16 +1,16 @@
-"""Which queued runs start, with how many ranks, and which running ones make room: pure
-(docs/scheduling.md).
+"""The plan of the queue: which runs start, with how many ranks, and which runs make room. Pure
+functions; see docs/scheduling.md.
 
-- Order: priority; within one, runs that have waited for ``PATIENCE_S`` by age, then the project
-  that uses least, then age.
-- A run starts when its ``min_workers`` fit, its project's quotas allow it, and no run before it
-  would be delayed.
-- The first run that does not fit is reserved for: a later one starts beside it only on what it does
-  not need.
+- Order: by priority. Within a priority first the runs that have waited for ``PATIENCE_S``, by age,
+  then the runs of the project that uses least, by age.
+- A run starts if its ``min_workers`` fit, its project's quotas allow it, and it delays no run
+  before it.
+- Room is reserved for the first run that does not fit. A later one starts only on what that run
+  does not need.
 - A run that its project's quota holds back holds back later runs of that project, and of no other.
-- Where it makes room for the first that does not fit, runs of lower priority shrink to their least
-  size; where that is too little, the lowest and youngest are paused (preemption.py).
-- A run that was shrunk may grow again once nobody waits whom it would be in the way of.
+- If it makes room for the first run that does not fit, runs of lower priority shrink to their least
+  size. If that is not enough, the lowest and youngest are paused (preemption.py).
+- A shrunk run may grow again when it delays no waiting run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from service.reconciler.facts import NodeFacts, RunFacts
 from service.reconciler.preemption import Preemption
 
 PATIENCE_S: Final = 600.0
-"""A run that has waited for so long goes by its age, whatever its project uses: fairness must not
-starve anybody."""
+"""A run that has waited this long is ordered by age, whatever its project uses: fairness must not
+starve a run."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with the queue; ``admissions`` has every queued run once, in the order in which
-    they were looked at."""
+    """The decisions about the queue. ``admissions`` has every queued run once, in order."""
 
     admissions: tuple[Admission, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
     grown: tuple[str, ...] = ()
-    """Shrunk runs that need make room no longer."""
+    """Shrunk runs that may grow again."""
 
 
 def plan(
@@ -53,10 +52,10 @@ def plan(
 
     Args:
         queued: Runs that wait for a start.
-        holding: Runs that have a job: they hold what they use, and while that is not known, what
-            they may use.
+        holding: Runs that have a job. They hold what they use or, while that is unknown, what they
+            may use.
         nodes: Live nodes.
-        quotas: Of projects that have any, by name.
+        quotas: Project -> its quotas, for projects that have some.
         now: Unix seconds.
     """
     queue = Queue(holding, nodes, quotas or {}, now)
@@ -68,8 +67,7 @@ def plan(
 def _in_order(
     queued: Sequence[RunFacts], used: Mapping[str, Used], now: float
 ) -> Iterator[RunFacts]:
-    """Every queued run; fairness looks at what projects use at the moment when the next one is
-    asked for."""
+    """Yield every queued run in order. ``used`` is read when the next run is requested."""
     by_priority: dict[int, list[RunFacts]] = defaultdict(list)
     for run in sorted(queued, key=lambda run: (run.created_at, run.id)):
         by_priority[run.priority].append(run)

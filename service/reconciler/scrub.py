@@ -1,5 +1,4 @@
-"""Scrubbing: kept checkpoints are read back again and again, at a bounded rate, so that damage is
-known before it is met."""
+"""Scrubbing: read kept checkpoints back at a bounded rate, to find damage before a restore does."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
 PLAN_INTERVAL_S: Final = 60.0
-"""How often the database is asked which checkpoints are due."""
+"""Seconds between two queries for the checkpoints that are due."""
 ORPHANS_AFTER_S: Final = 600.0
-"""A run's leavings are collected so long after its end, when its last processes are gone."""
+"""Seconds from a run's end to the collection of orphans, when its last processes are gone."""
 ORPHANS_WITHIN_S: Final = 24 * 3600.0
-"""Runs that ended before that are taken for swept when the service starts."""
+"""At the start, runs that ended earlier than this count as collected."""
 
 log = structlog.get_logger(__name__)
 
@@ -36,12 +35,13 @@ class ScrubRule:
     """How fast, and how often."""
 
     bytes_per_s: float = 10e6
-    """Over all runs; 0 turns scrubbing off."""
+    """Bytes a second over all runs; 0 turns scrubbing off."""
     interval_s: float = 24 * 3600.0
-    """A checkpoint is due so long after it was committed or last read back."""
+    """Seconds after its commit or last check until a checkpoint is due."""
 
     @property
     def is_on(self) -> bool:
+        """Whether checkpoints are read back."""
         return self.bytes_per_s > 0
 
 
@@ -49,17 +49,17 @@ DEFAULT_RULE: Final = ScrubRule()
 
 
 class ScrubStopped(Exception):
-    """The service ends."""
+    """The service ends while a checkpoint is read."""
 
 
 class Scrubber:
-    """Verifies one checkpoint at a time, the one that was not looked at for longest; collects what
-    dead writers left.
+    """Verifies one checkpoint at a time, the oldest check first, and collects orphans of dead
+    writers.
 
     Args:
-        records: Which checkpoints there are.
-        events: Where findings are recorded.
-        storage: Where checkpoints lie.
+        records: Records of checkpoints.
+        events: Histories, which record the findings.
+        storage: Storage of checkpoints.
         rule: How fast and how often.
         clock: Unix seconds.
     """
@@ -83,11 +83,11 @@ class Scrubber:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Break off what is being read, at once."""
+        """Stop reading at once."""
         self._stopping.set()
 
     async def work(self) -> None:
-        """One look: the next checkpoint that is due, if there is one. Raises DatabaseError."""
+        """Verify the next checkpoint that is due, if there is one. Raises DatabaseError."""
         if not self._due and time.monotonic() - self._planned_at >= PLAN_INTERVAL_S:
             self._planned_at = time.monotonic()
             await asyncio.to_thread(self._plan)
@@ -107,13 +107,15 @@ class Scrubber:
                 orphans = CheckpointStore(RunDir(self._storage, run_id)).collect_orphans()
             except StorageError as exc:
                 log.warning(
-                    "what a run's writers left could not be collected; trying again",
+                    "a run's orphaned checkpoints could not be collected; trying again",
                     run_id=run_id,
                     problem=str(exc),
                 )
                 return
             if orphans:
-                log.info("collected what a run's writers left", run_id=run_id, directories=orphans)
+                log.info(
+                    "collected a run's orphaned checkpoints", run_id=run_id, directories=orphans
+                )
         self._swept_until = max(self._swept_until, now - ORPHANS_AFTER_S)
 
     def _scrub(self, kept: KeptCheckpoint) -> None:
@@ -126,7 +128,7 @@ class Scrubber:
             problem = str(exc)
         except StorageNotFound as exc:
             if not kept.run_ended:
-                return  # retention let it go, and the journal will tell
+                return  # Retention deleted it, and the journal reports that.
             problem = str(exc)
         except ScrubStopped:
             return
@@ -141,7 +143,7 @@ class Scrubber:
         try:
             self._events.record_check(kept.run_id, kept.name, problem, found_by="scrub")
         except TransitionConflict:
-            return  # the run was deleted meanwhile
+            return  # The run was deleted meanwhile.
         if problem:
             log.error(
                 "a checkpoint is corrupt", checkpoint=kept.name, run_id=kept.run_id, problem=problem
@@ -149,8 +151,7 @@ class Scrubber:
 
 
 class Pace:
-    """Called with the size of every block that was read, it waits until the rate allows the
-    next."""
+    """Limits a rate. A call with the size of a block waits until the next one is allowed."""
 
     def __init__(self, bytes_per_s: float, stopping: threading.Event) -> None:
         self._bytes_per_s = bytes_per_s
@@ -158,9 +159,9 @@ class Pace:
         self._next_at = time.monotonic()
 
     def __call__(self, num_bytes: int) -> None:
-        """Raises ScrubStopped once the service ends."""
+        """Wait. Raises ScrubStopped once the service ends."""
         cost_s = num_bytes / self._bytes_per_s
-        # time that went by unused is not made up for
+        # Unused time does not raise the rate later.
         self._next_at = max(self._next_at, time.monotonic() - cost_s) + cost_s
         if self._stopping.wait(max(0.0, self._next_at - time.monotonic())):
             raise ScrubStopped

@@ -1,5 +1,4 @@
-"""Reads what submissions wrote into their journals, and applies it to the database with the cursor
-behind it."""
+"""The tail of journals: read new events and apply them to the database together with the cursor."""
 
 from __future__ import annotations
 
@@ -25,11 +24,10 @@ log = structlog.get_logger(__name__)
 
 
 class JournalTail:
-    """Follows the journal of every run's newest submission. Synchronous: call it in a thread.
+    """Follows the journal of each run's newest submission. Synchronous: call it in a thread.
 
-    Ranks whose driver died tell in its journal what they do until they have left, while the next
-    driver starts. So that journal is read until the next one begins, which it does when they have
-    left, and then to its end.
+    Ranks whose driver died write to its journal until they leave, while the next driver starts. The
+    next journal begins after they have left. So the older one is read until then, and to its end.
     """
 
     def __init__(
@@ -39,24 +37,23 @@ class JournalTail:
         self._events = events
         self._figures = figures or RunFigures()
         self._drained: dict[str, tuple[int, str | None, object]] = {}
-        """By run: submission, cursor and stamp of a journal that was read to its end. Losing it
-        costs a look at the file."""
+        """Run id -> submission, cursor and stamp of a journal that was read to its end. A cache."""
 
     def keep(self, run_ids: Collection[str]) -> None:
         """Forget the journals of all other runs."""
-        # at once: journals that take long are read in other threads
+        # Copied first, since other threads read slow journals.
         kept = list(self._drained.items())
         self._drained = {run_id: known for run_id, known in kept if run_id in run_ids}
 
     def drain(self, run: RunRow) -> tuple[RunRow, TailFact]:
-        """Apply what the newest submission's journal holds now.
+        """Apply the new events of the newest submission's journal.
 
         Returns:
-            The run as it then is, and whether the end of the journal was reached.
+            The run afterwards, and whether the end of the journal was reached.
 
         Raises:
             TransitionConflict: The run is gone.
-            DatabaseError: Nothing of the batch was applied; the next call does it again.
+            DatabaseError: Nothing of the batch was applied. The next call tries again.
         """
         stamp = journal_stamp(RunDir(self._storage, run.id), run.submission)
         known = (
@@ -82,15 +79,15 @@ class JournalTail:
             fact == TailFact.DRAINED
             and found.journal_submission == found.submission == run.submission
         ):
-            # The stamp is from before the look: what came since makes another one.
+            # The stamp is from before the read, so later events make another one.
             self._drained[run.id] = (found.submission, found.journal_cursor, stamp)
         return found, fact
 
     def _to_read(self, run: RunRow) -> tuple[range, bool]:
-        """Submissions whose journals come next: those that may have more to tell, and the newest
-        one's once it has begun.
+        """Return the submissions to read: those that may have new events, and the newest once it
+        began.
 
-        False where it is not known whether it has.
+        The second value is False if it is unknown whether the newest began.
         """
         older = range(run.journal_submission or run.submission, run.submission)
         if older:
@@ -99,7 +96,7 @@ class JournalTail:
                     RunDir(self._storage, run.id), run.submission, None, 1, past_damage=True
                 )
             except CorruptFile:
-                first = []  # nothing of it will ever be applied
+                first = []  # Nothing of it will be applied.
             except StorageError as exc:
                 log.warning(
                     "a journal could not be read",
@@ -120,14 +117,15 @@ class JournalTail:
                 run.journal_cursor if run.journal_submission == submission else None,
             )
         except JournalGap as exc:
-            # The cursor and the count disagree: from the beginning, where what is known already is
-            # passed over.
+            # The cursor and the count disagree. Read from the beginning; known events are skipped.
             log.warning(
                 "reading a journal again from its beginning", run_id=run.id, problem=str(exc)
             )
         try:
             return self._drain(run, submission, None)
-        except JournalGap as exc:  # no writer leaves one: what lies behind it will never be applied
+        except (
+            JournalGap
+        ) as exc:  # No writer leaves a gap, so the events behind it are never applied.
             log.error(
                 "a journal cannot be read on",
                 run_id=run.id,
@@ -146,10 +144,9 @@ class JournalTail:
                     run_dir, submission, cursor, BATCH_EVENTS, past_damage=True, is_over=over
                 )
             except CorruptFile as exc:
-                # What lies behind cannot be read, now or later. The next submission writes a
-                # journal of its own.
+                # The rest can never be read. The next submission writes its own journal.
                 log.error(
-                    "a journal cannot be read on",
+                    "the rest of a journal cannot be read",
                     run_id=run.id,
                     submission=submission,
                     problem=str(exc),
@@ -170,8 +167,7 @@ class JournalTail:
                 except (DatabaseError, TransitionConflict):
                     raise
                 except Exception:
-                    # a fault of ours: the other runs must not stand still for it, nor this one for
-                    # ever
+                    # A bug of ours must not stop the other runs, nor this one forever.
                     log.exception(
                         "a journal cannot be applied",
                         run_id=run.id,

@@ -1,5 +1,4 @@
-"""Which nodes fail so often that they should get no more ranks: pure rules over records of
-failures."""
+"""The rules by which a node that fails too often is cordoned. Pure functions over failures."""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ from service.model.rows import NodeFailure
 NODE_VERDICTS: Final = frozenset(
     {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG, Verdict.HARDWARE}
 )
-"""What may be the fault of a node. An error of the user's code, of storage or of the control plane
-is not."""
+"""Verdicts that may be a node's fault. Errors of user code, storage or control plane are not."""
 _SHOWN_RUNS: Final = 3
 
 
 @dataclass(frozen=True)
 class CordonRule:
-    """How often a node may fail within ``window_s`` seconds; a limit of 0 is none."""
+    """How often a node may fail within ``window_s`` seconds. 0 is no limit."""
 
     runs: int = DEFAULT_CORDON_RUNS
-    """So many runs that failed on the node cordon it."""
+    """Number of runs that failed on the node and so cordon it."""
     failures: int = DEFAULT_CORDON_FAILURES
-    """So many failures of any runs on the node cordon it."""
+    """Number of failures on the node that cordon it."""
     window_s: float = DEFAULT_CORDON_WINDOW_S
 
     @property
     def is_on(self) -> bool:
+        """Whether there is a limit."""
         return self.runs > 0 or self.failures > 0
 
 
@@ -56,15 +55,15 @@ class Suspect:
 def find_suspects(
     failures: Iterable[NodeFailure], rule: CordonRule, now: float, pardoned_at: Mapping[str, float]
 ) -> tuple[Suspect, ...]:
-    """Nodes that failed too often, or were not fit when a run came to them, the worst first.
+    """Return the nodes that failed too often or were not fit for a run, the worst first.
 
     Args:
-        failures: Records, in any order; those that are not a node's fault or lie outside the window
-            do not count.
+        failures: Records in any order. Those outside the window, or not a node's fault, are
+            ignored.
         rule: The limits.
         now: Unix seconds.
-        pardoned_at: By node id: failures up to then (unix seconds) were forgiven by whoever opened
-            the node again.
+        pardoned_at: Node id -> when it was opened again, unix seconds. Failures up to then are
+            ignored.
     """
     by_node: dict[str, list[NodeFailure]] = {}
     for failure in failures:
@@ -101,13 +100,12 @@ def find_suspects(
 def choose_to_cordon(
     suspects: Sequence[Suspect], worker_nodes: Collection[str], marked: Collection[str]
 ) -> tuple[tuple[Suspect, ...], tuple[Suspect, ...]]:
-    """Which suspects to cordon, and which to spare because less than half of the cluster would stay
-    open.
+    """Return the suspects to cordon, and those to spare so that half of the cluster stays open.
 
     Args:
         suspects: The worst first.
-        worker_nodes: Live nodes that can run ranks; the half is of these. A suspect that is not
-            among them is left out.
+        worker_nodes: Live nodes that can run ranks. Half of them must stay open. Other suspects are
+            ignored.
         marked: Nodes that are cordoned or draining now.
     """
     chosen: list[Suspect] = []
@@ -125,7 +123,7 @@ def choose_to_cordon(
 
 
 def _is_nodes_fault(failure: NodeFailure) -> bool:
-    """Memory of a GPU that is too small is the model's doing, not the node's."""
+    """Return whether a failure may be the node's fault. Too little GPU memory is the model's."""
     return failure.verdict in NODE_VERDICTS and failure.kind is not ErrorKind.DEVICE_MEMORY
 
 

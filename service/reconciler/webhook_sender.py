@@ -1,5 +1,4 @@
-"""Webhooks: to origins that the operator allows, signed, tried again for a day, and never in
-anybody's way."""
+"""The sender of webhooks: only to allowed origins, signed, retried for a day, delaying no run."""
 
 from __future__ import annotations
 
@@ -27,20 +26,22 @@ log = structlog.get_logger(__name__)
 
 
 def signature(secret: str, at: int, body: bytes) -> str:
-    """``t=UNIX_SECONDS,v1=HEX``: the HMAC-SHA256 of ``UNIX_SECONDS.BODY``. The time keeps an old
-    one from being sent again."""
+    """Return ``t=UNIX_SECONDS,v1=HEX``, the HMAC-SHA256 of ``UNIX_SECONDS.BODY``.
+
+    The time lets receivers refuse replays.
+    """
     digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
     return f"t={at},v1={digest}"
 
 
 class Notifier:
-    """Sends what is due.
+    """Sends due notifications.
 
     Args:
-        store: Where notifications wait.
-        rule: What is allowed now: a notification whose origin is no longer allowed is given up.
+        store: Stored notifications.
+        rule: Allowed origins. A notification to another origin is dropped.
         clock: Unix seconds.
-        transport: httpx's transport; tests put in their own.
+        transport: httpx's transport, for tests.
     """
 
     def __init__(
@@ -56,12 +57,11 @@ class Notifier:
         self._transport = transport
 
     async def work(self) -> None:
-        """Send what is due now, side by side, and note what became of each. Raises
-        DatabaseError."""
+        """Send the due notifications in parallel, and record each result. Raises DatabaseError."""
         due = await asyncio.to_thread(self._store.due)
         if not due:
             return
-        # No redirects: they would lead anywhere. No proxy or credentials of the environment either.
+        # No redirects, which may lead anywhere, and no proxy or credentials of the environment.
         async with httpx.AsyncClient(
             timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport
         ) as http:
@@ -70,7 +70,7 @@ class Notifier:
     async def _tell(self, http: httpx.AsyncClient, told: Notification) -> None:
         if not self._rule.allows(told.url):
             log.warning(
-                "a webhook is given up: its origin is not allowed", run_id=told.run_id, url=told.url
+                "dropped a webhook whose origin is not allowed", run_id=told.run_id, url=told.url
             )
             await asyncio.to_thread(self._store.forget, told)
             return
@@ -79,12 +79,17 @@ class Notifier:
         if problem is None:
             await asyncio.to_thread(self._store.forget, told)
         elif now - told.created_at >= GIVE_UP_S:
-            log.warning("a webhook is given up", run_id=told.run_id, url=told.url, problem=problem)
+            log.warning(
+                "dropped a webhook after a day of failures",
+                run_id=told.run_id,
+                url=told.url,
+                problem=problem,
+            )
             await asyncio.to_thread(self._store.forget, told)
         else:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(told.num_tries, 16))
             log.info(
-                "a webhook is tried again",
+                "a webhook failed; trying again",
                 run_id=told.run_id,
                 url=told.url,
                 problem=problem,
@@ -93,8 +98,7 @@ class Notifier:
             await asyncio.to_thread(self._store.postpone, told, now + pause_s)
 
     async def _problem(self, http: httpx.AsyncClient, told: Notification) -> str | None:
-        """Why it was not taken; None where it was. Answers are read no further than their
-        status."""
+        """Send one notification. Return why it failed, or None. Only the status is read."""
         body = told.body.encode()
         headers = {
             "Content-Type": "application/json",
