@@ -1,10 +1,54 @@
-"""What a GPU's memory held when it was too small."""
+"""What a GPU's memory held when it was too small, and when that of a dead rank is free again."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+
 import torch
 
+FREED_S = 30.0
+"""Longest wait for the memory of processes that have just ended."""
+_SETTLED_S = 2.0
+"""No more of it will be freed, once nothing was for so long: another program holds the rest."""
+_LOOK_S = 0.1
+_MOSTLY_FREE = 0.95
 _GIB = 1 << 30
+
+logger = logging.getLogger(__name__)
+
+
+def wait_for_free_memory(
+    device: torch.device,
+    look: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+) -> None:
+    """Wait until the memory of ranks that died on ``device`` is free: the driver takes seconds for
+    many gigabytes. Nothing on a CPU.
+
+    Args:
+        device: This rank's.
+        look: Gives the bytes that are free, and those that there are.
+    """
+    if device.type != "cuda":
+        return
+    began = grew_at = time.monotonic()
+    most, total = look(device)
+    while most < _MOSTLY_FREE * total:
+        now = time.monotonic()
+        if now - grew_at > _SETTLED_S or now - began > FREED_S:
+            logger.warning(
+                "%s: %.1f of %.1f GiB are free after %.1f s; other processes hold the rest",
+                device,
+                most / _GIB,
+                total / _GIB,
+                now - began,
+            )
+            return
+        time.sleep(_LOOK_S)
+        free, _ = look(device)
+        if free > most:
+            most, grew_at = free, now
 
 
 def memory_summary(cause: BaseException, device: torch.device) -> str | None:

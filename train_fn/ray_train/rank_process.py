@@ -33,6 +33,7 @@ from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.debug_level import take_debug_level
 from train_fn.node.device_evidence import with_device_evidence
+from train_fn.node.gpu_memory import wait_for_free_memory
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import meet_on_the_clusters_network
@@ -370,6 +371,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         context.node_id,
         context.device,
     )
+    wait_for_free_memory(context.device)
     prove_storage(context, Peers(context.world_rank, context.world_size, context.device))
     module, _, function = job.train.partition(":")
     train: Callable[[WorkerContext], Stop | None] = getattr(

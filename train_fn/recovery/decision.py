@@ -28,6 +28,11 @@ Only ``user_errors`` and ``system_failures`` can run out. A preemption, or troub
 plane or the storage, is not the run's fault: the run retries with a growing backoff."""
 
 
+_START_PHASES = frozenset({"start", "restore"})
+_TOO_SMALL_STARTS = 3
+"""So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
+
+
 @dataclass(frozen=True)
 class PastFailure:
     """The part of an earlier failure that later decisions need."""
@@ -87,7 +92,7 @@ def decide(
         )
     if _gpu_is_too_small(judgement, past):
         message = (
-            f"the GPU ran out of memory twice {_place(judgement)}; lower "
+            f"the GPU ran out of memory again {_place(judgement)}; lower "
             "train.micro_batch_size, which changes no result "
             f"but BatchNorm's, or set train.precision to bf16: {judgement.exception}"
         )
@@ -221,12 +226,18 @@ def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool
     """Return whether a GPU ran out of memory at the same place before.
 
     A host's memory is shared with other processes and may suffice the next time; a GPU's is not.
+    Only while an attempt starts, a dead rank may still hold it: there it takes several in a row.
     """
-    return judgement.kind is ErrorKind.DEVICE_MEMORY and any(
+    if judgement.kind is not ErrorKind.DEVICE_MEMORY:
+        return False
+    same = [
         (failure.verdict, failure.step, failure.signature)
         == (judgement.verdict, judgement.step, judgement.signature)
         for failure in past
-    )
+    ]
+    if judgement.detail.get("phase") in _START_PHASES:
+        return len(same) >= _TOO_SMALL_STARTS and all(same[-_TOO_SMALL_STARTS:])
+    return any(same)
 
 
 def _is_the_programs_own(judgement: Judgement, past: Sequence[PastFailure]) -> bool:

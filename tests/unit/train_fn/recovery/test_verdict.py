@@ -352,6 +352,24 @@ def test_a_gpu_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_
     assert weighed(of_the_host, [PastFailure(of_the_host.verdict, of_the_host.step, None)]).restart
 
 
+@pytest.mark.parametrize("phase", ["start", "restore"])
+def test_a_gpu_that_a_dead_rank_still_fills_is_not_too_small(phase: str) -> None:
+    def at_the_start() -> Judgement:
+        found = RankError(
+            0, ErrorKind.DEVICE_MEMORY, "OutOfMemoryError", "CUDA out of memory", "", None, phase, 1
+        )
+        return judge(Evidence(attempt=2, noticed_at=50.0, ranks=(report(0, error=found),)))
+
+    died = PastFailure(Verdict.WORKER_LOST, 40)
+    found, past = at_the_start(), [died]
+    for _ in range(3):
+        assert weighed(at_the_start(), past).restart
+        past.append(past_of(found))
+    assert weighed(at_the_start(), [*past, died]).restart, "another rank has died since"
+    decision = weighed(at_the_start(), past)
+    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
+
+
 def test_a_hang_without_evidence_of_who_hangs_names_nobody() -> None:
     """All ranks of a group on GPUs sit in one call: an innocent node must not be counted out."""
     given_up = report(2, unresponsive=True, is_unproven=True)
