@@ -20,6 +20,7 @@ from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.publisher import Publisher
+from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.step_clock import StepClock
 from train_fn.step.stragglers import StragglerWatch
 
@@ -81,6 +82,7 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     progress.phase = "restore"
     restored = restore(ctx, replica)
     progress.is_restored = True
+    ctx.tell_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
     if restored.source in BEGINNINGS:

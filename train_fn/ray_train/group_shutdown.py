@@ -23,10 +23,17 @@ logger = logging.getLogger(__name__)
 _STRAGGLER_S = 2.0
 """Once one survivor has left its step, others have this long, or three times as long as the first
 took."""
+_SLOWEST_BYTES_PER_S = 300e6
+"""A state is copied, digested and written at this rate at the least, by several ranks at a time."""
 _KEPT_S = 2.0
 """A rank whose state is on its node already has so long to be freed by an abort, and to leave."""
 _WAIT_S = 0.5
 """A rank that is waited for says so often where it stands."""
+
+
+def hold_for(hold_s: float, state_bytes: int) -> float:
+    """Return how many seconds ranks may take to leave states of so many bytes."""
+    return hold_s + state_bytes / _SLOWEST_BYTES_PER_S
 
 
 class Settling:
@@ -72,9 +79,9 @@ class Settling:
     def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:
         """How the ranks ended, waited for that long at most. One that outlasts it stays
         ``still_running``; a node that does not answer is not waited for."""
-        deadline = self._began + hold_s
+        deadline = float("inf")
         stacks: dict[int, str | None] = {}
-        while self._waiting and (left_s := deadline - time.monotonic()) > 0:
+        while self._waiting and (left_s := self._until(deadline, hold_s) - time.monotonic()) > 0:
             done = self._answered(min(left_s, 0.25))
             if not done:
                 self._drop_lost_nodes()  # which may take a second, in which they answer
@@ -95,7 +102,7 @@ class Settling:
             silent = find_silent(self._asked_at, stacks, waiting, now, self._silent_s)
             if silent:
                 self._kill_silent(silent)
-                deadline = min(self._began + hold_s, time.monotonic() + 2 * _STRAGGLER_S)
+                deadline = time.monotonic() + 2 * _STRAGGLER_S
             elif (
                 waiting
                 and not self._have_woken
@@ -107,6 +114,11 @@ class Settling:
             held_up = report.kept_step is not None or waits_for_others(stacks.get(rank) or "")
             self._reports[rank] = dataclasses.replace(report, held_up=held_up)
         return tuple(self._reports[rank] for rank in sorted(self._reports))
+
+    def _until(self, deadline: float, hold_s: float) -> float:
+        """When the wait is over at the latest: the larger a state, the longer it takes."""
+        largest = max((report.state_bytes for report in self._reports.values()), default=0)
+        return min(deadline, self._began + hold_for(hold_s, largest))
 
     def _answered(self, within_s: float) -> list[Any]:
         """The calls that have returned, all of them, once one has: what has arrived must not count

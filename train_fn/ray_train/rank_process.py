@@ -81,6 +81,8 @@ logger = logging.getLogger(__name__)
 
 _launch: RankLaunch | None = None
 _yield_asked = threading.Event()
+state_bytes = 0
+"""How large the state is that the rank would leave on its node."""
 kept_step: int | None = None
 """Step whose state was left on this node before the training thread was freed; None for none."""
 _let_go = threading.Event()
@@ -91,8 +93,8 @@ _trained = threading.Event()
 
 def prepare(launch: RankLaunch) -> None:
     """Take an attempt's launch: its environment is set before anything of the attempt reads it."""
-    global _launch, kept_step
-    _launch, kept_step = launch, None
+    global _launch, kept_step, state_bytes
+    _launch, kept_step, state_bytes = launch, None, 0
     take_environment(launch.env)
     take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
     keep_memory()
@@ -140,6 +142,11 @@ def let_go() -> None:
 def _tell_kept(step: int) -> None:
     global kept_step
     kept_step = step
+
+
+def _tell_state_bytes(num_bytes: int) -> None:
+    global state_bytes
+    state_bytes = num_bytes
 
 
 def tell_end_of(training: threading.Thread) -> None:
@@ -359,6 +366,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
         profile_ordered=journal.profile_ordered,
         hears_journal=journal.hears,
         told_step=journal.told_step,
+        tell_state_bytes=_tell_state_bytes,
         tell_kept=_tell_kept,
         is_let_go=_let_go.is_set,
         on_replaced=lambda why: _leave_at_once(),

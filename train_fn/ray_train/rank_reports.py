@@ -51,7 +51,12 @@ def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
         return with_error(report, exc), None
     if end.error is not None:
         report = with_error(report, end.error)
-    report = dataclasses.replace(report, still_running=not end.ended, kept_step=end.kept_step)
+    report = dataclasses.replace(
+        report,
+        still_running=not end.ended,
+        kept_step=end.kept_step,
+        state_bytes=end.state_bytes,
+    )
     return report, end.stack
 
 

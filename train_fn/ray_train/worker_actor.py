@@ -37,6 +37,8 @@ class RankEnd:
     stack: str | None = None
     kept_step: int | None = None
     """Step whose state is on its node already, though the training function has not ended."""
+    state_bytes: int = 0
+    """How large the state is that the rank leaves on its node."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             getattr(error, "_base_exc", error),
             worker.stack() if running else None,
             worker.kept_step,
+            worker.state_bytes,
         )
 
 

@@ -41,6 +41,8 @@ class RankReport:
     """That thread was waiting in a collective that had not failed yet."""
     kept_step: int | None = None
     """Step whose state was left on its node before that thread was freed."""
+    state_bytes: int = 0
+    """How large the state is that the rank leaves on its node."""
     error: RankError | None = None
 
     @property

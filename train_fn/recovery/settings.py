@@ -35,7 +35,7 @@ class RecoverySettings:
     its links to the others."""
     hold_s: float = 20.0
     """Longest wait for survivors to leave the step and write their snapshots, before a group is
-    shut down."""
+    shut down; a second more for each 300 MB of their state."""
     group_start_s: float = 120.0
     """Longest start of a worker group, from its actors to the running training function. A slower
     group is killed."""

@@ -14,6 +14,7 @@ from everstep.wire import Verdict
 from train_fn.ray_train import placement
 from train_fn.ray_train import rank_process as worker
 from train_fn.ray_train.controller import EverstepController
+from train_fn.ray_train.group_shutdown import hold_for
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.rank_process import YIELDED
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
@@ -32,6 +33,13 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
         str(worker._device(use_gpu=True)) == expected
         and str(worker._device(use_gpu=False)) == "cpu"
     )
+
+
+def test_ranks_are_waited_for_by_the_size_of_what_they_leave() -> None:
+    assert hold_for(20.0, 0) == 20.0
+    assert hold_for(20.0, 4 << 20) == pytest.approx(20.0, abs=0.1)
+    # 24 GB take an estimated 30 to 50 s: two copies, two digests and a file
+    assert hold_for(20.0, 24_000_000_000) == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize(
