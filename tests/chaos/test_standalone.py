@@ -211,6 +211,8 @@ def test_a_task_of_ones_own_trains_under_torchrun_on_nodes_that_were_looked_at(
         "task:DigitsTask",
         "--set",
         "train.max_steps=20",
+        "--set",
+        "train.epochs=2",
         "--run-id",
         "own",
     ]

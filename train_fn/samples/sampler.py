@@ -89,8 +89,13 @@ class Sampler:
         ]
 
     def stream(self, epoch: int, k: int, rank: int, world_size: int) -> Iterator[MicroBatch]:
-        """A rank's micro-batches from global batch ``k`` of ``epoch`` on, over all later epochs,
-        without end."""
+        """Yield a rank's micro-batches from global batch ``k`` of ``epoch`` on, over all later
+        epochs, without end; none if there are more ranks than micro-batches.
+
+        Loader processes fetch ahead: a search for the first one would never end.
+        """
+        if not self.share(epoch, 0, rank, world_size):  # the first global batch is the largest
+            return
         while True:
             for position in range(k, self.steps_per_epoch):
                 yield from self.share(epoch, position, rank, world_size)

@@ -129,3 +129,15 @@ def test_shares_cover_everything_once(count: int, world_size: int) -> None:
     assert [
         thing for rank in range(world_size) for thing in share_of(count, rank, world_size)
     ] == list(range(count))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 9])
+@pytest.mark.parametrize("num_samples", [40, 100])
+def test_a_rank_without_micro_batches_has_an_empty_stream(
+    world_size: int, num_samples: int
+) -> None:
+    sampler = Sampler(num_samples, 64, 16, 5)
+    num_micro = -(-min(num_samples, 64) // 16)
+    for rank in range(world_size):
+        found = list(islice(sampler.stream(1, sampler.steps_per_epoch - 1, rank, world_size), 2))
+        assert len(found) == (2 if rank < num_micro else 0), rank
