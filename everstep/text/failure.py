@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.text.words import count, duration
-from everstep.wire import Failure, LogLine
+from everstep.wire import ErrorKind, Failure, LogLine
 
 _TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
 """``LookupError: no such sample``."""
@@ -26,7 +26,7 @@ def headline(fault: Failure) -> str:
     when = f" at step {fault.step}" if fault.step is not None else ""
     what = {
         "user_error": f"the run's own code failed in {rank}{place}{when}",
-        "worker_lost": f"{rank}{place} died{when}",
+        "worker_lost": f"{_lost(fault.kind, rank + place)}{when}",
         "node_lost": f"{the_node} with {rank} was lost{when}",
         "out_of_memory": f"{rank}{place} ran out of memory{when}",
         "preemption": f"{the_node} was taken away or drained{when}",
@@ -39,6 +39,15 @@ def headline(fault: Failure) -> str:
         "unknown": f"{rank}{place} failed{when}; the evidence does not show why",
     }[fault.verdict]
     return f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"
+
+
+def _lost(kind: ErrorKind | None, rank: str) -> str:
+    """Return what was lost, and how. The rank itself died, unless its error says otherwise."""
+    if kind is ErrorKind.DEVICE:
+        return f"the GPU of {rank} failed"
+    if kind is ErrorKind.LOADER_LOST:
+        return f"a loader process of {rank} died"
+    return f"{rank} died"
 
 
 def story(fault: Failure) -> list[str]:

@@ -103,3 +103,18 @@ def test_the_kind_is_what_the_rank_said_and_else_what_older_drivers_wrote(
     data: dict[str, Any], kind: ErrorKind | None
 ) -> None:
     assert Failure.of(event(**data)).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("device", "the GPU of rank 1 on node node-2 failed at step 7"),
+        ("loader_lost", "a loader process of rank 1 on node node-2 died at step 7"),
+        (None, "rank 1 on node node-2 died at step 7"),
+    ],
+)
+def test_a_lost_worker_says_what_was_lost(kind: str | None, told: str) -> None:
+    evidence = {} if kind is None else {"kind": kind}
+    data = {"verdict": "worker_lost", "first_rank": 1, "node_id": "node-2", "step": 7}
+    found = failure_words.headline(Failure.of(event(**data, evidence=evidence)))
+    assert found.startswith(f"{told} (")
