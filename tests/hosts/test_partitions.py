@@ -147,9 +147,16 @@ def test_rank_0_hears_the_head_again_long_after_the_next_attempt_trains(whole: D
     owners.check()
 
 
-def test_rank_0_of_three_is_cut_off_from_the_head(whole: Deployment) -> None:
-    """It hears its peers, which go on without it and lose nothing."""
-    changes = {"checkpoint": LONELY["checkpoint"]}
+@pytest.mark.parametrize("hang_timeout_s", [None, 10])
+def test_rank_0_of_three_is_cut_off_from_the_head(
+    hang_timeout_s: float | None, whole: Deployment
+) -> None:
+    """It hears its peers, which go on without it and lose nothing: also where the time after which
+    a rank hangs is shorter than it takes to give a host up."""
+    changes = {
+        "checkpoint": {"every_steps": None, "every_s": 900},
+        "recovery": {"hang_timeout_s": hang_timeout_s},
+    }
     owners = Owners(Trial.begun(whole, "headless among three", 130, changes=changes))
     head, peer = whole.hosts["head"].cable, whole.hosts[host_of(owners.trial, 1)].cable
     with apart([owners.old.cable], [head]):
@@ -157,8 +164,11 @@ def test_rank_0_of_three_is_cut_off_from_the_head(whole: Deployment) -> None:
         owners.trial.reach(owners.wait_for_the_second() + 40)
         assert owners.trial.run.world_size == NUM_WORKERS - 1
         assert owners.late_checkpoints() == []
+    assert owners.restored is not None and owners.restored.data["source"] == "snapshot"
     owners.check()
     assert owners.trial.run.steps_lost == 0
+    first = owners.trial.run.failures()[0]
+    assert (first.verdict, first.first_rank) == ("node_lost", 0)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

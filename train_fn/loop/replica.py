@@ -23,12 +23,17 @@ from train_fn.samples.randomness import seed_building, seed_micro_batch, torch_g
 from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
 from train_fn.samples.stream_set import StreamSet
-from train_fn.state.contents import Contents, few
+from train_fn.state.contents import Contents, Sketch, alike, few, sketch
 from train_fn.state.ema import Ema
 from train_fn.state.optim import build_optimizer, drop_gradients
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
-from train_fn.state.trained_parameters import LearningRates, TrainedParameters, check_no_scheduler
+from train_fn.state.trained_parameters import (
+    LearningRates,
+    TrainedParameters,
+    check_no_scheduler,
+    hooked_parameters,
+)
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.determinism import set_determinism
 from train_fn.step.modes import set_modes_for_training
@@ -194,6 +199,7 @@ class Replica:
                 "needs to see one. Return a batch of no samples in place of None"
             )
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
+        loaded = sketch(batch)
         self.state.task = self.task_state.capture()
         self._try_smallest()
         places = untrained_places(self.state.model, self.parameters)
@@ -211,6 +217,7 @@ class Replica:
         known = self.carrier.take()
         if 0 < known.weight < math.inf:
             self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
+        self._require_samples_unchanged(loaded, batch, first)
         check_gradients(self.task, self.state.model, alone=self.peers.alone)
         drop_gradients(self.state.optimizer, self.idle_parameters)
         runs_again = warm_up.has_moved_again()
@@ -236,6 +243,20 @@ class Replica:
         self.volatile = VolatileBuffers(
             places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again
         )
+
+    def _require_samples_unchanged(self, loaded: Sketch, batch: Any, indices: Any) -> None:
+        """Raise BadTask where the pass over ``batch``, which was as ``loaded`` has it, changed the
+        data set along with it: each rank would train on its own changes from then on."""
+        if alike(loaded, sketch(batch)):
+            return
+        # read twice: a data set that draws from a generator of its own is never the same
+        again, once_more = (sketch(self.load(MicroBatch(0, 0, indices)).batch) for _ in range(2))
+        if alike(again, once_more) and not alike(again, loaded):
+            raise BadTask(
+                f"{told(self.task, 'loss')} changes its batch in place, and with it the samples: "
+                "the batch shares memory with the data set. Work on a copy, x = x.clone(), or copy "
+                "samples in collate"
+            )
 
     def _owners(self) -> dict[str, object]:
         """Whose plain attributes a forward pass may change: modules, and a task that keeps no state
@@ -441,6 +462,12 @@ def build_replica(ctx: WorkerContext) -> Replica:
     )
     if debugging := lowered_level():
         replica.warn(debugging)
+    if hooked := hooked_parameters(model):
+        replica.warn(
+            f"gradient hooks on {few(hooked)} see the gradient of one micro-batch, times the world "
+            "size: what is not linear, as clipping, depends on how many ranks there are. Use "
+            "train.grad_clip_norm, or change gradients in a hook of the optimizer's"
+        )
     if in_eval:
         replica.warn(
             f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "

@@ -81,6 +81,15 @@ class TrainedParameters:
             )
 
 
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters whose gradients the task's own hooks see."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+
+
 class LearningRates:
     """The learning rates that the run's schedule set: no one else's hold."""
 

@@ -1,0 +1,108 @@
+"""Tasks whose result would depend on the number of ranks without anybody noticing: refused, or
+named, at every world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+from everstep.wire import ErrorKind
+from everstep.wire.events import EventKind
+from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness_failures import errors_of
+from tests.integration.test_exactness_small_batches import small_spec
+from train_fn.loop import replica
+
+HERE = "tests.integration.test_exactness_hostile"
+NUM_SAMPLES = 32
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples are views of one tensor."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.x[index].sum()
+
+
+class Halved:
+    """A loss that halves its samples in place: the next epoch, or a warm-up pass, finds them so."""
+
+    copies = False
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Rows(), "val": None}
+
+    def collate(self, samples: list[Any]) -> Any:
+        return [x.clone() if self.copies else x for x, _ in samples], torch.stack(
+            [y for _, y in samples]
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        rows, y = batch
+        for row in rows:
+            row.mul_(0.5)
+        return F.mse_loss(model(torch.stack(rows))[:, 0], y, reduction="sum"), len(y)
+
+
+class HalvedCopies(Halved):
+    copies = True
+
+
+class Clipped(HalvedCopies):
+    """Clips the gradient of a weight by a hook on it."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return model
+
+
+def halved() -> None:
+    replica.build_task = lambda spec: Halved()
+
+
+def halved_copies() -> None:
+    replica.build_task = lambda spec: HalvedCopies()
+
+
+def clipped() -> None:
+    replica.build_task = lambda spec: Clipped()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loss_that_changes_the_data_sets_own_samples_is_refused_by_every_rank(
+    world_size: int, tmp_path: Path
+) -> None:
+    job = Job(make_run_dir(tmp_path), small_spec(16, 4), world_size, setup=f"{HERE}:halved")
+    errors = errors_of(run_ranks(job, tmp_path))
+    assert len(errors) == world_size
+    assert {(error.type, error.kind) for error in errors} == {("BadTask", ErrorKind.USER)}
+    [message] = {error.message for error in errors}
+    assert "changes its batch in place, and with it the samples" in message
+    assert "test_exactness_hostile.py" in message or "Halved.loss" in message
+
+
+@pytest.mark.parametrize(("setup", "num_warnings"), [("halved_copies", 0), ("clipped", 1)])
+def test_a_batch_may_be_changed_and_hooks_on_gradients_are_named(
+    setup: str, num_warnings: int, tmp_path: Path
+) -> None:
+    job = Job(make_run_dir(tmp_path), small_spec(16, 4, epochs=1), 2, setup=f"{HERE}:{setup}")
+    outcome = train_to_end(job, tmp_path)
+    assert len(outcome.losses) == 2
+    warnings = outcome.of_kind(EventKind.TRAINING_STARTED)[0]["warnings"]
+    assert [text[:24] for text in warnings] == ["gradient hooks on weight"] * num_warnings
