@@ -36,11 +36,12 @@ from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.drills.orders import Drills, Faults
 from train_fn.errors import Replaced
+from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.follower import JournalFollower
 from train_fn.journal.profile_orders import ProfileOrders
 from train_fn.journal.rank_logging import RankLog
-from train_fn.journal.server import NAMESPACE, ActorJournalClient, deliver_to, start_journal
 from train_fn.journal.tensorboard_files import TensorBoardFiles
+from train_fn.ray_train.journal_actor import NAMESPACE, deliver_to, start_journal
 from train_fn.recovery.decision import decide, failure_of
 from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.environment import rank_env, ray_train_env

@@ -24,8 +24,8 @@ from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn import standalone
 from train_fn.models.image_models import build_image_model
+from train_fn.standalone.local import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast, build_scaler
 from train_fn.tasks.image_classification import ImageClassification
@@ -101,7 +101,7 @@ def step_costs(spec: RunSpec, image_size: int, repeats: int) -> dict[str, Any]:
 def loop_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
     """Everstep's loop on this GPU, events and checkpoints on."""
     with tempfile.TemporaryDirectory() as directory:
-        standalone.run_local(spec, directory, "bench")
+        run_local(spec, directory, "bench")
         events = read_journal(RunDir(open_storage(directory), "bench"), 1, None, 100_000)[0]
     times = [
         point["at"] for event in events if event.kind == "metrics" for point in event.data["points"]

@@ -27,7 +27,7 @@ from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
 
-TRAINING = "train_fn.standalone"
+TRAINING = "train_fn.standalone.local"
 """By name: this package imports nothing of the other ones, and most of its users have no torch."""
 TRAINING_MODULES = ("train_fn", "storage", "torch", "torchvision", "ray", "psutil")
 

@@ -22,7 +22,7 @@ _RANK_MODULES = (
 _CONTROLLER_MODULES = (
     "ray.train.torch",
     "train_fn.ray_train.controller",
-    "train_fn.journal.server",
+    "train_fn.ray_train.journal_actor",
 )
 
 PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES)))

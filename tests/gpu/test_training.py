@@ -18,9 +18,9 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn import standalone
 from train_fn.samples.loader import KeyedDataset, Loader
 from train_fn.samples.sampler import MicroBatch
+from train_fn.standalone.local import run_local
 from train_fn.state.tensor_tree import copy_to_cpu
 
 
@@ -61,7 +61,7 @@ def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
 )
 def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    assert standalone.run_local(make_spec(**train), storage.uri, "run").code == 0
+    assert run_local(make_spec(**train), storage.uri, "run").code == 0
     run_dir = RunDir(storage, "run")
     [started] = events(run_dir, EventKind.TRAINING_STARTED)
     assert (started["device"], started["backend"]) == ("cuda:0", "nccl")
@@ -71,15 +71,12 @@ def test_it_learns_over_nccl_in_every_precision(train: dict[str, Any], tmp_path:
 def test_deterministic_kernels_give_the_same_bits_after_a_restart(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     whole = make_spec(deterministic=True)
-    assert standalone.run_local(whole, storage.uri, "whole").code == 0
+    assert run_local(whole, storage.uri, "whole").code == 0
     # Ends after 20 steps, of which the schedule knows nothing: the rate is constant.
-    assert (
-        standalone.run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code
-        == 0
-    )
+    assert run_local(make_spec(deterministic=True, max_steps=20), storage.uri, "parts").code == 0
     parts = RunDir(storage, "parts")
     parts.write_spec(whole)
-    assert standalone.run_local(whole, storage.uri, "parts").code == 0
+    assert run_local(whole, storage.uri, "parts").code == 0
     assert events(parts, EventKind.RESTORED)[0]["step"] == 20
     first, second = (
         torch.load(io.BytesIO(store.read_file(store.list()[-1].name, "model.pt")))

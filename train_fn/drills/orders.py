@@ -16,7 +16,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_control import DrillOrder
 from storage.run_dir import RunDir
-from train_fn.journal.server import ActorJournalClient
+from train_fn.journal.client import ActorJournalClient
 from train_fn.recovery.history import History, RankPlace, read_history
 
 DRAIN_DEADLINE_S = 30.0

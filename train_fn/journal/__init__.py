@@ -1,5 +1,6 @@
 """Events on their way from ranks, controller and driver to the run's journal, and to TensorBoard
 and MLflow.
 
-Imports no loop. The driver runs the server; ranks hold clients.
+`client` delivers events, `server` writes them. Imports no loop and no Ray: under Ray the server is
+an actor in `ray_train`.
 """

@@ -11,7 +11,8 @@ from typing import Any
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from storage.run_dir import RunDir
-from train_fn.journal.server import ActorJournalClient, JournalActor
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.server import JournalServer
 
 STEPS_EVERY_S = 1.0
 """Steps are told of at most so often."""
@@ -110,7 +111,7 @@ def open_local_journal(
     asks for a pause."""
     client = None
     if rank == 0:
-        writer = JournalActor(run_dir, submission)
+        writer = JournalServer(run_dir, submission)
         client = ActorJournalClient(
             writer.deliver,
             f"rank-0.a{attempt:03d}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
-from train_fn.journal.server import ActorJournalClient
+from train_fn.journal.client import ActorJournalClient
 
 
 class ProfileOrders:

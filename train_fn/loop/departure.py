@@ -92,12 +92,12 @@ def _keep_state(ctx: WorkerContext, replica: Replica) -> str | None:
         return f"the state cannot be read from {ctx.device}: {exc}"
 
 
-def save_last(ctx: WorkerContext, progress: Progress) -> None:
+def save_last(ctx: WorkerContext, progress: Progress) -> bool:
     """Commit the state of the last committed step as a checkpoint, after an error of a rank that is
-    alone. Raises nothing."""
+    alone. Raises nothing. Return whether a checkpoint holds that state now."""
     replica, training = progress.replica, progress.training
     if replica is None or not replica.state.complete:
-        return
+        return False
     state = replica.state
     replica.volatile.put_back()
     try:
@@ -106,3 +106,5 @@ def save_last(ctx: WorkerContext, progress: Progress) -> None:
             saver.save_now(patience_s=STOP_PATIENCE_S)
     except Exception as exc:  # what broke the attempt says more
         logger.warning("step %d could not be kept: %s", state.step, exc)
+        return False
+    return True

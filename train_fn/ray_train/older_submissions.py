@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from train_fn.journal.server import NAMESPACE
+from train_fn.ray_train.journal_actor import NAMESPACE
 
 _NAME = re.compile(r"(?P<kind>controller|journal)-(?P<run_id>.+)-s(?P<submission>\d+)(-[0-9a-f]+)?")
 _POLL_S = 0.05

@@ -28,8 +28,8 @@ from storage.run_control import ProfileOrder, Stop
 from storage.run_names import CheckpointName
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
+from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.rank_logging import RankLog
-from train_fn.journal.server import ActorJournalClient, deliver_to
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.debug_level import take_debug_level
 from train_fn.node.device_evidence import with_device_evidence
@@ -40,6 +40,7 @@ from train_fn.node.network_settings import meet_on_the_clusters_network
 from train_fn.node.secrets import Redactor, read_secrets
 from train_fn.node.silent_peers import watch_peers
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
+from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
 from train_fn.recovery.rank_error import StepFailed, describe_error

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
-from train_fn.journal.server import ActorJournalClient
+from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.nodes import Look
 from train_fn.ray_train.ray_internals import (
     NoopDecision,

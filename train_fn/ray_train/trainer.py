@@ -14,9 +14,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ScalingSpec
-from train_fn.journal.server import NAMESPACE
 from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController
+from train_fn.ray_train.journal_actor import NAMESPACE
 from train_fn.ray_train.older_submissions import controller_name
 from train_fn.ray_train.rank_process import run_rank
 from train_fn.ray_train.ray_internals import (

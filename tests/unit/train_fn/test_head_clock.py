@@ -16,7 +16,9 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn import clock as head_clock
-from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.delivery import Reply, SourceEvent
+from train_fn.journal.server import JournalServer
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def test_a_clock_that_was_put_right_is_believed_again() -> None:
 
 def test_events_are_told_by_the_journals_clock(tmp_path: Path) -> None:
     run_dir = RunDir(open_storage(str(tmp_path)), "run_clock")
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
 
     def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
         return dataclasses.replace(actor.deliver(source, events, stop), at=time.time() - 5000.0)

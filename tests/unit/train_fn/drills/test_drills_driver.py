@@ -20,7 +20,8 @@ from storage.logs.journal_line import JournalEvent
 from storage.run_control import DrillOrder
 from storage.run_dir import RunDir
 from train_fn.drills.orders import DrillRefused, Drills, plan
-from train_fn.journal.server import ActorJournalClient, JournalActor
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.server import JournalServer
 from train_fn.recovery.history import RankPlace, read_history
 
 PLACES = (RankPlace(0, "node-a", 100), RankPlace(1, "node-b", 101), RankPlace(2, "head", 102))
@@ -68,7 +69,7 @@ class Rig:
         self.faults = NotedFaults(run_dir)
         source = f"driver-{id(self)}"
         self.journal = ActorJournalClient(
-            JournalActor(run_dir, submission).deliver, source, 0, interval_s=0.005
+            JournalServer(run_dir, submission).deliver, source, 0, interval_s=0.005
         )
         self.drills = Drills(run_dir, submission, self.journal, lambda: self.faults)
 

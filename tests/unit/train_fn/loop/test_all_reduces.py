@@ -16,11 +16,11 @@ from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
-from train_fn import standalone
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt
 from train_fn.loop.replica import wrap
 from train_fn.loop.training import Progress, Training
+from train_fn.standalone.submission import begin_run
 from train_fn.step.peers import end_process_group
 
 pytestmark = pytest.mark.own_process
@@ -51,7 +51,7 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
     run_dir = RunDir(
         open_storage(str(tmp_path)), f"run{spec.train.max_steps}-{spec.train.global_batch_size}"
     )
-    start = standalone.begin_run(run_dir, spec, "test", fresh=True)
+    start = begin_run(run_dir, spec, "test", fresh=True)
     ctx = one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)
     traffic = Traffic()
 

@@ -13,13 +13,13 @@ from everstep.wire import ErrorKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank, small_task_alone
-from train_fn import standalone
 from train_fn.errors import StepNotWhole
 from train_fn.loop import attempt
 from train_fn.loop.departure import leave
 from train_fn.loop.training import Progress, Training
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.samples.ledger import Count
+from train_fn.standalone.submission import begin_run
 from train_fn.step.peers import Peers
 from train_fn.step.step_totals import Carrier, StepTotals
 
@@ -93,7 +93,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
     train = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 8}
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})
     run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_gate")
-    start = standalone.begin_run(run_dir, spec, "test", fresh=True)
+    start = begin_run(run_dir, spec, "test", fresh=True)
     forward_backward, before = attempt.forward_backward, list[StepTotals]()
 
     def break_the_fourth(training: Training) -> StepTotals:

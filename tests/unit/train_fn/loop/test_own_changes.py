@@ -17,7 +17,6 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
-from train_fn import standalone
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.loop import replica
@@ -25,6 +24,7 @@ from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots import store as snapshot
+from train_fn.standalone.submission import begin_run
 from train_fn.state.skipped_steps import MOST_IN_A_ROW
 
 pytestmark = pytest.mark.own_process
@@ -75,7 +75,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
         }
         spec = RunSpec.model_validate(raw)
         run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_own")
-        start = standalone.begin_run(run_dir, spec, "test", fresh=True)
+        start = begin_run(run_dir, spec, "test", fresh=True)
         return one_rank(spec, run_dir, submission=start.submission)
 
     return begin

@@ -20,7 +20,6 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
-from train_fn import standalone
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
@@ -31,6 +30,7 @@ from train_fn.samples.sampler import Sampler
 from train_fn.samples.stream_sampler import StreamSampler
 from train_fn.snapshots import store as snapshot
 from train_fn.snapshots.last_save import commit_state
+from train_fn.standalone.submission import begin_run
 from train_fn.state.sound_state import ledger_fault, not_finite
 
 pytestmark = pytest.mark.own_process
@@ -156,7 +156,7 @@ def test_weights_that_are_not_finite_are_in_no_state_that_is_kept(
 ) -> None:
     monkeypatch.setattr(replica, "build_task", lambda spec: RootOfZero())
     spec = make_spec(max_steps, every_steps)
-    start = standalone.begin_run(run_dir, spec, "test", fresh=True)
+    start = begin_run(run_dir, spec, "test", fresh=True)
     ctx = one_rank(spec, run_dir, submission=start.submission)
     with pytest.raises(StepFailed) as raised:
         train(ctx)
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_is_not_sound_is_rejected_and_the_one_before_is_taken(
 ) -> None:
     monkeypatch.setattr(replica, "build_task", lambda spec: Regression())
     spec = make_spec(4, None)
-    first = standalone.begin_run(run_dir, spec, "test", fresh=True)
+    first = begin_run(run_dir, spec, "test", fresh=True)
     assert train(one_rank(spec, run_dir, submission=first.submission)) is None
     [whole] = CheckpointStore(run_dir).list()
     state = load_checkpoint(run_dir, whole)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).parents[3] / "deploy" / "torchrun" / "launch.sh"
+LAUNCH = Path(__file__).parents[4] / "deploy" / "torchrun" / "launch.sh"
 SSH = """#!/bin/sh
 host=$4
 printf '%s' "$5" >"$SEEN/$host"

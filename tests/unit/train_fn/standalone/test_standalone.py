@@ -4,7 +4,10 @@ runs."""
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +24,16 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn import standalone
+from tests.support.service_process import wait_for
+from train_fn.journal.local_journal import open_local_journal
 from train_fn.loop.reporter import Reporter
 from train_fn.node.node_dir import shared_memory_root
+from train_fn.snapshots.store import Label, node_snapshots
+from train_fn.standalone.local import run_local
+from train_fn.standalone.place import Place, place_from_env
+from train_fn.standalone.process import join
+from train_fn.standalone.rank import EXIT_FAILED, EXIT_STOPPED, run_rank
+from train_fn.standalone.submission import Start, begin_run
 from train_fn.step.peers import end_process_group
 from train_fn.tasks.language_modeling import LanguageModeling
 
@@ -96,7 +106,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, spec = open_storage(str(tmp_path / "runs")), make_spec(text)
-    assert standalone.run_local(spec, storage.uri, "whole").code == 0
+    assert run_local(spec, storage.uri, "whole").code == 0
     whole, parts = RunDir(storage, "whole"), RunDir(storage, "parts")
     [finished] = [
         event.data
@@ -129,15 +139,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
         return step_done(reporter, values, num_samples)
 
     monkeypatch.setattr(Reporter, "step_done", stop_at_four)
-    place = standalone.Place(0, 1, 0, 1, "here", "first")
-    standalone._join(spec, place, 60)
-    assert (
-        standalone.run_rank(spec, parts, place, fresh=False, stopping=stopping).code
-        == standalone.EXIT_STOPPED
-    )
+    place = Place(0, 1, 0, 1, "here", "first")
+    join(spec, place, 60)
+    assert run_rank(spec, parts, place, fresh=False, stopping=stopping).code == EXIT_STOPPED
     monkeypatch.undo()
     end_process_group()
-    assert standalone.run_local(spec, storage.uri, "parts").code == 0
+    assert run_local(spec, storage.uri, "parts").code == 0
     assert parts.submissions() == [1, 2]
     [restored] = [
         event.data
@@ -158,7 +165,7 @@ def test_what_raises_keeps_its_frames(
 
     monkeypatch.setattr("train_fn.tasks.language_modeling.LanguageModeling.loss", broken)
     with pytest.raises(LookupError) as caught:
-        standalone.run_local(make_spec(text), str(tmp_path / "runs"), "broken")
+        run_local(make_spec(text), str(tmp_path / "runs"), "broken")
     innermost = caught.traceback[-1]
     assert innermost.locals["where_it_broke"] == (4, 17)
     assert not dist.is_initialized()
@@ -173,7 +180,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
         open_storage(str(tmp_path / "runs")),
         make_spec(text, checkpoint={"every_steps": 1000}),
     )
-    assert standalone.run_local(spec, storage.uri, "whole").code == 0
+    assert run_local(spec, storage.uri, "whole").code == 0
     whole, parts = RunDir(storage, "whole"), RunDir(storage, "parts")
     raising = threading.Event()
     step_done, loss = Reporter.step_done, LanguageModeling.loss
@@ -195,16 +202,16 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
         patch.setattr(LanguageModeling, "loss", broken)
         if in_the_open:
             with pytest.raises(LookupError):
-                standalone.run_local(spec, storage.uri, "parts")
+                run_local(spec, storage.uri, "parts")
         else:
             said: list[str] = []
-            place = standalone.Place(0, 1, 0, 1, "here", "first")
-            standalone._join(spec, place, 60)
-            ended = standalone.run_rank(
+            place = Place(0, 1, 0, 1, "here", "first")
+            join(spec, place, 60)
+            ended = run_rank(
                 spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append
             )
             end_process_group()
-            assert ended.code == standalone.EXIT_FAILED
+            assert ended.code == EXIT_FAILED
             assert (
                 said[-1]
                 == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
@@ -218,25 +225,25 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
     assert told == [4]
     # it goes on from the checkpoint alone
     shutil.rmtree(shared_memory_root() / "parts", ignore_errors=True)
-    assert standalone.run_local(spec, storage.uri, "parts").code == 0
+    assert run_local(spec, storage.uri, "parts").code == 0
     assert equal(newest(whole), newest(parts))
 
 
 def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_path: Path) -> None:
     run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
-    assert standalone.begin_run(run_dir, spec, "a", fresh=False) == standalone.Start(1, 1)
+    assert begin_run(run_dir, spec, "a", fresh=False) == Start(1, 1)
     same = make_spec(
         text, checkpoint={"every_steps": 7}, scaling={"use_gpu": False, "max_workers": 4}
     )
-    standalone.begin_run(run_dir, same, "a", fresh=False)
+    begin_run(run_dir, same, "a", fresh=False)
     other = make_spec(
         text,
         train={"global_batch_size": 8, "micro_batch_size": 4, "seed": 3, "ema_decay": 0.9},
         optimizer={"name": "adamw"},
     )
     with pytest.raises(UsageError, match=r"train\.global_batch_size differ"):
-        standalone.begin_run(run_dir, other, "a", fresh=False)
-    standalone.begin_run(run_dir, other, "a", fresh=True)
+        begin_run(run_dir, other, "a", fresh=False)
+    begin_run(run_dir, other, "a", fresh=True)
     assert run_dir.read_spec() == other
 
 
@@ -244,16 +251,16 @@ def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attemp
     text: Path, tmp_path: Path
 ) -> None:
     run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
-    journal = standalone.open_local_journal(run_dir, 1, 1, 0, threading.Event(), lambda line: None)
+    journal = open_local_journal(run_dir, 1, 1, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": 1, "workers": [], "launch": "agent"})
     journal.close(10)
-    assert standalone.begin_run(run_dir, spec, "agent", fresh=False) == standalone.Start(1, 2)
-    assert standalone.begin_run(run_dir, spec, "another", fresh=False) == standalone.Start(2, 2)
+    assert begin_run(run_dir, spec, "agent", fresh=False) == Start(1, 2)
+    assert begin_run(run_dir, spec, "another", fresh=False) == Start(2, 2)
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
     with pytest.raises(UsageError, match=r"RANK, WORLD_SIZE.*torchrun --nproc-per-node"):
-        standalone.place_from_env(
+        place_from_env(
             {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
         )
     env = {
@@ -264,5 +271,55 @@ def test_without_torchrun_it_says_how_to_start_it() -> None:
         "MASTER_ADDR": "a",
         "MASTER_PORT": "1",
     }
-    place = standalone.place_from_env(env)
+    place = place_from_env(env)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
+
+
+def test_steps_that_only_this_node_holds_stay_until_a_checkpoint_has_them(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither Ctrl-C nor an error before the state is restored takes a published state along."""
+    storage, spec = (
+        open_storage(str(tmp_path / "runs")),
+        make_spec(text, checkpoint={"every_steps": 1000}),
+    )
+    assert run_local(spec, storage.uri, "whole").code == 0
+    whole, parts = RunDir(storage, "whole"), RunDir(storage, "parts")
+    step_done = Reporter.step_done
+
+    def labels() -> list[Label]:
+        return node_snapshots(parts, os.uname().nodename, 1).labels()
+
+    def interrupt_at_four(reporter: Reporter, *arguments: Any) -> float:
+        if reporter._state.step == 4:
+            wait_for(labels, 10, "a published state")
+            raise KeyboardInterrupt
+        return step_done(reporter, *arguments)
+
+    def broken(task: LanguageModeling) -> Any:
+        raise LookupError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "step_done", interrupt_at_four)
+        with pytest.raises(KeyboardInterrupt):
+            run_local(spec, storage.uri, "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModeling, "build_model", broken)
+        with pytest.raises(LookupError):
+            run_local(spec, storage.uri, "parts")
+    [newest_left] = labels()[-1:]
+    assert newest_left.step >= 1 and CheckpointStore(parts).list() == []
+    assert run_local(spec, storage.uri, "parts").code == 0
+    [_, restored] = [
+        event.data
+        for event in read_journal(parts, 1, None, 1000)[0]
+        if event.kind is EventKind.RESTORED
+    ]
+    assert (restored["source"], restored["step"]) == ("snapshot", newest_left.step)
+    assert equal(newest(whole), newest(parts))
+    assert not (shared_memory_root() / "parts").exists()
+
+
+def test_the_loop_without_ray_imports_no_ray() -> None:
+    code = "import sys, train_fn.standalone.command; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -17,8 +17,11 @@ from storage.logs.journal import read_journal
 from storage.run_control import ProfileOrder, Stop
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
-from train_fn.journal import server as journal
-from train_fn.journal.server import ActorJournalClient, JournalActor, Reply, SourceEvent
+from train_fn.journal import client as client_module
+from train_fn.journal import server
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.delivery import Reply, SourceEvent
+from train_fn.journal.server import JournalServer
 
 
 @pytest.fixture
@@ -37,12 +40,12 @@ def written(run_dir: RunDir) -> list[tuple[int, str, int]]:
 
 
 def test_an_actor_that_comes_back_goes_on_and_drops_what_was_sent_again(run_dir: RunDir) -> None:
-    first = JournalActor(run_dir, 1)
+    first = JournalServer(run_dir, 1)
     first.deliver("rank-0.a001", [event(1), event(2)])
     first.deliver("driver", [event(1)])
     first.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
     first._writer.close()  # as its process ends
-    again = JournalActor(run_dir, 1)
+    again = JournalServer(run_dir, 1)
     reply = again.deliver(
         "rank-0.a001",
         [event(2), event(3, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}])],
@@ -72,13 +75,13 @@ def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(
 ) -> None:
     """One late delivery of it would change steps, losses and the best of the run, before its reply
     tells the rank to leave."""
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
     actor.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
     actor.deliver("rank-0.a001", [event(1, EventKind.METRICS, attempt=1, **points(150))])
     actor.deliver("controller", [event(2, EventKind.ATTEMPT_STARTED, attempt=2)])
     if is_restarted:
         actor._writer.close()  # as its process ends
-        actor = JournalActor(run_dir, 1)
+        actor = JournalServer(run_dir, 1)
     late = [
         event(2, EventKind.METRICS, attempt=1, **points(*range(151, 401))),
         event(3, EventKind.EVALUATED, attempt=1, step=400, metrics={"accuracy": 0.99}),
@@ -98,7 +101,7 @@ def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(
 def test_a_rank_that_tells_before_its_controller_replaces_older_attempts_as_well(
     run_dir: RunDir,
 ) -> None:
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
     actor.deliver(
         "rank-0.a002", [event(1, EventKind.RESTORED, attempt=2, step=30, source="snapshot")]
     )
@@ -111,7 +114,7 @@ def test_a_process_whose_name_a_journal_knows_already_loses_no_event(run_dir: Ru
     was put back."""
     for step in (1, 2):
         client = ActorJournalClient(
-            JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
+            JournalServer(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
         )
         for _ in range(5):
             client.emit(EventKind.EVALUATED, {"step": step})
@@ -120,7 +123,7 @@ def test_a_process_whose_name_a_journal_knows_already_loses_no_event(run_dir: Ru
 
 
 def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
     actor.deliver("driver", [], "pause")
     assert actor.deliver("rank-0.a001", []).stop == "pause"
     actor.deliver("driver", [], "cancel")
@@ -130,7 +133,7 @@ def test_a_stop_once_announced_is_told_to_everyone(run_dir: RunDir) -> None:
 def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_actor_that_comes_back(
     run_dir: RunDir,
 ) -> None:
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
     assert actor.deliver("rank-1.a003", []).profile is None
     actor.deliver(
         "driver", [event(1, EventKind.PROFILE_ORDERED, attempt=3, id="prof_1", rank=1, steps=4)]
@@ -138,7 +141,7 @@ def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_ac
     order = ProfileOrder("prof_1", rank=1, steps=4, attempt=3)
     assert actor.deliver("rank-1.a003", []).profile == order
     actor._writer.close()  # as its process ends
-    again = JournalActor(run_dir, 1)
+    again = JournalServer(run_dir, 1)
     client = ActorJournalClient(again.deliver, "rank-1.a003", 3, interval_s=0.005)
     client.ask(timeout_s=20)
     assert client.profile_ordered == order
@@ -148,7 +151,7 @@ def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_ac
 class Faulty:
     """The way to a real actor that loses calls and replies on order."""
 
-    def __init__(self, actor: JournalActor) -> None:
+    def __init__(self, actor: JournalServer) -> None:
         self.actor = actor
         self.lose_calls = 0
         self.lose_replies = 0
@@ -170,7 +173,7 @@ class Faulty:
 def test_every_event_arrives_once_and_in_order(
     run_dir: RunDir, lose_calls: int, lose_replies: int
 ) -> None:
-    way = Faulty(JournalActor(run_dir, 1))
+    way = Faulty(JournalServer(run_dir, 1))
     way.lose_calls, way.lose_replies = lose_calls, lose_replies
     client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
     for step in range(50):
@@ -180,7 +183,7 @@ def test_every_event_arrives_once_and_in_order(
 
 
 def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir) -> None:
-    way = Faulty(JournalActor(run_dir, 1))
+    way = Faulty(JournalServer(run_dir, 1))
     with way.lock:
         client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
         client.emit(EventKind.EVALUATED, {"step": 0})
@@ -204,8 +207,8 @@ def test_consecutive_metrics_travel_as_one_and_keep_their_place(run_dir: RunDir)
 def test_memory_stays_bounded_while_the_journal_is_away(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MAX_POINTS", 100)
-    way = Faulty(JournalActor(run_dir, 1))
+    monkeypatch.setattr(client_module, "MAX_POINTS", 100)
+    way = Faulty(JournalServer(run_dir, 1))
     with way.lock:
         client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005)
         client.emit(EventKind.EVALUATED, {"step": 0})
@@ -226,7 +229,7 @@ def test_memory_stays_bounded_while_the_journal_is_away(
 
 def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
     client = ActorJournalClient(
-        JournalActor(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
+        JournalServer(run_dir, 1).deliver, "rank-0.a001", 1, interval_s=0.005
     )
     data = {"points": [{"step": 1, "at": 1.0, "values": {}}]}
     client.emit(EventKind.METRICS, data)
@@ -236,7 +239,7 @@ def test_what_the_caller_handed_over_is_not_changed(run_dir: RunDir) -> None:
 
 
 def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_dir: RunDir) -> None:
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
     superseded = threading.Event()
     old = ActorJournalClient(
         actor.deliver, "rank-0.a001", 1, interval_s=0.005, on_superseded=superseded.set
@@ -260,12 +263,12 @@ def test_a_client_learns_the_stop_the_last_step_and_that_it_was_superseded(run_d
 def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = Faulty(JournalActor(run_dir, 1))
+    way = Faulty(JournalServer(run_dir, 1))
     client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005, beat_s=0.01)
     assert client.hears(timeout_s=20)
     with way.lock:  # a question is under way, which is answered late
         asked = client._asked_at
-        monkeypatch.setattr(journal, "LEASE_S", 0.2)
+        monkeypatch.setattr(client_module, "LEASE_S", 0.2)
         wait_for(lambda: time.monotonic() > asked + 0.5, 60, "the lease's end")
         assert not client.hears(timeout_s=0.0)
         assert not client.hears(timeout_s=0.05)
@@ -276,7 +279,7 @@ def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
 
 def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunDir) -> None:
     calls: list[float] = []
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
 
     def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
         calls.append(time.monotonic())
@@ -295,7 +298,7 @@ def test_a_client_that_sleeps_until_its_beat_wakes_up_for_an_event(run_dir: RunD
 def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir) -> None:
     interval_s, began = 0.05, time.monotonic()
     calls: list[int] = []
-    actor = JournalActor(run_dir, 1)
+    actor = JournalServer(run_dir, 1)
 
     def deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
         calls.append(len(events))
@@ -318,8 +321,8 @@ def test_events_that_come_all_the_time_are_sent_once_an_interval(run_dir: RunDir
 def test_a_backlog_is_sent_without_a_pause(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MAX_BATCH", 10)
-    way = Faulty(JournalActor(run_dir, 1))
+    monkeypatch.setattr(client_module, "MAX_BATCH", 10)
+    way = Faulty(JournalServer(run_dir, 1))
     with way.lock:
         client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=600.0)
         for step in range(95):
@@ -332,14 +335,16 @@ def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An actor whose constructor raised is dead for good, and nobody would notice."""
-    JournalActor(run_dir, 1).deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)])
+    JournalServer(run_dir, 1).deliver(
+        "controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=3)]
+    )
 
     def away(*_: object, **_options: object) -> None:
         raise StorageUnavailable("for a moment")
 
     with monkeypatch.context() as broken:
-        broken.setattr(journal, "read_journal", away)
-        actor = JournalActor(run_dir, 1)
+        broken.setattr(server, "read_journal", away)
+        actor = JournalServer(run_dir, 1)
         with pytest.raises(StorageUnavailable):
             actor.deliver("driver", [event(1)], "cancel")
     reply = actor.deliver("driver", [event(1)])

@@ -1,0 +1,259 @@
+"""The client of a run's journal, for driver, controller and ranks."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from everstep.wire.events import EventKind
+from storage.run_control import ProfileOrder, Stop
+from train_fn import clock as head_clock
+from train_fn.journal.delivery import Deliver, Reply, SourceEvent
+from train_fn.recovery.progress import Progress
+
+MAX_POINTS = 20_000
+"""Metric points that a client holds while the journal is away. Beyond it every second one is
+dropped."""
+LEASE_S = 2.5
+"""For so long an answer proves that no newer attempt has begun. Less than the 3 s after which the
+embedded cluster gives a silent node up; rank 0 asks twice a second."""
+MAX_BATCH = 500
+"""Events in one delivery."""
+_METRICS = EventKind.METRICS  # asked of the class, a member is found by Python's own code
+
+logger = logging.getLogger(__name__)
+
+
+class ActorJournalClient:
+    """Hands events to the journal from a background thread, and learns from its replies. Nothing
+    here blocks its caller."""
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        source: str,
+        attempt: int,
+        *,
+        interval_s: float = 0.25,
+        beat_s: float = 0.5,
+        on_superseded: Callable[[], None] | None = None,
+    ) -> None:
+        """``interval_s`` is the longest that an event waits here; without events the client asks
+        every ``beat_s``.
+
+        ``source`` says who tells; a random part is added, since numbering begins at 1, and what a
+        journal has of a source that was there before would be taken for these. ``on_superseded`` is
+        called once, on the background thread, when a newer attempt than this client's has started.
+        """
+        self.attempt = attempt
+        self._call = deliver
+        self._source = f"{source}.{secrets.token_hex(4)}"
+        self._interval_s = interval_s
+        self._beat_s = beat_s
+        self._on_superseded = on_superseded
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
+        self._pending: deque[tuple[float, EventKind, int, dict[str, Any]]] = deque()
+        self._num_points = 0
+        self._sealed: list[SourceEvent] = []
+        self._handed_over = 0
+        self._delivered = 0
+        self._source_n = 0
+        self._announced: Stop | None = None
+        self._reply: Reply | None = None
+        self.stop_requested: Stop | None = None
+        """What the user asked for, as far as the journal told."""
+        self.profile_ordered: ProfileOrder | None = None
+        """The newest profile that was asked for, of whatever rank and attempt."""
+        self._replied_at = 0.0
+        self._asked_at = float("-inf")
+        """When the last question was sent that was answered."""
+        self._num_replies = 0
+        self._num_replies_taken = 0
+        self._asked = False
+        self._hurry = threading.Event()
+        self._hurry.set()  # the first reply tells the head's time
+        self._is_idle = False
+        """Whether the thread waits for an event: it then sleeps until its beat is due."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
+        self._thread.start()
+
+    def emit(self, kind: EventKind, data: dict[str, Any], *, attempt: int | None = None) -> None:
+        """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics
+        travel as one."""
+        number = self.attempt if attempt is None else attempt
+        with self._mutex:  # as self._lock, which is Python's own code, would take it
+            if kind is _METRICS:
+                self._num_points += len(data["points"])
+                newest = self._pending[-1] if self._pending else None
+                if newest is not None and newest[1] is kind and newest[2] == number:
+                    newest[3]["points"].extend(data["points"])
+                    if self._num_points > MAX_POINTS:
+                        self._thin()
+                    return
+                data = {**data, "points": list(data["points"])}
+            self._pending.append((head_clock.now(), kind, number, data))
+            self._handed_over += 1
+            if self._is_idle:
+                self._hurry.set()
+
+    @property
+    def last_step(self) -> int | None:
+        """Most steps done that the journal knows of, as of its last reply."""
+        return self._reply.progress.last_step if self._reply else None
+
+    def moved_at(self, attempt: int) -> float | None:
+        """When that attempt was last seen to move, as of the journal's last reply, in unix seconds;
+        None where it is not told."""
+        progress = self._reply.progress if self._reply else None
+        return progress.moved_at if progress is not None and progress.attempt == attempt else None
+
+    def take_progress(self) -> Progress | None:
+        """How far the newest attempt is, once for each reply of the journal; None until the next
+        one."""
+        with self._lock:
+            if self._reply is None or self._num_replies == self._num_replies_taken:
+                return None
+            self._num_replies_taken = self._num_replies
+            progress = self._reply.progress
+            return replace(progress, quiet_s=progress.quiet_s + time.monotonic() - self._replied_at)
+
+    def ask(self, timeout_s: float) -> None:
+        """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
+        with self._lock:
+            before = self._num_replies
+            self._asked = True
+            self._hurry.set()
+            if not self._lock.wait_for(lambda: self._num_replies > before, timeout_s):
+                logger.warning(
+                    "the journal did not answer within %g s; going on with what it said before",
+                    timeout_s,
+                )
+
+    def hears(self, timeout_s: float) -> bool:
+        """Whether the journal has answered a question that is not older than ``LEASE_S``; where
+        not, it is asked for so long.
+
+        The question's time counts, by this process's own monotonic clock: what the answer says may
+        have changed since then.
+        """
+        if time.monotonic() - self._asked_at > LEASE_S and timeout_s > 0:
+            self.ask(timeout_s)
+        return time.monotonic() - self._asked_at <= LEASE_S
+
+    def announce_stop(self, stop: Stop) -> None:
+        """Tell the journal, and through its replies every client, what the user asked for; sent
+        again with every delivery."""
+        self._announced = stop
+        self._hurry.set()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything handed over so far is durable; False when that took longer than
+        ``timeout_s``."""
+        with self._lock:
+            target = self._handed_over
+            self._hurry.set()
+            return self._lock.wait_for(lambda: self._delivered >= target, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush and end the background thread; False when something may be undelivered."""
+        delivered = self.flush(timeout_s)
+        self._closing = True
+        self._hurry.set()
+        self._thread.join(timeout=1.0)
+        return delivered
+
+    def _thin(self) -> None:
+        """Called with the lock held: keep memory bounded while the journal is away."""
+        points = self._pending[-1][3]["points"]
+        if len(points) < 3:
+            return
+        logger.warning(
+            "the journal does not answer; every second metric point of %d is let go", len(points)
+        )
+        kept = points[:-1:2] + points[-1:]
+        self._num_points -= len(points) - len(kept)
+        self._pending[-1][3]["points"] = kept
+
+    def _run(self) -> None:
+        last_call = float("-inf")
+        failures = 0
+        busy = False  # the last call took events along: where some came others follow
+        while not self._closing:
+            self._hurry.wait(self._pause_s(last_call, failures, busy))
+            self._is_idle = False
+            self._hurry.clear()
+            self._seal()
+            busy = bool(self._sealed)
+            asked, self._asked = self._asked, False
+            if (
+                not asked
+                and not busy
+                and self._announced is None
+                and time.monotonic() - last_call < self._beat_s
+            ):
+                self._count_delivered()
+                continue
+            last_call = time.monotonic()
+            try:
+                self._deliver()
+                failures = 0
+            except Exception as exc:
+                failures += 1
+                if failures in (1, 10):
+                    logger.warning(
+                        "the journal did not take %d events, sending them again: %s",
+                        len(self._sealed),
+                        exc,
+                    )
+
+    def _pause_s(self, last_call: float, failures: int, busy: bool) -> float:
+        """How long nothing is to be sent: while events come, or nobody answers, for an interval;
+        else until the beat."""
+        with self._lock:
+            self._is_idle = not (failures or busy or self._sealed or self._pending)
+            beat_in_s = last_call + self._beat_s - time.monotonic()
+            return (
+                max(self._interval_s, beat_in_s)
+                if self._is_idle
+                else self._interval_s * min(2**failures, 16)
+            )
+
+    def _seal(self) -> None:
+        """Number the next batch. From here on it is fixed, since the journal may have it although
+        no reply came."""
+        with self._lock:
+            while self._pending and len(self._sealed) < MAX_BATCH:
+                at, kind, attempt, data = self._pending.popleft()
+                if kind is EventKind.METRICS:
+                    self._num_points -= len(data["points"])
+                self._source_n += 1
+                self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
+
+    def _deliver(self) -> None:
+        asked, asked_at, batch = time.monotonic(), time.time(), tuple(self._sealed)
+        reply = self._call(self._source, batch, self._announced)
+        head_clock.learn(asked_at, reply.at, time.time())
+        self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
+        self._reply, self._replied_at, self._asked_at = reply, time.monotonic(), asked
+        self.stop_requested, self.profile_ordered = reply.stop, reply.profile
+        self._num_replies += 1
+        self._count_delivered()
+        # there may be more; what came meanwhile waits for its turn, or every step would be a call
+        if len(batch) == MAX_BATCH:
+            self._hurry.set()
+        if reply.progress.attempt > self.attempt and self._on_superseded is not None:
+            superseded, self._on_superseded = self._on_superseded, None
+            superseded()
+
+    def _count_delivered(self) -> None:
+        with self._lock:
+            self._delivered = self._handed_over - len(self._pending) - len(self._sealed)
+            self._lock.notify_all()
