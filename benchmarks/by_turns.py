@@ -23,7 +23,7 @@ from everstep.spec.sections import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
-from train_fn.driver import main
+from train_fn.driver.command import main
 from train_fn.loop.attempt import take_step
 from train_fn.loop.beginning import begin
 from train_fn.loop.replica import Replica, StepModule

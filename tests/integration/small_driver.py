@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from train_fn.driver import main
+from train_fn.driver.command import main
 
 if __name__ == "__main__":
     sys.exit(main(train="tests.integration.small_loop:train"))

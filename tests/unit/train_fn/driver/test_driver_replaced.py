@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +17,11 @@ from storage.filesystem import Storage, open_storage
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir, record_restored, save
-from train_fn import driver as driver_module
-from train_fn.driver import EXIT_REPLACED, Driver, Replaced
+from train_fn.driver import watch as watch_module
+from train_fn.driver.supervision import Driver
+from train_fn.driver.watch import EXIT_REPLACED, Watch
+from train_fn.errors import Replaced
+from train_fn.recovery.outcome import Stopping
 from train_fn.recovery.settings import RecoverySettings
 
 pytest_plugins = ["tests.support.storage_fixtures"]
@@ -32,6 +36,13 @@ def driver(tmp_path: Path) -> Driver:
     return Driver(RunDir(open_storage(str(tmp_path)), "run_a"), 1, RecoverySettings())
 
 
+@pytest.fixture
+def watch(tmp_path: Path) -> Watch:
+    """What a driver watches; no stop comes, so that the journal is never called."""
+    run_dir = RunDir(open_storage(str(tmp_path)), "run_a")
+    return Watch(run_dir, 1, cast(Any, None), Stopping(None))
+
+
 def test_it_does_not_begin(driver: Driver) -> None:
     take_over(driver._run_dir)
     with pytest.raises(
@@ -41,30 +52,30 @@ def test_it_does_not_begin(driver: Driver) -> None:
 
 
 def test_it_ends_when_it_finds_itself_replaced(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "FENCE_POLL_S", 0.0)
-    monkeypatch.setattr(driver_module, "STOP_POLL_S", 0.01)
+    monkeypatch.setattr(watch_module, "FENCE_POLL_S", 0.0)
+    monkeypatch.setattr(watch_module, "STOP_POLL_S", 0.01)
 
     def leave(code: int) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", leave)
-    take_over(driver._run_dir)
+    take_over(watch._run_dir)
     with pytest.raises(SystemExit) as left:
-        driver._watch()
+        watch.watch_stops()
     assert left.value.code == EXIT_REPLACED
 
 
 @pytest.mark.timeout(20)
 def test_a_storage_that_does_not_answer_replaces_nobody(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "FENCE_POLL_S", 0.0)
-    monkeypatch.setattr(driver_module, "STOP_POLL_S", 0.01)
-    (Path(driver._run_dir.storage.uri) / "runs").symlink_to("runs")  # every look ends with an error
-    monkeypatch.setattr(driver_module.logger, "warning", lambda *_: driver._done.set())
-    driver._watch()
+    monkeypatch.setattr(watch_module, "FENCE_POLL_S", 0.0)
+    monkeypatch.setattr(watch_module, "STOP_POLL_S", 0.01)
+    (Path(watch._run_dir.storage.uri) / "runs").symlink_to("runs")  # every look ends with an error
+    monkeypatch.setattr(watch_module.logger, "warning", lambda *_: watch._done.set())
+    watch.watch_stops()
 
 
 def lineage_bytes(run_dir: RunDir) -> dict[str, bytes]:
@@ -129,7 +140,7 @@ def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_take
     JournalWriter(run_dir, 1).close()
     asleep = subprocess.Popen(
         [sys.executable, "-c", WRITER, any_storage.uri],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         stdout=subprocess.PIPE,
         text=True,
     )

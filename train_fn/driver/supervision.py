@@ -1,0 +1,298 @@
+"""One submission, from its first event to its last."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.claims import claim_submission, newest_attempt, succeed_submission
+from storage.run_control import DRIVER_PROBE
+from storage.run_dir import RunDir
+from train_fn.driver.control_loss import weigh_loss
+from train_fn.driver.watch import Watch, replaced, require_newest
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.follower import JournalFollower
+from train_fn.journal.tensorboard_files import TensorBoardFiles
+from train_fn.ray_train.journal_actor import NAMESPACE, deliver_to, start_journal
+from train_fn.recovery.driver_process import DriverProcess
+from train_fn.recovery.environment import rank_env, ray_train_env
+from train_fn.recovery.history import History, read_history
+from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
+from train_fn.recovery.outcome import Stopping, ending
+from train_fn.recovery.resources import use_gpu, worker_resources
+from train_fn.recovery.settings import RecoverySettings
+
+if TYPE_CHECKING:
+    from train_fn.ray_train.left_states import LeftStates
+    from train_fn.snapshots.last_save import LastSave
+
+OLDER_MARGIN_S = 15.0
+"""An older submission's controller gets so much longer than its ranks may take to save."""
+BEAT_S = 5.0
+"""How often a driver without events calls the journal, from which it needs nothing."""
+FINAL_FLUSH_S = 120.0
+"""Longest wait for the last events to become durable. After that the driver fails, and the service
+submits the run again."""
+SWEEP_S = 5.0
+"""Longest wait for nodes to remove what the run left in their memory, once its end is reported."""
+LAST_POINTS_S = 15.0
+"""Longest wait for the last points in the run's TensorBoard files and in MLflow. The run's end is
+reported by then, and the service lets a driver end by itself for 20 s."""
+
+MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
+"""Variable of a node's environment that names a tracking server to keep up to date."""
+
+TRAIN = "train_fn.loop.attempt:train"
+OWN_FUNCTION = "train_fn.ray_train.user_train_fn:train"
+
+logger = logging.getLogger(__name__)
+
+
+class Driver:
+    """Trains one submission to its end, and reports that end."""
+
+    def __init__(
+        self, run_dir: RunDir, submission: int, settings: RecoverySettings, *, train: str = TRAIN
+    ) -> None:
+        """``train`` is the training function of the ranks, as ``module:function``."""
+        self._run_dir, self._submission = run_dir, submission
+        self._settings, self._train = settings, train
+
+    def run(self) -> None:
+        """Train to the end, the user's stop, or a failure that ends the run. On return ``finished``
+        is durable.
+
+        Raises Replaced when a newer submission has taken over.
+        """
+        require_newest(self._run_dir, self._submission)
+        claim_submission(self._run_dir, self._submission)
+        spec = self._run_dir.read_spec()
+        self._take_settings(spec)
+        self._run_dir.write_probe(self._submission, DRIVER_PROBE)
+        os.environ.update(ray_train_env(self._settings))
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        self._end_older_submissions(spec)
+        succeed_submission(self._run_dir, self._submission)
+        history = read_history(self._run_dir)
+        stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
+        actor, client = self._open_journal(history)
+        watch = Watch(self._run_dir, self._submission, client, stopping)
+        watch.start()
+        followers = _followers(self._run_dir, self._submission)
+        for follower in followers:
+            follower.start()
+        job = self._job(spec, history, actor)
+        if self._settings.warm_pool:
+            threading.Thread(
+                target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
+            ).start()
+        outcome = self._fit_until_decided(job, history, client)
+        saved, left = self._save_newest(spec, outcome, client)
+        watch.close()
+        self._finish(outcome, saved, stopping, client, followers)
+        if left is not None:
+            left.remove(SWEEP_S)
+        with suppress(RayError):  # it ends by itself, too
+            ray.kill(actor)
+
+    def _take_settings(self, spec: RunSpec) -> None:
+        """Let the run's spec change the settings that it may."""
+        if spec.recovery.hang_timeout_s is not None:
+            health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
+            self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
+        if spec.runs_own_function:
+            self._train, self._settings = OWN_FUNCTION, self._settings.for_own_function()
+
+    def _end_older_submissions(self, spec: RunSpec) -> None:
+        """End what the drivers of older submissions left running, before this submission's journal
+        begins."""
+        from train_fn.ray_train.older_submissions import end_older_submissions
+
+        if self._submission > 1:
+            leave_s = 0.0 if spec.runs_own_function else self._settings.yield_timeout_s
+            end_older_submissions(self._run_dir.run_id, self._submission, leave_s + OLDER_MARGIN_S)
+
+    def _open_journal(self, history: History) -> tuple[Any, ActorJournalClient]:
+        """Start the submission's journal and report that the submission has started."""
+        actor = start_journal(
+            self._run_dir,
+            self._submission,
+            DriverProcess.own(),
+            ray.get_runtime_context().get_node_id(),
+        )
+        interval_s = max(0.1, self._run_dir.storage.batch_s)
+        client = ActorJournalClient(
+            deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S
+        )
+        client.emit(EventKind.SUBMISSION_STARTED, _facts())
+        for damage in history.damage:
+            logger.error("a journal is damaged, and an event of it is lost: %s", damage)
+            client.emit(EventKind.JOURNAL_DAMAGED, damage)
+        return actor, client
+
+    def _job(self, spec: RunSpec, history: History, actor: Any) -> RankJob:
+        """Return what every group of ranks of this submission trains."""
+        job = RankJob(
+            spec=spec,
+            run_dir=self._run_dir,
+            submission=self._submission,
+            journal=actor,
+            use_gpu=use_gpu(spec.scaling, ray.cluster_resources()),
+            train=self._train,
+            workers_limit=self._run_dir.workers_limit(),
+        )
+        logger.info(
+            "submission %d of run %s, after %d attempts; %s",
+            self._submission,
+            self._run_dir.run_id,
+            history.last_attempt,
+            "ranks on GPUs" if job.use_gpu else "ranks on CPUs",
+        )
+        return job
+
+    def _warm_first_group(self, job: RankJob) -> None:
+        from train_fn.ray_train.nodes import node_look
+        from train_fn.ray_train.warm_pool import warm_first_group
+
+        look = node_look(self._settings.probe_timeout_s, self._run_dir.storage)
+        try:
+            warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers)
+        except Exception as exc:  # the ranks then start cold
+            logger.warning("the first ranks' processes were not started ahead: %s", exc)
+
+    def _fit_until_decided(
+        self, job: RankJob, history: History, client: ActorJournalClient
+    ) -> Outcome:
+        """Call Ray's ``fit`` until it has an outcome, since Ray does not retry when its controller
+        is lost or fails."""
+        recovery: RecoveryNote | None = None
+        if not history.finished:
+            what = "the driver of the submission before this one was lost"
+            loss = weigh_loss(client, self._settings, job.spec, history, what)
+            if loss.given_up is not None:
+                return loss.given_up
+            history, recovery = loss.history, loss.recovery
+        while True:
+            outcome, what = self._fit(job, history, recovery)
+            if outcome is not None and outcome.replaced:
+                raise replaced(self._run_dir, None, self._submission)
+            if outcome is not None and outcome.decided:
+                return outcome
+            history = self._history_so_far(client)
+            loss = weigh_loss(client, self._settings, job.spec, history, what)
+            if loss.given_up is not None:
+                return loss.given_up
+            history, recovery = loss.history, loss.recovery
+
+    def _fit(
+        self, job: RankJob, history: History, recovery: RecoveryNote | None
+    ) -> tuple[Outcome | None, str]:
+        """Run one Train controller to its end. Return its outcome, and what happened if it has
+        none."""
+        from train_fn.ray_train.checkpoint_list import repair_snapshot_file
+        from train_fn.ray_train.stale_placement_groups import remove_placement_groups
+        from train_fn.ray_train.trainer import EverstepTrainer
+
+        # A driver that slept must not remove what its successor has set up.
+        require_newest(self._run_dir, self._submission)
+        repair_snapshot_file(self._run_dir)
+        remove_placement_groups(job.run_dir.run_id)
+        engine = Engine(
+            job=job,
+            settings=self._settings,
+            history=history,
+            driver=DriverProcess.own(),
+            recovery=recovery,
+            rank_env=rank_env(job.spec, self._settings),
+            controller_env=ray_train_env(self._settings),
+        )
+        trainer = EverstepTrainer(engine)
+        what = "the Train controller ended without an outcome"
+        try:
+            trainer.fit()
+        except Exception as exc:
+            what = f"{type(exc).__name__}: {exc}"
+        return trainer.outcome, what
+
+    def _history_so_far(self, client: ActorJournalClient) -> History:
+        client.flush(FINAL_FLUSH_S)
+        history = read_history(self._run_dir)
+        last_attempt = newest_attempt(self._run_dir, self._submission, history.last_attempt)
+        return dataclasses.replace(history, last_attempt=last_attempt)
+
+    def _save_newest(
+        self, spec: RunSpec, outcome: Outcome, client: ActorJournalClient
+    ) -> tuple[LastSave | None, LeftStates | None]:
+        from train_fn.driver.last_save import save_newest
+
+        return save_newest(
+            self._run_dir,
+            self._submission,
+            spec,
+            outcome,
+            client,
+            lambda: self._history_so_far(client),
+        )
+
+    def _finish(
+        self,
+        outcome: Outcome,
+        saved: LastSave | None,
+        stopping: Stopping,
+        client: ActorJournalClient,
+        followers: list[JournalFollower],
+    ) -> None:
+        """Write ``finished``, the journal's last event. Raises RuntimeError if it did not become
+        durable."""
+        kept = saved.summary if saved is not None else None
+        name, reason = ending(
+            outcome, overdue=stopping.overdue, by_itself=stopping.asked is None, kept=kept
+        )
+        client.emit(
+            EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step}
+        )
+        logger.info(
+            "the run ended: %s%s",
+            name,
+            f", {reason['code']}: {reason['message']}" if reason else "",
+        )
+        if not client.close(FINAL_FLUSH_S):
+            raise RuntimeError(
+                f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the "
+                "storage writable?"
+            )
+        deadline = time.monotonic() + LAST_POINTS_S
+        for follower in followers:
+            follower.close(max(0.1, deadline - time.monotonic()))
+
+
+def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
+    """Return what is written from the journals while the run trains: TensorBoard files, MLflow."""
+    made: list[JournalFollower] = [TensorBoardFiles(run_dir, submission)]
+    if uri := os.environ.get(MLFLOW_URI, "").strip():
+        from train_fn.journal.mlflow import MlflowTracking
+
+        made.append(MlflowTracking(run_dir, submission, uri, os.environ))
+    return made
+
+
+def _facts() -> dict[str, Any]:
+    from train_fn.ray_train.rank_process import versions
+
+    context = ray.get_runtime_context()
+    return {
+        "ray_job_id": context.get_job_id(),
+        "driver_pid": os.getpid(),
+        "driver_node_id": context.get_node_id(),
+        "versions": versions(),
+    }
