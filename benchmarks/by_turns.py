@@ -26,7 +26,8 @@ from train_fn.context import WorkerContext
 from train_fn.driver.command import main
 from train_fn.loop.attempt import take_step
 from train_fn.loop.beginning import begin
-from train_fn.loop.replica import Replica, StepModule
+from train_fn.loop.replica import Replica
+from train_fn.loop.step_module import StepModule
 from train_fn.loop.training import Progress, Training, prepare
 from train_fn.samples.loader import Loader
 from train_fn.state.optim import lr_factor

@@ -43,7 +43,7 @@ from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.loop.replica import wrap
+from train_fn.loop.step_module import wrap
 from train_fn.state.train_state import TrainState
 
 BYTES_PER_PARAMETER = 12

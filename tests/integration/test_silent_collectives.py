@@ -21,7 +21,7 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
-from train_fn.loop import restore
+from train_fn.loop import state_broadcast
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots.store import node_snapshots
 from train_fn.step.peers import Peers
@@ -114,7 +114,7 @@ def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Pa
 def die_while_sending() -> None:
     """Rank 0 ends itself before the last piece of a state; no other collective would follow it but
     those that training begins with."""
-    chunks, start_broadcast, num_left = restore._chunks, Peers.start_broadcast, [0]
+    chunks, start_broadcast, num_left = state_broadcast._chunks, Peers.start_broadcast, [0]
 
     def cut(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         pieces = chunks(tensors)
@@ -130,7 +130,7 @@ def die_while_sending() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return start_broadcast(peers, tensor, source)
 
-    restore._chunks = cut
+    state_broadcast._chunks = cut
     Peers.start_broadcast = send  # type: ignore[method-assign]
 
 

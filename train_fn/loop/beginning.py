@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep.wire.events import EventKind
 from train_fn.loop.best import renew_best
 from train_fn.loop.boundary import close_boundary
+from train_fn.loop.claim import claim
 from train_fn.loop.evaluate import evaluation_is_due
-from train_fn.loop.restore import claim
 from train_fn.loop.training import Training
 from train_fn.snapshots.publisher import snapshots_of
 from train_fn.step.determinism import reproducibility

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
+from train_fn.loop.first_pass import run_first_pass, try_smallest
+from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.node.debug_level import lowered_level
 from train_fn.samples.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
-from train_fn.samples.randomness import seed_building, seed_micro_batch, torch_generators
+from train_fn.samples.randomness import seed_building, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
 from train_fn.samples.stream_set import StreamSet
-from train_fn.state.contents import Contents, Sketch, alike, few, sketch
+from train_fn.state.contents import Contents, few, sketch
 from train_fn.state.ema import Ema
-from train_fn.state.optim import build_optimizer, drop_gradients
+from train_fn.state.optim import build_optimizer
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import (
@@ -38,18 +38,13 @@ from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.determinism import set_determinism
 from train_fn.step.modes import set_modes_for_training
 from train_fn.step.peers import Peers
-from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.precision import Precision, autocast, build_scaler
+from train_fn.step.precision import build_scaler
 from train_fn.step.step_plans import StepPlans
 from train_fn.step.step_totals import Carrier
-from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
 from train_fn.tasks.checks import (
-    check_gradients,
-    check_moves,
     checked_datasets,
-    checked_loss,
     checked_model,
     checked_optimizer,
     epoch_length,
@@ -64,43 +59,6 @@ logger = logging.getLogger(__name__)
 
 _MODEL, _TASK, _DATASETS, _OPTIMIZER = 6, 8, 9, 10
 """Purposes of the draws while each is built (``seed_building``)."""
-
-
-class StepModule(nn.Module):
-    """The task's loss as a module, so that all of it happens inside DDP's forward."""
-
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        precision: Precision,
-        device: torch.device,
-        numbers: nn.Parameter | None,
-        *,
-        compiled: bool,
-    ) -> None:
-        """``numbers`` are the carrier's, where the step's totals travel with its gradients."""
-        super().__init__()
-        self.model = model
-        self.numbers = numbers
-        # In a tuple, because torch would register a module, and every parameter would have two
-        # names.
-        self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
-        self._task, self._precision, self._device = task, precision, device
-
-    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
-        """(loss summed over the micro-batch, its weight). None, an empty share, gives a zero that
-        depends on every parameter."""
-        if batch is None:
-            used = [
-                parameter.sum() * 0.0
-                for parameter in self.model.parameters()
-                if parameter.requires_grad
-            ]
-            return torch.stack(used).sum(), 0.0
-        with autocast(self._precision, self._device):
-            answer = self._task.loss(self._called[0], batch)
-        return checked_loss(self._task, answer)
 
 
 @dataclass
@@ -171,7 +129,8 @@ class Replica:
         self._nothing: Any = None
         self.num_empty = 0
         """Micro-batches of this attempt for which ``collate`` returned None."""
-        self._draws = True
+        self.draws = True
+        """Whether a forward pass draws random numbers, as far as is known."""
         self.task_state = TaskState(self.task)
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
@@ -201,92 +160,13 @@ class Replica:
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
         self.state.task = self.task_state.capture()
-        self._try_smallest()
-        places = untrained_places(self.state.model, self.parameters)
-        warm_up = WarmUp(self.state.model, places, is_fresh=is_fresh)
-        attributes = PlainAttributes(self._owners())
-        self.seed(0, 0)
-        generators = torch_generators(self.peers.device)
-        loss_sum, weight = self.wrapped(batch)
-        if self.draws_from_torch_alone:
-            self._draws = not all(map(torch.equal, generators, torch_generators(self.peers.device)))
-        moving, ignored = warm_up.look()
-        check_moves(self.task, loss_sum)
-        self.carrier.add(loss_sum, weight)
-        self.carrier.backward(loss_sum)
-        known = self.carrier.take()
-        if 0 < known.weight < math.inf:
-            self.weight_per_sample = known.weight / (len(first) * self.peers.world_size)
-        self._require_samples_unchanged(loaded, batch, first)
-        check_gradients(self.task, self.state.model, alone=self.peers.alone)
-        drop_gradients(self.state.optimizer, self.idle_parameters)
-        runs_again = warm_up.has_moved_again()
-        later = warm_up.look()[0] - moving
-        if later and not self.peers.alone:
-            names = ", ".join(places[number].name for number in sorted(later))
-            self.warn(
-                f"backward changes {names}, which ranks do not agree on; change it in forward or "
-                "on_epoch_end"
-            )
-        warm_up.put_back()
-        if changed := attributes.changed():
-            self.warn(
-                f"the first pass changes {few(changed)}, which no checkpoint holds: a restart "
-                "begins with the first values. "
-                "Register tensors as buffers of the model, and let state_dict() and "
-                "load_state_dict() of the task keep the rest"
-            )
-        attributes.put_back()
-        self.task_state.load(self.state.task)
-        found = self.peers.gather((moving, ignored))
-        moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-        self.volatile = VolatileBuffers(
-            places, moving, ignored, self.peers, self.state.carry, runs_again=runs_again
-        )
-
-    def _require_samples_unchanged(self, loaded: Sketch, batch: Any, indices: Any) -> None:
-        """Raise BadTask where the pass over ``batch``, which was as ``loaded`` has it, changed the
-        data set along with it: each rank would train on its own changes from then on."""
-        if alike(loaded, sketch(batch)):
-            return
-        # read twice: a data set that draws from a generator of its own is never the same
-        again, once_more = (sketch(self.load(MicroBatch(0, 0, indices)).batch) for _ in range(2))
-        if alike(again, once_more) and not alike(again, loaded):
-            raise BadTask(
-                f"{told(self.task, 'loss')} changes its batch in place, and with it the samples: "
-                "the batch shares memory with the data set. Work on a copy, x = x.clone(), or copy "
-                "samples in collate"
-            )
-
-    def _owners(self) -> dict[str, object]:
-        """Whose plain attributes a forward pass may change: modules, and a task that keeps no state
-        of its own."""
-        modules: dict[str, object] = dict(self.state.model.named_modules())
-        return modules if self.task_state else {**modules, type(self.task).__name__: self.task}
+        try_smallest(self)
+        self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
 
     def warn(self, text: str) -> None:
         """Have the user know: in the log, and in the attempt's ``training_started`` event."""
         logger.warning("%s", text)
         self.warnings.append(text)
-
-    def _try_smallest(self) -> None:
-        """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what
-        trying it changed."""
-        model = self.state.model
-        micro = (
-            smallest_micro_batch(self.sampler, self.total_steps)
-            if trains_batch_norm(model)
-            else None
-        )
-        if micro is None:
-            return
-        before = WarmUp(model, untrained_places(model, self.parameters), is_fresh=False)
-        attributes = PlainAttributes(self._owners())
-        self.seed(0, 0)
-        check_small_batch(self.task, self.sampler, micro, self.step_module, self.load(micro).batch)
-        before.put_back()
-        attributes.put_back()
-        self.task_state.load(self.state.task)
 
     def note_empty(self) -> None:
         """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever
@@ -322,7 +202,7 @@ class Replica:
     def seed(self, step: int, number: int) -> None:
         """Make what the next forward pass draws a function of the step and the canonical number of
         its micro-batch."""
-        if self._draws:
+        if self.draws:
             seed_micro_batch(
                 self.sampler.seed,
                 step,
@@ -360,43 +240,6 @@ class Replica:
         known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
         return [int(size) for size in sizes.split(",") if size.strip()]
-
-
-_CPU_BUCKET_MIB = 25
-"""All buckets of a CPU rank: DDP's size, without its small first one."""
-
-
-def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """DDP without what the replica does itself: the state is broadcast by ``restore``, buffers when
-    a step commits.
-
-    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the
-    cores that would do so are those that compute: one more bucket only makes ranks give way to
-    their own exchange. By the device alone, since buckets are part of the order in which gradients
-    add up: a run has the same ones wherever its ranks are.
-    """
-    bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
-    return DistributedDataParallel(
-        module,
-        forward_sync_buffers=False,
-        gradient_as_bucket_view=True,
-        init_sync=False,
-        bucket_cap_mb=bucket_mib,
-    )
-
-
-def empty_like(batch: Any) -> Any:
-    """A batch of no samples that looks like ``batch``: every tensor has length 0 along its first
-    dimension."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0] if batch.ndim else batch
-    if isinstance(batch, dict):
-        return {name: empty_like(value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(empty_like(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(empty_like(value) for value in batch)
-    return batch
 
 
 def build_replica(ctx: WorkerContext) -> Replica:

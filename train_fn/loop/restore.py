@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from everstep.wire.events import EventKind
 from storage.checkpoints.journal_records import attempt_starts, told_checkpoints
 from storage.checkpoints.manifest import Manifest
-from storage.claims import claim_attempt, successor
-from storage.errors import CorruptCheckpoint, StorageUnavailable
+from storage.claims import claim_attempt
+from storage.errors import CorruptCheckpoint
 from storage.run_names import CheckpointName
 from train_fn.checkpoints.files import STATE_FILE
 from train_fn.checkpoints.fork import Origin, read_origin
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, DataChanged, NonFiniteWeights, Replaced, StateNotWhole
+from train_fn.errors import NonFiniteWeights, StateNotWhole
+from train_fn.loop.built_alike import check_data, check_weights
 from train_fn.loop.replica import Replica
+from train_fn.loop.state_broadcast import broadcast
 from train_fn.snapshots.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
 from train_fn.snapshots.store import Label, snapshot_store
-from train_fn.state.contents import DRAW_ALIKE, alike, few, sketch_weights
-from train_fn.state.tensor_tree import put_together, shapes, take_apart
-from train_fn.state.train_state import word_sum
-from train_fn.step.peers import Peers
-from train_fn.tasks.checks import told
-
-CHUNK_BYTES = 32 << 20
-"""Tensors travel in pieces of about this size, so that a receiver needs little more memory than the
-state itself."""
-
-CLAIM_S = 30.0
-"""Longest wait for the word of an attempt's beginning to become durable."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +52,15 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
         StorageError: the storage could not be asked for checkpoints, or has lost all that the run
             had.
     """
-    _check_data(replica)
+    check_data(replica)
     if ctx.world_rank == 0:
         # before it looks at what older ones leave
         claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
     restored, state = _find(ctx, replica)
-    _check_weights(replica, fresh=restored.source == "fresh")
+    check_weights(replica, fresh=restored.source == "fresh")
     replica.join(is_fresh=restored.source == "fresh")
     mine = replica.state.state_dict() if restored.source == "fresh" else state
-    replica.state.load_state_dict(_broadcast(replica.peers, mine, restored.holder))
+    replica.state.load_state_dict(broadcast(replica.peers, mine, restored.holder))
     replica.task_state.load(replica.state.task)
     replica.volatile.renew()
     snapshot_store(ctx).remove_after(replica.state.step)
@@ -84,35 +71,6 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
         ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
         ctx.journal.flush(0.0)  # it travels while the loader starts
     return restored
-
-
-def claim(ctx: WorkerContext) -> None:
-    """Make sure, before the first step, that this attempt's beginning is durable, and then that no
-    newer submission has begun.
-
-    A submission writes its journal before it looks at those of older ones, and an attempt its
-    claim. So it either sees where this attempt began, and what that makes void, or this attempt
-    sees its journal or claim here, and leaves no state behind. Called by rank 0: without it no rank
-    can take a step.
-
-    Raises:
-        StorageUnavailable: the beginning did not become durable.
-        Replaced: a newer submission, or attempt, has begun.
-    """
-    if not ctx.journal.flush(CLAIM_S):
-        raise StorageUnavailable(
-            f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the "
-            "storage writable?"
-        )
-    newest = max(ctx.run_dir.submissions(), default=0)
-    if newest > ctx.submission:
-        raise Replaced(
-            f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission "
-            f"{ctx.submission}"
-        )
-    why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
-    if why is not None:
-        raise Replaced(why)
 
 
 def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
@@ -232,130 +190,6 @@ def _newest_step(ctx: WorkerContext) -> int:
     """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for
     none."""
     return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
-
-
-def _broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
-    """``state`` of rank ``holder`` on every rank: first its structure, then its tensors, in pieces
-    of one dtype.
-
-    Raises:
-        PeersGone: a peer is gone, so that what arrived is no state.
-        StateNotWhole: other bytes arrived than the holder sent.
-    """
-    tensors: list[torch.Tensor] = []
-    skeleton = peers.share(take_apart(state, tensors) if peers.rank == holder else None, holder)
-    if peers.rank != holder:
-        ordered = sorted(shapes(skeleton), key=lambda shape: shape.position)
-        tensors = [torch.empty(shape.shape, dtype=shape.dtype) for shape in ordered]
-    sums = []
-    for group in _chunks(tensors):
-        flat = torch.cat([tensor.to(peers.device).reshape(-1) for tensor in group])
-        work = peers.start_broadcast(flat, holder)
-        if work is not None:
-            work.wait()
-        arrived = peers.result(flat)
-        sums.append(word_sum(arrived))
-        if peers.rank != holder:
-            for part, tensor in zip(
-                torch.split(arrived, [tensor.numel() for tensor in group]), group, strict=True
-            ):
-                tensor.copy_(part.view(tensor.shape))
-    if not peers.alone:
-        _require_the_same(peers, sums, holder, skeleton["step"])
-    received: dict[str, Any] = put_together(skeleton, tensors)
-    return received
-
-
-def _require_the_same(peers: Peers, sums: list[int], holder: int, step: int) -> None:
-    """Raise StateNotWhole on every rank where one of them received other bytes than were sent."""
-    digests = peers.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[holder]]
-    if differing:
-        raise StateNotWhole(
-            step,
-            f"rank {', '.join(map(str, differing))} received other bytes than rank {holder} sent. "
-            "Have the network between their nodes checked",
-        )
-
-
-def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Runs of tensors of one dtype, together not much larger than a chunk."""
-    chunks: list[list[torch.Tensor]] = []
-    size = 0
-    for tensor in tensors:
-        if not chunks or chunks[-1][0].dtype != tensor.dtype or size >= CHUNK_BYTES:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    return chunks
-
-
-def _check_data(replica: Replica) -> None:
-    """Every rank must train on the same data, or an epoch would not be what it says."""
-    peers, state = replica.peers, replica.state
-    fingerprints = peers.gather(state.fingerprint)
-    if len(set(fingerprints)) > 1:
-        each = ", ".join(
-            f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints)
-        )
-        raise DataChanged(
-            f"{state.data_name} differs between nodes ({each}); make it the same on all"
-        )
-    if peers.alone or state.contents is None:
-        return
-    contents = state.contents
-    differing = peers.gather(contents.differing(peers.share(contents.sketches, 0)))
-    suspects = sorted({name for names in differing for name in names})
-    if not suspects:
-        return
-    unstable = {name for names in peers.gather(contents.unstable(suspects)) for name in names}
-    contents.forget(unstable)
-    differing = [[name for name in names if name not in unstable] for names in differing]
-    set_orders = peers.gather(hash("everstep"))
-    for rank, names in enumerate(differing):
-        if names:
-            raise DataChanged(
-                f"{state.data_name} differs between ranks: rank {rank} has another {few(names)} "
-                "than rank 0. In build_datasets "
-                f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
-            )
-
-
-def _check_weights(replica: Replica, *, fresh: bool) -> None:
-    """Every rank must have built the same model. Of what a state brings, what was built does not
-    matter."""
-    peers = replica.peers
-    if peers.alone:
-        return
-    mine = sketch_weights(replica.state.model, all_of_it=fresh)
-    theirs = peers.share(mine, 0)
-    names = [
-        name
-        for name in {**theirs, **mine}
-        if name not in mine or name not in theirs or not alike(mine[name], theirs[name])
-    ]
-    set_orders = peers.gather((few([f"`{name}`" for name in names]), hash("everstep")))
-    for rank, (named, set_order) in enumerate(set_orders):
-        if named:
-            raise BadTask(
-                f"{told(replica.task, 'build_model')} built another model on rank {rank} than on "
-                f"rank 0: {named} "
-                f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model "
-                f"{DRAW_ALIKE}, and let all nodes "
-                f"read the same files{_set_order(set_order != set_orders[0][1])}"
-            )
-
-
-def _set_order(differs: bool) -> str:
-    """A likely cause, where interpreters list sets in another order."""
-    if not differs:
-        return ""
-    return (
-        ". Sets are listed in another order on that rank than on rank 0: have the operator set "
-        "PYTHONHASHSEED=0 where nodes are "
-        "started, or sort them"
-    )
 
 
 def _event(replica: Replica, restored: Restored) -> dict[str, Any]:

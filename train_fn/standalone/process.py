@@ -39,9 +39,9 @@ def join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     if problem is not None and place.world_size > 1:
         raise UsageError(problem)
     backend, timeout = group_backend(device), timedelta(seconds=timeout_s)
-    take_debug_level(over_nccl=backend != "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    take_debug_level(over_nccl=backend != "gloo")
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:

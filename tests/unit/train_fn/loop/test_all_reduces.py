@@ -18,7 +18,7 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt
-from train_fn.loop.replica import wrap
+from train_fn.loop.step_module import wrap
 from train_fn.loop.training import Progress, Training
 from train_fn.standalone.submission import begin_run
 from train_fn.step.peers import end_process_group

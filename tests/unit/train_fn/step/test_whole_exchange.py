@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from train_fn.errors import BadTask, StepNotWhole
-from train_fn.loop.replica import wrap
+from train_fn.loop.step_module import wrap
 from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step import whole_exchange
 from train_fn.step.peers import end_process_group

@@ -1,0 +1,126 @@
+"""The first forward and backward pass of an attempt. It finds out how the model behaves,
+and its results are dropped."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train_fn.errors import BadTask
+from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
+from train_fn.samples.randomness import torch_generators
+from train_fn.samples.sampler import IndexArray, MicroBatch
+from train_fn.state.contents import Sketch, alike, few, sketch
+from train_fn.state.optim import drop_gradients
+from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.tasks.checks import check_gradients, check_moves, told
+
+if TYPE_CHECKING:
+    from train_fn.loop.replica import Replica
+
+
+def run_first_pass(
+    replica: Replica, batch: Any | None, loaded: Sketch, indices: IndexArray, *, is_fresh: bool
+) -> VolatileBuffers:
+    """Run ``batch`` forward and backward, put everything back, and return what forward passes
+    change. A collective.
+
+    Also finds out what a sample weighs, and whether a forward pass draws random numbers.
+
+    Args:
+        loaded: sketch of ``batch`` as it was loaded.
+        indices: of the samples in ``batch``.
+        is_fresh: whether no state is loaded afterwards.
+    """
+    assert replica.wrapped is not None
+    state, peers, task = replica.state, replica.peers, replica.task
+    places = untrained_places(state.model, replica.parameters)
+    warm_up = WarmUp(state.model, places, is_fresh=is_fresh)
+    attributes = PlainAttributes(_owners(replica))
+    replica.seed(0, 0)
+    generators = torch_generators(peers.device)
+    loss_sum, weight = replica.wrapped(batch)
+    if replica.draws_from_torch_alone:
+        replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
+    moving, ignored = warm_up.look()
+    check_moves(task, loss_sum)
+    replica.carrier.add(loss_sum, weight)
+    replica.carrier.backward(loss_sum)
+    known = replica.carrier.take()
+    if 0 < known.weight < math.inf:
+        replica.weight_per_sample = known.weight / (len(indices) * peers.world_size)
+    _require_samples_unchanged(replica, loaded, batch, indices)
+    check_gradients(task, state.model, alone=peers.alone)
+    drop_gradients(state.optimizer, replica.idle_parameters)
+    runs_again = warm_up.has_moved_again()
+    later = warm_up.look()[0] - moving
+    if later and not peers.alone:
+        names = ", ".join(places[number].name for number in sorted(later))
+        replica.warn(
+            f"backward changes {names}, which ranks do not agree on; change it in forward or "
+            "on_epoch_end"
+        )
+    warm_up.put_back()
+    if changed := attributes.changed():
+        replica.warn(
+            f"the first pass changes {few(changed)}, which no checkpoint holds: a restart "
+            "begins with the first values. "
+            "Register tensors as buffers of the model, and let state_dict() and "
+            "load_state_dict() of the task keep the rest"
+        )
+    attributes.put_back()
+    replica.task_state.load(state.task)
+    found = peers.gather((moving, ignored))
+    moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
+    return VolatileBuffers(places, moving, ignored, peers, state.carry, runs_again=runs_again)
+
+
+def _require_samples_unchanged(
+    replica: Replica, loaded: Sketch, batch: Any | None, indices: IndexArray
+) -> None:
+    """Raise BadTask if the pass over ``batch`` changed the data set along with it: each rank would
+    train on its own changes from then on."""
+    if alike(loaded, sketch(batch)):
+        return
+    # Read twice: a data set that draws from a generator of its own is never the same.
+    again, once_more = (sketch(replica.load(MicroBatch(0, 0, indices)).batch) for _ in range(2))
+    if alike(again, once_more) and not alike(again, loaded):
+        raise BadTask(
+            f"{told(replica.task, 'loss')} changes its batch in place, and with it the samples: "
+            "the batch shares memory with the data set. Work on a copy, x = x.clone(), or copy "
+            "samples in collate"
+        )
+
+
+def try_smallest(replica: Replica) -> None:
+    """Refuse a micro-batch that is too small for the model's BatchNorm, and put back what trying it
+    changed. Raises BadTask."""
+    model = replica.state.model
+    micro = (
+        smallest_micro_batch(replica.sampler, replica.total_steps)
+        if trains_batch_norm(model)
+        else None
+    )
+    if micro is None:
+        return
+    before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
+    attributes = PlainAttributes(_owners(replica))
+    replica.seed(0, 0)
+    batch = replica.load(micro).batch
+    check_small_batch(replica.task, replica.sampler, micro, replica.step_module, batch)
+    before.put_back()
+    attributes.put_back()
+    replica.task_state.load(replica.state.task)
+
+
+def _owners(replica: Replica) -> dict[str, object]:
+    """Return the objects whose plain attributes a forward pass may change: the model's modules, and
+    a task that keeps no state of its own."""
+    modules: dict[str, object] = dict(replica.state.model.named_modules())
+    if replica.task_state:
+        return modules
+    return {**modules, type(replica.task).__name__: replica.task}

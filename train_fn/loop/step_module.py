@@ -1,0 +1,86 @@
+"""The module whose forward pass is one micro-batch's loss, and DDP around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train_fn.step.precision import Precision, autocast
+from train_fn.tasks.checks import checked_loss
+from train_fn.tasks.protocol import Sum, Task
+
+_CPU_BUCKET_MIB = 25
+"""Size of every bucket on a CPU: DDP's default, without its small first bucket."""
+
+
+class StepModule(nn.Module):
+    """Computes the task's loss in its forward pass, so that all of it happens inside DDP's."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        numbers: nn.Parameter | None,
+        *,
+        compiled: bool,
+    ) -> None:
+        """``numbers`` is the carrier's parameter, with whose gradient the step's totals travel."""
+        super().__init__()
+        self.model = model
+        self.numbers = numbers
+        # In a tuple, because torch would register a module, and every parameter would have two
+        # names.
+        self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
+        self._task, self._precision, self._device = task, precision, device
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """Return (loss summed over the micro-batch, its weight). For an empty share, None, return a
+        zero that depends on every parameter."""
+        if batch is None:
+            used = [
+                parameter.sum() * 0.0
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+            ]
+            return torch.stack(used).sum(), 0.0
+        with autocast(self._precision, self._device):
+            answer = self._task.loss(self._called[0], batch)
+        return checked_loss(self._task, answer)
+
+
+def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Return DDP around ``module``, without what the replica does itself: ``restore`` broadcasts
+    the state, and a step's commit the buffers.
+
+    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the
+    exchange takes the cores that compute, and one more bucket only costs time. The size depends on
+    the device alone: buckets decide the order in which gradients are summed, which must be the same
+    wherever a run's ranks are.
+    """
+    bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
+    return DistributedDataParallel(
+        module,
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        bucket_cap_mb=bucket_mib,
+    )
+
+
+def empty_like(batch: Any) -> Any:
+    """Return a batch of no samples with the structure of ``batch``: every tensor has length 0 along
+    its first dimension."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {name: empty_like(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(empty_like(value) for value in batch)
+    return batch
