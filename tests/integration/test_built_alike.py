@@ -15,6 +15,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.support.service_process import free_port
+from train_fn.recovery.rank_error import StepFailed
 
 HERE = "tests.integration.builders"
 
@@ -47,7 +48,9 @@ def make_spec(**train: object) -> RunSpec:
 
 def errors(outcomes: list[Outcome]) -> set[str]:
     """What ranks said themselves, without those that a peer's end took along."""
-    return {str(outcome.error) for outcome in outcomes if outcome.error is not None}
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert all(isinstance(error, StepFailed) for error in failed), failed
+    return {error.error.summary for error in failed if isinstance(error, StepFailed)}
 
 
 def test_draws_from_the_global_generators_are_the_same_on_every_rank_and_at_every_size(
