@@ -32,43 +32,43 @@ from train_fn.state.train_state import TrainState
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
 STOP_PATIENCE_S = 30.0
-"""The same for ranks that were asked to stop: somebody waits for them."""
+"""The same for ranks that were asked to stop, since somebody waits for them."""
 MEET_S = 10.0
-"""How long the other ranks of a run that ends wait for the last save in one collective."""
+"""How long the other ranks wait for the last save in one collective, when a run ends."""
 TELL_EVERY_S = 15.0
-"""All ranks hear of a new checkpoint, and tell Ray Train of it, at most so often: that is work for
-its controller and for every rank, for a small model almost as much as the save itself. A run that
-saves more often tells of the newest one."""
+"""Shortest time between two reports of a checkpoint to Ray Train. A report is work for its
+controller and for every rank, for a small model almost as much as the save. A run that saves more
+often reports the newest checkpoint."""
 CONFIRM_S = 2.0
-"""How long the journal is waited for before old checkpoints are deleted, where it has not been
-heard for a while."""
+"""Longest wait for a journal that has not answered for a while, before old checkpoints are
+deleted."""
 WRITER_NICENESS = 10
-"""By how much the thread that writes stands back behind training: where ranks fill a host's cores,
-it takes what they leave."""
+"""Niceness of the thread that writes. On a host whose cores are full of ranks, it takes the time
+that they leave."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint to be written; it holds its copy until it is."""
+    """A checkpoint to write. It holds its copy of the state until then."""
 
     copy: BoundaryCopy
     is_best: bool
     best: str | None
-    """Name of the checkpoint that retention keeps as the best."""
+    """Name of the best checkpoint, which retention keeps."""
     retry_until: float
-    """The same state is tried again before this moment; a periodic save is not, the next one then
+    """The save of this state is retried until then. A periodic save is not retried: the next one
     has a newer state."""
 
 
 class Saver:
-    """Saves on rank 0; on the others every call returns at once. Training never waits for the
-    storage, and outlives its failures.
+    """Saves on rank 0; on the other ranks every call returns at once. Training never waits for the
+    storage, and survives its failures.
 
-    One copy of the state is held, from the boundary until it is written. A save that comes due
-    meanwhile is merged into one of the first step after that. Only a state that is the best so far
-    cannot wait: it takes a copy of its own.
+    One copy of the state is held until it is written. A save that becomes due meanwhile happens at
+    the first step after that. Only a state that is the best so far cannot wait: it takes a copy of
+    its own.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
@@ -86,32 +86,31 @@ class Saver:
         self._committed: Manifest | None = None
         self._begun_at = state.step
         self._found: tuple[int, int, int] | None = None
-        """The state that was found to be a checkpoint of an earlier attempt's."""
+        """The state that an earlier attempt had saved as a checkpoint."""
         self._told_at = float("-inf")
         self._error: Exception | None = None
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._tried: str | None = None
-        """Checkpoint that was last to be committed: one that is found committed then, although that
-        seemed to fail, is ours."""
+        """Name of the checkpoint that the last try was to commit. If it is found committed although
+        the try failed, it is ours."""
         self._past: tuple[float, ObservedFailures] | None = None
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         if self._active:
             threading.Thread(target=self._run, name="checkpoint-saver", daemon=True).start()
 
     def words(self, already_told: int) -> tuple[Stop | None, int, bool]:
-        """What rank 0 has to tell all ranks with the step under way; of the others, nothing.
+        """Return what rank 0 sends to all ranks with the present step; from the others, nothing.
 
-        Returns the stop that the run's spec asks for when so many saves failed, the step of a
-        checkpoint that is to be reported (``newest_to_tell``), and whether the state after this
-        step is to be saved.
+        That is: the stop that the spec asks for after too many failed saves, the step of a
+        checkpoint to report (``newest_to_tell``), and whether to save the state after this step.
         """
         if not self._active:
             return None, 0, False
         return self._failures.stop, self.newest_to_tell(already_told), self.is_due()
 
     def is_due(self) -> bool:
-        """Whether a checkpoint is due after the step under way. Rank 0's word: the step's totals
-        take it to all ranks."""
+        """Whether a checkpoint is due after the present step. Rank 0 decides; the step's totals
+        send it to all ranks."""
         is_early = self._state.step + 1 < self._cadence.earliest_step
         if not self._active or (
             is_early and self._current is self._waiting is None and not self._failures.in_a_row
@@ -133,10 +132,10 @@ class Saver:
         return due
 
     def offer(self, *, due: bool, is_best: bool) -> None:
-        """Save the present state in the background if that is due, or if it is the best so far.
+        """Save the present state in the background if it is due or the best so far.
 
         Args:
-            due: what ``is_due`` said before the step, on rank 0; all ranks are told the same.
+            due: what ``is_due`` returned before the step on rank 0; the same on all ranks.
         """
         if not self._active:
             return
@@ -149,10 +148,10 @@ class Saver:
                 self._cadence.boundary_left(time.monotonic())
 
     def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
-        """Commit the present state before returning, after what is under way.
+        """Commit the present state before returning, after a save that is under way.
 
-        Raises CheckpointFailed where the storage keeps failing, or stands still, for
-        ``patience_s``; one that is only slow is waited for.
+        Raises CheckpointFailed if the storage keeps failing, or takes no byte, for ``patience_s``.
+        A storage that is only slow is waited for.
         """
         if not self._active:
             return
@@ -172,7 +171,7 @@ class Saver:
         ) from self._error
 
     def begin_last(self, *, is_best: bool, patience_s: float) -> Future[None]:
-        """``save_now`` on a thread of its own, which nobody waits for where the ranks break up
+        """Start ``save_now`` on a thread of its own. Nobody waits for it if the ranks fail
         meanwhile."""
         saving: Future[None] = Future()
 
@@ -193,17 +192,17 @@ class Saver:
 
     @property
     def stop(self) -> Stop | None:
-        """What the run's spec asks for when so many saves failed."""
+        """The stop that the run's spec asks for after too many failed saves."""
         return self._failures.stop
 
     def newest_committed(self, already_reported: int) -> int:
-        """Step of the newest checkpoint committed by this attempt, when later than
+        """Return the step of the newest checkpoint that this attempt committed, if it is later than
         ``already_reported``; else 0."""
         committed = self._committed
         return committed.step if committed is not None and committed.step > already_reported else 0
 
     def newest_to_tell(self, already_told: int) -> int:
-        """As ``newest_committed``, but 0 where that was not 0 a moment ago. Called by the training
+        """Like ``newest_committed``, limited to once per TELL_EVERY_S. Called by the training
         thread."""
         now = time.monotonic()
         newest = self.newest_committed(already_told) if now >= self._told_at + TELL_EVERY_S else 0
@@ -212,7 +211,8 @@ class Saver:
         return newest
 
     def close(self) -> None:
-        """Take no more; a save under way is left to its thread, which dies with the process."""
+        """Accept no more saves. A save that is under way stays with its thread, which ends with the
+        process."""
         with self._lock:
             self._closed = True
             self._drop_waiting()
@@ -221,7 +221,7 @@ class Saver:
     # -- the training thread
 
     def _hand_over(self, is_best: bool, retry_until: float) -> None:
-        """Copy the state and leave the copy to the thread."""
+        """Copy the state and give the copy to the thread."""
         with self._lock:
             if self._closed or (
                 self._waiting is not None and self._waiting.is_best and not is_best
@@ -244,7 +244,8 @@ class Saver:
             self._waiting = None
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until nothing is left to write; past ``deadline`` only as long as bytes move."""
+        """Wait until nothing is left to write. After ``deadline`` wait only while bytes move.
+        Return whether all is written."""
         with self._lock:
             while self._waiting is not None or self._current is not None:
                 last = (
@@ -264,8 +265,8 @@ class Saver:
         return _place(self._state.step, vars(self._state)) == self._found
 
     def _stalled(self, now: float) -> tuple[int, str, dict[str, Any]] | None:
-        """Called with the lock held: count a save that no longer moves as failed; what is to be
-        told then."""
+        """Count a save that no longer moves as failed, and return what to report of it; None if
+        there is none. Called with the lock held."""
         if self._current is None or self._moved_at is None or now - self._moved_at < STALLED_S:
             return None
         self._moved_at = now
@@ -296,7 +297,7 @@ class Saver:
             return self._current
 
     def _try_again(self, save: Save, error: Exception) -> bool:
-        """After a failure: wait, and say whether the same copy is to be tried again."""
+        """Wait after a failure. Return whether to try the same copy again."""
         with self._lock:
             self._moved_at = None
             left_s = save.retry_until - time.monotonic()
@@ -308,13 +309,13 @@ class Saver:
             return not self._closed and self._waiting is None
 
     def _in_the_way(self, save: Save) -> bool:
-        """Called with the lock held: whether a newer save waits for this one, or will as soon as it
-        is gone."""
+        """Whether a newer save waits for this one, or will once it is gone. Called with the lock
+        held."""
         return self._waiting is not None or (self._hurry and save.retry_until == float("inf"))
 
     def _write(self, save: Save) -> Exception | None:
-        """Write, commit, report, and delete what retention lets go; the error when it was not
-        committed."""
+        """Write, commit and report a checkpoint, and delete the ones that retention releases.
+        Return the error if it was not committed."""
         began = time.perf_counter()
         self._moved()
         try:
@@ -326,7 +327,7 @@ class Saver:
                     return None
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:
-                # by a try whose answer was lost; it was just read back whole
+                # by a try whose answer was lost; the checkpoint was just read back whole
                 manifest, is_new = self._own(exc), exc.name == self._tried
         except Exception as exc:
             self._note_failed(save, exc)
@@ -348,8 +349,8 @@ class Saver:
             return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
 
     def _require_newest(self) -> None:
-        """Ask the storage, where nobody else answers, whether this attempt is the newest. Raises
-        Replaced."""
+        """Read from the storage whether this attempt is the newest, while the journal does not
+        answer. Raises Replaced."""
         ctx = self._ctx
         why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
         if why is not None:
@@ -357,9 +358,9 @@ class Saver:
             raise Replaced(why)
 
     def _is_there(self, save: Save) -> bool:
-        """Whether the state that this attempt began with, evaluated or not, is a checkpoint of the
-        lineage already: an earlier one committed it, and perhaps died before it had told so. The
-        best one is saved all the same, by the name under which the state knows it."""
+        """Whether the state that this attempt began with is a checkpoint of the lineage already: an
+        earlier attempt committed it, and may have died before it reported that. The best state is
+        saved all the same, under the name that the state has for it."""
         state = save.copy.state
         if save.is_best or save.copy.step != self._begun_at:
             return False
@@ -377,8 +378,8 @@ class Saver:
         return False
 
     def _own(self, exists: CheckpointExists) -> Manifest:
-        """The committed checkpoint in a save's way, where this process wrote it. Raises
-        CheckpointExists where another did, whose weights need not be these."""
+        """Return the existing checkpoint if this process wrote it. Raises CheckpointExists if
+        another process did: its weights may differ."""
         manifest = self._store.manifest(exists.name)
         if manifest.writer != process_nonce():
             raise exists
@@ -404,7 +405,7 @@ class Saver:
     # -- what is told
 
     def _standing(self) -> dict[str, Any]:
-        """Called with the lock held: how failures stand."""
+        """Return the count of failures for an event. Called with the lock held."""
         limit = self._ctx.spec.checkpoint.max_failed_saves
         return {
             "failed_in_a_row": self._failures.in_a_row,
@@ -425,7 +426,7 @@ class Saver:
         self._told.failed(save.copy.step, f"{type(error).__name__}: {error}", standing)
 
     def _note_committed(self, manifest: Manifest | None) -> None:
-        """``None`` stands for one of an earlier attempt's."""
+        """Note a committed checkpoint; ``None`` for one of an earlier attempt."""
         with self._lock:
             self._failures.succeeded()
             self._error = None
@@ -441,7 +442,7 @@ class Saver:
                 self._told.cadence(manifest.step, chosen)
 
     def _observed(self) -> ObservedFailures:
-        """Failures so far; the journals are read once, since in this attempt there was none yet."""
+        """Return the failures so far. The journals are read once: this attempt had none yet."""
         now = head_clock.now()
         if self._past is None:
             try:
@@ -456,6 +457,6 @@ class Saver:
 
 
 def _place(step: int, state: Mapping[str, Any]) -> tuple[int, int, int]:
-    """What tells states of one attempt apart: one that was evaluated since is another, and is to be
-    saved."""
+    """Return what identifies a state within an attempt. After an evaluation it is another state,
+    which must be saved too."""
     return step, state["evaluated_step"], state["closed_epochs"]

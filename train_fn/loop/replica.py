@@ -63,8 +63,7 @@ _MODEL, _TASK, _DATASETS, _OPTIMIZER = 6, 8, 9, 10
 
 @dataclass
 class Replica:
-    """Everything that a rank trains with. ``wrapped`` is None until the replica joined its
-    peers."""
+    """What is trained on one rank. ``wrapped`` is None until the replica has joined its peers."""
 
     peers: Peers
     task: Task
@@ -74,23 +73,23 @@ class Replica:
     val_set: Any | None
     step_module: StepModule
     carrier: Carrier
-    """What takes the step's totals along with its gradients."""
+    """Sends the step's totals along with its gradients."""
     total_steps: int
     """Steps of the whole run."""
     wrapped: DistributedDataParallel | StepModule | None = None
     weight_per_sample: float = 1.0
-    """What a sample weighed in the first backward: 1, or the tokens of a sequence, say. Losses are
-    divided by it before a backward, and gradients by what it was wrong by afterwards, which is
-    nothing where all samples weigh the same."""
+    """A sample's weight in the first pass: 1, or for example the tokens of a sequence. Losses are
+    divided by it before backward. Gradients are corrected afterwards, where samples weigh
+    differently."""
     warnings: list[str] = field(default_factory=list)
-    """What the run's user should know of the task."""
+    """Warnings about the task, for the run's user."""
     draws_from_torch_alone: bool = False
-    """Whether forward passes are known to draw from no generator but torch's, and all do if one
-    does: Everstep's own models."""
+    """True for Everstep's own models: their forward passes draw from torch's generator only, and
+    either all of them draw or none."""
 
     def __post_init__(self) -> None:
-        # What normalises over all ranks exchanges in every forward pass, so that all ranks must
-        # make the same number of them. A module of the user's that does so says it by an attribute
+        # A module that normalises over all ranks exchanges in every forward pass, so all ranks must
+        # run the same number of them. A user's module says so by an attribute
         # ``exchanges_in_forward = True``.
         self.exchanges_in_forward = any(
             isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
@@ -105,9 +104,9 @@ class Replica:
             parameter for parameter in self.state.model.parameters() if parameter.requires_grad
         ]
         self.parameters = [parameter for parameter in trained if id(parameter) in held]
-        """Those that a step moves."""
+        """The parameters that a step changes."""
         self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
-        """Those that get gradients which a user's optimizer has no use for."""
+        """Parameters that get gradients, but that the user's optimizer does not hold."""
         embeddings = [
             module
             for module in self.state.model.modules()
@@ -118,7 +117,7 @@ class Replica:
         self._exchanged = [
             parameter for parameter in self.step_module.parameters() if parameter.requires_grad
         ]
-        """In the order in which DDP numbers them."""
+        """In DDP's order."""
         self.trained = TrainedParameters(self.state.model, self.state.optimizer)
         source = (
             told(self.task, "build_optimizer")
@@ -136,11 +135,11 @@ class Replica:
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
 
     def join(self, *, is_fresh: bool = False) -> None:
-        """Tie the replica to its peers, and run one backward whose gradients are dropped.
+        """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
 
-        DDP orders its buckets by the first backward that it sees, and with them the summation.
-        Doing this before the state is loaded, in every attempt, makes the first real step of a
-        resumed run add up in the same order as the run it resumes.
+        DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
+        attempt runs this one before the state is loaded, so that a resumed run sums in the same
+        order as one that was never interrupted.
 
         Args:
             is_fresh: whether no state is loaded afterwards.
@@ -164,13 +163,12 @@ class Replica:
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
 
     def warn(self, text: str) -> None:
-        """Have the user know: in the log, and in the attempt's ``training_started`` event."""
+        """Warn the user: in the log, and in the attempt's ``training_started`` event."""
         logger.warning("%s", text)
         self.warnings.append(text)
 
     def note_empty(self) -> None:
-        """Count a micro-batch for which ``collate`` returned None; say so the first time, and ever
-        more seldom."""
+        """Count a micro-batch for which ``collate`` returned None. Log it at 1, 2, 4, 8 …"""
         self.num_empty += 1
         if self.num_empty & (self.num_empty - 1) == 0:
             logger.warning(
@@ -179,29 +177,26 @@ class Replica:
             )
 
     def num_passes(self, own: int) -> int:
-        """Forward passes for the present global batch, of which this rank has ``own``
-        micro-batches.
-
-        At least one, to take part in the backward.
-        """
+        """Return the number of forward passes for the present global batch, of which this rank has
+        ``own`` micro-batches. At least one, since every rank takes part in the backward pass."""
         if self.exchanges_in_forward:  # as many as rank 0 makes, which has the largest share
             own = len(self.sampler.share(self.state.epoch, self.state.k, 0, self.peers.world_size))
         return max(1, own)
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
-        """(loss sum, weight) of a micro-batch; of none where the rank's share has run out."""
+        """Return (loss sum, weight) of a micro-batch; of none if ``batch`` is None."""
         assert self.wrapped is not None
         answer: tuple[torch.Tensor, Sum] = self.wrapped(self._nothing if batch is None else batch)
         return answer
 
     def load(self, micro: MicroBatch) -> Loaded:
-        """One training micro-batch, past the loader."""
+        """Read one training micro-batch without the loader."""
         loaded = self.train_set.first(micro)
         return loaded._replace(batch=to_device(loaded.batch, self.peers.device))
 
     def seed(self, step: int, number: int) -> None:
-        """Make what the next forward pass draws a function of the step and the canonical number of
-        its micro-batch."""
+        """Seed the generators for the next forward pass by the step and the canonical number of its
+        micro-batch."""
         if self.draws:
             seed_micro_batch(
                 self.sampler.seed,
@@ -212,16 +207,16 @@ class Replica:
             )
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients are added up over ranks by the last micro-batch of a share only."""
+        """Return the context of a pass: only the last one of a share sums gradients over ranks."""
         if last or not isinstance(self.wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
 
     def finish_exchange(self) -> None:
-        """Make the step's gradients whole: also of parameters that its last micro-batch, or none,
-        used. After the last backward.
+        """Complete the step's gradients after the last backward pass, also of parameters that its
+        last micro-batch did not use.
 
-        Raises BadTask where the task changed what is trained.
+        Raises BadTask if the task changed which parameters are trained.
         """
         if isinstance(self.wrapped, DistributedDataParallel):
             self.trained.check_thawed()
@@ -233,8 +228,8 @@ class Replica:
             fill_gradients(self._dense)
 
     def bucket_sizes(self) -> list[int]:
-        """Bytes of DDP's gradient buckets, in the order in which backward fills them; none without
-        peers."""
+        """Return the bytes of DDP's gradient buckets, in the order in which backward fills them; an
+        empty list without peers."""
         if not isinstance(self.wrapped, DistributedDataParallel):
             return []
         known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -243,7 +238,7 @@ class Replica:
 
 
 def build_replica(ctx: WorkerContext) -> Replica:
-    """Build it all from the spec. The same on every rank; nothing is exchanged yet."""
+    """Build the replica from the spec, the same on every rank. Nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
     set_determinism(train.deterministic, ctx.device)
     bring_packages(ctx)
@@ -320,7 +315,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
 
 
 def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
-    """The training set, read by index or as streams, and the order of its samples."""
+    """Return the training set, read by index or as streams, and the order of its samples."""
     spec, train = ctx.spec, ctx.spec.train
     if not is_iterable(dataset):
         sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)

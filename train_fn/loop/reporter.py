@@ -1,5 +1,5 @@
-"""What the ranks report of their progress: rank 0 hands it to the journal, all keep the end of it
-with their state."""
+"""Progress reports: rank 0 sends them to the journal, and every rank keeps the newest ones with its
+state."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from train_fn.state.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 TAIL_S = 10.0
-"""How far back points are reported again after a recovery. Reports are durable within a fraction of
+"""How far back metrics are reported again after a recovery. Reports become durable much faster than
 this."""
 OTHERS_S = 60.0
-"""The same for what is not told of every step: a storage that took nothing for a while may have
-held it up."""
+"""The same for events that not every step has. A storage that failed for a while may have delayed
+them."""
 HAND_OVER_S = 0.1
-"""How long points are gathered before the journal is handed them, while steps are shorter: each
-time costs a step 0.02 ms."""
+"""How long metrics are gathered before they are sent, while steps are shorter: each time costs a
+step 0.02 ms."""
 _METRICS = EventKind.METRICS
 _METRICS_KIND = _METRICS.value
 
 
 class Reporter:
-    """Called with the same facts on every rank. After a recovery, what a dead rank 0 may have taken
-    along is reported again.
+    """Reports metrics and events. Every rank calls it with the same values.
 
-    Readers fold events by step and epoch, so that hearing of one twice changes nothing.
+    After a recovery it reports again what a dead rank 0 may not have delivered. Readers fold events
+    by step and epoch, so an event that is reported twice changes nothing.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
@@ -48,10 +48,10 @@ class Reporter:
         self._step_began = self._epoch_began = time.perf_counter()
 
     def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
-        """Report a step's metrics; returns how long it took since the last one, in seconds.
+        """Report a step's metrics. Return the seconds since the step before it.
 
         Args:
-            values: None for one that is not finite. More is added to them.
+            values: None for a metric that is not finite. The step's speed is added here.
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
@@ -69,8 +69,8 @@ class Reporter:
         return step_s
 
     def limited(self, metrics: dict[str, float], best_metric: str | None) -> dict[str, float]:
-        """Return an evaluation's metrics without those that are beyond the run's limit of names.
-        Never without the best metric."""
+        """Return an evaluation's metrics up to the run's limit of names. The best metric always
+        stays."""
         always = () if best_metric is None else (best_metric, validation_name(best_metric))
         kept = dict(metrics)
         self._leave_out(kept, self._names.refused(metrics, always=always))
@@ -89,8 +89,7 @@ class Reporter:
             )
 
     def hand_over(self) -> None:
-        """Give the journal all points that were gathered. To be called before anything that may
-        take long."""
+        """Send all gathered metrics to the journal. Call it before anything that may take long."""
         if self._journal is None or not self._points:
             return
         self._journal.emit(_METRICS, {"points": self._points})
@@ -99,8 +98,7 @@ class Reporter:
         self._hand_over_at = time.perf_counter() + HAND_OVER_S
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        """Report something that happens between steps; the clock of the next step starts after
-        it."""
+        """Report an event between two steps."""
         self.hand_over()
         entry = {"kind": kind.value, "at": head_clock.now(), "data": data, "step": self._state.step}
         self._state.tail.add_other(entry, self._told_step)
@@ -108,13 +106,13 @@ class Reporter:
             self._journal.emit(kind, data)
 
     def sign(self, kind: EventKind, data: dict[str, Any]) -> None:
-        """Report a sign of life, which nobody needs to hear again after a recovery."""
+        """Report a sign of life, which is not reported again after a recovery."""
         if self._journal is not None:
             self._journal.emit(kind, data)
 
     def report_again(self) -> None:
-        """After a restore: what was reported just before the state was left may never have
-        arrived."""
+        """After a restore, report again what was reported just before the state was saved: it may
+        never have arrived."""
         tail = self._state.tail
         if self._journal is None or not (entries := list(tail)):
             return
@@ -129,15 +127,15 @@ class Reporter:
             self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:
-        """How long the epoch that ends now took in this attempt."""
+        """Return how long the epoch that ends now took in this attempt."""
         began, self._epoch_began = self._epoch_began, time.perf_counter()
         return self._epoch_began - began
 
     def start_clock(self) -> None:
-        """The next step begins now."""
+        """Let the next step's time begin now."""
         self._step_began = time.perf_counter()
 
     def close(self) -> None:
-        """Report what is left, also late points for which no step came."""
+        """Report what is left, also metrics from before the restore that no step took along."""
         self._points, self._late_points = [*self._points, *self._late_points], []
         self.hand_over()

@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """Where an attempt begins. ``checkpoint`` names what the state was read from; ``RUN_ID/NAME``
-    where it is another run's."""
+    """Where an attempt begins. ``checkpoint`` names the checkpoint that was read, as
+    ``RUN_ID/NAME`` if it is another run's."""
 
     source: str
     """``fresh``, ``checkpoint``, ``snapshot``, or ``fork``: from another run's checkpoint."""
     holder: int
-    """Rank that has it."""
+    """Rank that has the state."""
     checkpoint: str | None
     rejected: tuple[Rejection, ...]
     origin: Origin | None = None
@@ -43,18 +43,18 @@ class Restored:
 
 
 def restore(ctx: WorkerContext, replica: Replica) -> Restored:
-    """Join the peers and begin where the run was: the same state on every rank when this returns.
+    """Join the peers and restore the newest trustworthy state. On return it is the same on every
+    rank. A collective.
 
     Raises:
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
         BadTask: the model is not the same on all ranks.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
-        StorageError: the storage could not be asked for checkpoints, or has lost all that the run
-            had.
+        StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
     check_data(replica)
     if ctx.world_rank == 0:
-        # before it looks at what older ones leave
+        # Before anything is read that older attempts leave.
         claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
     restored, state = _find(ctx, replica)
     check_weights(replica, fresh=restored.source == "fresh")
@@ -74,12 +74,12 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
 
 
 def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
-    """Agree on the state to go on from; its holder also returns it.
+    """Agree on the state to continue from. Only its holder returns the state itself. A collective.
 
-    Rank 0 alone asks the storage, and reads a checkpoint only where no snapshot is as new. A
-    snapshot that turns out to be unreadable is struck off, and the rest vote again. One that is
-    older than the last attempt stands only where no attempt since began at less; that takes reading
-    the journals, which is done for such a snapshot alone.
+    Rank 0 alone reads the storage, and reads a checkpoint only if no snapshot is as new. If the
+    elected snapshot cannot be read, it is rejected and the ranks elect again. A snapshot from
+    before the last attempt counts only if no attempt since began at an earlier step. The journals
+    say so, and they are read for such a snapshot only.
     """
     peers, store = replica.peers, snapshot_store(ctx)
     offers = [
@@ -127,18 +127,20 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
 
 
 def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
-    """Those that attempts before this one left. Others are of a run of this name and place that was
-    begun anew since."""
+    """Return the labels that earlier attempts left. The others belong to a run of the same name and
+    place that was begun anew since."""
     return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
 
 
 def _find_durable(
     ctx: WorkerContext, replica: Replica, elected: Elected, struck: tuple[Rejection, ...]
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """The newest checkpoint that verifies, read by rank 0. Where there is none the run begins:
-    afresh, or as its spec asks from another run's checkpoint. The journals are asked too, so that a
-    storage that has lost a checkpoint, or lists none for a moment, is not taken for that of a run
-    that never had one."""
+    """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
+
+    If there is none the run begins: anew, or from another run's checkpoint if its spec says so. The
+    journals are read too: a storage that has lost its checkpoints, or lists none for a moment, must
+    not look like that of a new run.
+    """
     found: Restored | Exception | None = None
     state = None
     if replica.peers.rank == 0:
@@ -168,7 +170,7 @@ def _find_durable(
 
 
 def _load_sound(ctx: WorkerContext, replica: Replica, manifest: Manifest) -> dict[str, Any]:
-    """Read a checkpoint. Raises CorruptCheckpoint also where what it holds must not be gone on
+    """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
     from."""
     state = load_checkpoint(ctx.run_dir, manifest)
     try:
@@ -181,14 +183,13 @@ def _load_sound(ctx: WorkerContext, replica: Replica, manifest: Manifest) -> dic
 
 
 def _step_of(restored: Restored) -> int:
-    """Steps in the run's own checkpoint that was found; -1 for none."""
+    """Return the step of the run's own checkpoint that was found; -1 for none."""
     name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
     return name.step if name else -1
 
 
 def _newest_step(ctx: WorkerContext) -> int:
-    """Steps in the newest checkpoint that is listed, whether or not it verifies and counts; -1 for
-    none."""
+    """Return the step of the newest checkpoint that is listed, sound or not; -1 for none."""
     return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
 
 

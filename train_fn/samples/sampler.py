@@ -29,7 +29,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One canonical micro-batch. ``number`` counts them within their global batch; ``indices`` are
+    """One canonical micro-batch. ``number`` is its place in the global batch; ``indices`` are
     positions in the data set."""
 
     epoch: int
@@ -58,7 +58,7 @@ class Sampler:
         return -(-self.num_samples // self.global_batch_size)
 
     def size_of(self, k: int) -> int:
-        """Samples in an epoch's global batch ``k``."""
+        """Return the number of samples in an epoch's global batch ``k``."""
         return min(self.global_batch_size, self.num_samples - k * self.global_batch_size)
 
     def samples_before(self, k: int) -> int:
@@ -66,7 +66,7 @@ class Sampler:
         return min(k * self.global_batch_size, self.num_samples)
 
     def global_batch(self, epoch: int, k: int) -> IndexArray:
-        """Sample indices of the epoch's global batch ``k``, in canonical order."""
+        """Return the sample indices of the epoch's global batch ``k``, in canonical order."""
         start = k * self.global_batch_size
         stop = start + self.size_of(k)
         assert 0 <= start < stop
@@ -79,7 +79,7 @@ class Sampler:
         return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
     def share(self, epoch: int, k: int, rank: int, world_size: int) -> list[MicroBatch]:
-        """The micro-batches of one global batch that a rank runs, in order; may be empty."""
+        """Return the micro-batches of one global batch that a rank runs, in order; may be empty."""
         indices = self.global_batch(epoch, k)
         num_micro = -(-len(indices) // self.micro_batch_size)
         size = self.micro_batch_size
@@ -103,8 +103,8 @@ class Sampler:
 
 
 def share_of(count: int, rank: int, world_size: int) -> range:
-    """A rank's contiguous run out of ``count`` things; lower ranks take one more where it does not
-    divide."""
+    """Return a rank's contiguous share of ``count`` things. Lower ranks take one more if it does
+    not divide evenly."""
     each, rest = divmod(count, world_size)
     start = rank * each + min(rank, rest)
     return range(start, start + each + (rank < rest))
@@ -119,8 +119,8 @@ def _block(seed: int, epoch: int, num_samples: int, number: int) -> IndexArray:
 
 
 def permute(seed: int, epoch: int, num_samples: int, positions: NDArray[np.uint64]) -> IndexArray:
-    """Sample index at each position of the epoch's permutation of ``range(num_samples)``;
-    vectorised, O(1) memory per index.
+    """Return the sample index at each position of the epoch's permutation of
+    ``range(num_samples)``. Vectorised, O(1) memory per index.
 
     A Feistel network permutes the smallest power of two that holds ``num_samples``; what falls
     outside walks on along its cycle until it falls inside, which keeps it a permutation (Black and

@@ -1,10 +1,10 @@
-"""Snapshots: states that ranks keep on their node, outside of their processes, for the next attempt
-to go on from.
+"""Snapshots: states that ranks keep on their node, outside their processes, for the next attempt to
+continue from.
 
 A survivor leaves one when an attempt breaks under it. Of a group that a single node holds, where
 nobody may survive, rank 0 publishes them while it trains (``publisher.py``). A snapshot is one file
 in shared memory, published by a rename, with a label beside it. It counts as long as no later
-attempt began without it, and is removed when the run ends.
+attempt began without it. The end of the run removes it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from train_fn.state.tensor_tree import size_bytes
 from train_fn.state.train_state import digest
 
 OVERHEAD_BYTES = 4 << 20
-"""Room for what is not tensors."""
+"""Room for everything but tensors."""
 KEPT_FREE = 0.1
-"""Share of shared memory that snapshots leave to others."""
+"""Fraction of shared memory that snapshots leave free."""
 TURN_S = 2.0
 """How long a rank at least waits for the others of its node to leave their states,"""
 _SLOWEST_BYTES_PER_S = 500e6
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Label:
-    """What a rank says of the state that it left; ``problem`` is why it left none."""
+    """Describes a state that a rank left. ``problem`` says why it left none."""
 
     submission: int
     attempt: int
@@ -58,8 +58,8 @@ class Label:
     digest: str | None
     problem: str | None
     storage: str | None = None
-    """URI of the storage that holds the run's directory, by which a later process tells whether the
-    state still counts."""
+    """URI of the storage that holds the run's directory, for a later process that checks whether
+    the state still counts."""
 
     @property
     def origin(self) -> Origin:
@@ -75,8 +75,8 @@ class SnapshotStore:
     submission: int
 
     def write(self, label: Label, state: dict[str, Any]) -> None:
-        """Publish ``state``, then its label. Raises OSError, or RuntimeError where torch could not
-        write it."""
+        """Publish ``state``, then its label. Raises OSError, or RuntimeError if torch cannot write
+        it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # the label's digest is what a reader compares
         with _published(self._state_path(label)) as draft, without_checksums():
@@ -93,13 +93,13 @@ class SnapshotStore:
             draft.write_text(json.dumps(asdict(label)))
 
     def labels(self) -> list[Label]:
-        """Labels of this submission and those before it on this node, whose state is there or says
-        why not."""
+        """Return the labels on this node of this submission and older ones, whose state exists or
+        that say why it does not."""
         return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
     def read(self, label: Label) -> dict[str, Any]:
-        """The state behind a label, on the CPU. Raises OSError, ValueError when it is not what its
-        label says."""
+        """Return the state of a label, on the CPU. Raises OSError, and ValueError if the state does
+        not match its label."""
         state: dict[str, Any] = torch.load(
             self._state_path(label), map_location="cpu", weights_only=True
         )
@@ -111,7 +111,7 @@ class SnapshotStore:
         return state
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
-        """Remove what is older than ``newest``, but for the ``keep`` newest states of these."""
+        """Remove what is older than ``newest``, except for the ``keep`` newest of those states."""
         older = [
             label
             for label in self.labels()
@@ -127,10 +127,9 @@ class SnapshotStore:
                 self._remove(label)
 
     def remove_after(self, step: int) -> None:
-        """Remove what lies beyond the state that the ranks agreed on: it was not trusted, and must
-        not be met again.
+        """Remove states beyond ``step``, which the ranks agreed on: they were rejected.
 
-        So goes what a process that died in the middle of publishing left without a label.
+        Also remove files without a label, from a process that died while it published.
         """
         for path in self.directory.glob("s*-*"):
             if path.suffix == ".tmp" or (
@@ -142,11 +141,10 @@ class SnapshotStore:
                 self._remove(label)
 
     def remove_all(self) -> None:
-        """The run ended: remove its snapshots from this machine, also those of other nodes that
-        shared it.
+        """Remove the run's snapshots from this machine when the run ends, also those of other nodes
+        on it.
 
-        A submission that was replaced leaves those of its successor, and a run of this name in
-        another storage keeps its own.
+        Snapshots of newer submissions, and of a run with this name in another storage, stay.
         """
         with suppress(OSError):  # another rank was faster, here and below
             for directory in self.directory.parent.iterdir():
@@ -170,7 +168,7 @@ class SnapshotStore:
         )
 
     def free_bytes(self) -> int:
-        """What snapshots may still take of the node's shared memory."""
+        """Return how much of the node's shared memory snapshots may still take."""
         usage = shutil.disk_usage(shared_memory_root())
         return int(usage.free - usage.total * KEPT_FREE)
 
@@ -187,7 +185,7 @@ class SnapshotStore:
 
 @contextmanager
 def _published(path: Path) -> Iterator[Path]:
-    """Name a draft, to be written, which then becomes ``path``; where the write fails it goes."""
+    """Yield the path of a draft. It becomes ``path``, or is deleted if writing it fails."""
     draft = path.with_suffix(".tmp")
     try:
         yield draft
@@ -213,28 +211,28 @@ def _file_name(label: Label) -> str:
 
 
 def snapshot_store(ctx: WorkerContext) -> SnapshotStore:
-    """The store of this rank's node."""
+    """Return the store of this rank's node."""
     return node_snapshots(ctx.run_dir, ctx.node_id, ctx.submission)
 
 
 def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotStore:
-    """A node's snapshots of this very run directory: another directory may hold a run of the same
+    """Return a node's snapshots of this run directory. Another directory may hold a run of the same
     id."""
     place = hashlib.sha256(run_dir.uri.encode()).hexdigest()[:12]
     return SnapshotStore(snapshots_dir(run_dir.run_id) / f"{node_id}.{place}", submission)
 
 
 def _place_of(directory: Path) -> str:
-    """Which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
+    """Return which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
     return directory.name.rpartition(".")[2]
 
 
 def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state`` on this node in place of all older ones, or a label that says why not. None,
-    or the problem.
+    """Leave ``state`` on this node in place of all older ones, or a label that says why not. Return
+    None, or the problem.
 
-    Ranks of one node take turns, and who finds the same state there leaves no other: all of theirs
-    at once may not fit.
+    Ranks of one node take turns, and a rank that finds the same state there writes no other: one of
+    each rank may not fit.
     """
     store, label = snapshot_store(ctx), _label(ctx, state)
     with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
@@ -250,7 +248,7 @@ def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
 
 
 def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
-    """Write ``state``, in the place of the one before it where only that makes room. None, or the
+    """Write ``state``, and remove older ones first if only that makes room. Return None, or the
     problem."""
     problem = _write_if_it_fits(store, label, state)
     if problem is None or shortage(store, state, store.size_bytes()) is not None:
@@ -260,7 +258,7 @@ def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any])
 
 
 def _is_there(store: SnapshotStore, wanted: Label) -> bool:
-    """Whether any rank has left this very state."""
+    """Whether a rank has left exactly this state."""
     same = (wanted.origin, wanted.step, wanted.digest)
     return any(
         label.problem is None and (label.origin, label.step, label.digest) == same
@@ -270,12 +268,12 @@ def _is_there(store: SnapshotStore, wanted: Label) -> bool:
 
 @contextmanager
 def _in_turn(store: SnapshotStore, patience_s: float) -> Iterator[None]:
-    """Only one rank of this node is inside; past ``patience_s`` this one goes in, too: the other
-    may be stopped."""
+    """Let one rank of this node in at a time. After ``patience_s`` this rank enters anyway: the
+    other one may be stopped."""
     try:
         store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # to write will say what is wrong
+    except OSError:  # the write will report the problem
         yield
         return
     gives_up_at = time.monotonic() + patience_s
@@ -297,13 +295,13 @@ def _locked(held: int) -> bool:
 
 def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
     """Keep ``state`` on this node beside the newest one before it: while one is written, another is
-    whole. None, or the problem."""
+    whole. Return None, or the problem."""
     return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
 
 
 def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) -> str | None:
-    """Why ``state`` does not fit into the node's shared memory, once so much more of it is free;
-    None where it does."""
+    """Return why ``state`` does not fit into the node's shared memory after ``freed_bytes`` more
+    are free; None if it fits."""
     needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes() + freed_bytes)
     if needed <= free:
         return None
@@ -323,7 +321,7 @@ def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
 
 
 def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
-    """Room is made first, so that the node never holds more than two states of a rank."""
+    """Make room, then write ``state``: a node never holds more than two states of a rank."""
     store.remove_older(label, keep=1)
     problem = shortage(store, state)
     if problem is None:
