@@ -1,4 +1,4 @@
-"""Evaluation: whole micro-batches shared out over ranks, averaged exactly, the same at any world
+"""Evaluation: ranks share the micro-batches, and the averages are exact, the same at any world
 size."""
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from train_fn.tasks.checks import is_iterable, told
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 
 MIN_MICRO_BATCH = 128
-"""Evaluation keeps no gradients, so that its micro-batches can be larger than those of training."""
+"""Smallest micro-batch here. Evaluation keeps no gradients, so its micro-batches may be larger than
+in training."""
 
 Sums = dict[str, tuple[float, float]]
 
@@ -45,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
-    """Metrics over the validation set: ``val_loss``, ``val_accuracy`` and whatever the task
-    measures; ``ema_val_…`` of the average.
+    """Return the metrics over the validation set: ``val_loss``, ``val_accuracy`` and what the task
+    measures; ``ema_val_…`` of the averaged weights.
 
-    A collective. Every rank returns the same numbers; an empty dict where nothing is held out.
+    A collective. Every rank returns the same numbers, or an empty dict without a validation set.
     """
     if replica.val_set is None or (not is_iterable(replica.val_set) and len(replica.val_set) == 0):
         return {}
@@ -71,8 +72,8 @@ def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
 
 
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
-    """Each metric's sum over its weight. Sums are rounded once, so that how micro-batches were
-    shared out does not show."""
+    """Return each metric's sum over its weight. Sums are rounded once, so that they do not depend
+    on which rank measured which micro-batch."""
     own = build_own_metrics(replica.task)
     with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
@@ -83,12 +84,11 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
 
 
 def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
-    """Return each metric's sum over its weight, by the micro-batches that have it, in the order in
-    which names first occur.
+    """Return each metric's sum over its weight, from the micro-batches that have it, in the order
+    in which names first occur.
 
     Args:
-        measured: by the numbers of micro-batches, in any order; which rank measured one does not
-            show.
+        measured: (number of the micro-batch, its sums), in any order.
     """
     in_order = [sums for _, sums in sorted(measured, key=itemgetter(0))]
     averages = {}
@@ -100,11 +100,11 @@ def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
 
 
 def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
-    """Measure one validation micro-batch on each rank and forget it: its errors are to show now,
-    not at the end of an epoch.
+    """Measure one validation micro-batch on each rank and drop the result, so that errors appear
+    now and not at the end of an epoch.
 
-    It leaves the model's buffers and modes, what the task keeps and the global random generators as
-    they were. An iterable data set is read in a loader process, or from a copy.
+    The model's buffers and modes, the task's state and the global random generators stay as they
+    were. An iterable data set is read in a loader process, or from a copy.
     """
     val_set = replica.val_set
     if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
@@ -113,7 +113,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
         try:
             val_set = copy.deepcopy(val_set)
         except Exception as exc:
-            # open files, say: to read on from there would take samples from the first evaluation
+            # Open files, say: reading them would take samples from the first evaluation.
             logger.info(
                 "no validation batch is tried before the first step, since the data set cannot be "
                 "copied: %s",
@@ -136,7 +136,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
 
 
 def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:
-    """This rank's micro-batches; what belongs to the task's own metrics is entered there."""
+    """Measure this rank's micro-batches, and update the task's own metrics."""
     return _measure_all(
         ctx,
         replica,
@@ -154,7 +154,7 @@ def _measure_all(
     own.to(device)
     with closing(numbered) as batches:
         for number, batch in batches:
-            if batch is None:  # as in training: left out, with weight 0
+            if batch is None:  # left out, as in training
                 num_empty += 1
                 continue
             replica.volatile.rewind()  # a model may change its buffers in eval mode as well
@@ -173,7 +173,7 @@ def _measure_all(
 
 
 def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
-    """A metric of one micro-batch as numbers. Raises BadTask."""
+    """Return a metric of one micro-batch as two numbers. Raises BadTask."""
     try:
         total, weight = value
         return float(total), float(weight)
@@ -188,8 +188,8 @@ def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
 def _by_index(
     ctx: WorkerContext, replica: Replica, most: int | None = None
 ) -> Generator[tuple[int, Any]]:
-    """This rank's contiguous share of the micro-batches, with their numbers; the first ``most`` of
-    them, in one loader process."""
+    """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
+    yield that many, read by one loader process."""
     spec, size = ctx.spec, _size(ctx)
     num_samples = len(replica.val_set)  # type: ignore[arg-type]
     numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
@@ -218,7 +218,7 @@ def _by_index(
 
 
 def _whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, Any]]:
-    """Of an iterable set every rank reads all, and measures every so many-th micro-batch."""
+    """Read an iterable set whole on every rank, and yield every world-size-th micro-batch."""
     spec, peers = ctx.spec, replica.peers
     collate = collate_of(replica.task)
     whole = WholePass(
@@ -228,7 +228,7 @@ def _whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, An
 
 
 def _first_chunk(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator[tuple[int, Any]]:
-    """The first micro-batch of an iterable set, the same on every rank: nothing beyond it is
+    """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
     read."""
     first = WholePass(
         val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
@@ -245,7 +245,7 @@ def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Generator[t
 
 
 def _num_workers(ctx: WorkerContext, val_set: Any) -> int:
-    """Loader processes for what is read as one stream, or only tried."""
+    """Return the number of loader processes for data that is read as one stream, or only tried."""
     return min(1, num_loader_workers(ctx.spec, val_set, ctx.local_world_size))
 
 
@@ -254,7 +254,7 @@ def _size(ctx: WorkerContext) -> int:
 
 
 def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
-    """What the task measures of one micro-batch, its loss at least."""
+    """Return what the task measures of one micro-batch, at least its loss."""
     sums: dict[str, tuple[Any, Any]] = (
         task.metrics(model, batch) if hasattr(task, "metrics") else {}
     )

@@ -27,27 +27,27 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Loaded(NamedTuple):
-    """A micro-batch as it came out of the loader."""
+    """A micro-batch from the loader."""
 
     indices: IndexArray
-    """Sample indices that were really fetched, in order."""
+    """Indices of the samples that were really read, in order."""
     batch: Any
     place: Any = None
-    """Of iterable data, now and then: where its stream is after this micro-batch."""
+    """Of iterable data, for some micro-batches: the stream's position after this one."""
 
 
 class TrainingData(Protocol):
-    """A training set as the loop knows it."""
+    """What the loop uses of a training set."""
 
     @property
     def fingerprint(self) -> str:
-        """What tells this data from other data; resuming on other data is refused."""
+        """Identifies this data. A run is not resumed on other data."""
 
     def guarantee(self) -> str:
-        """What the run's user may rely on of the samples' use, in words."""
+        """Return in words how the samples are used, for the run's user."""
 
     def first(self, micro: MicroBatch) -> Loaded:
-        """One micro-batch by itself, past the loader."""
+        """Read one micro-batch without the loader."""
 
     def batches(
         self,
@@ -56,17 +56,15 @@ class TrainingData(Protocol):
         local_world_size: int,
         device: torch.device,
     ) -> Iterator[Loaded]:
-        """The micro-batches in their order, read ahead by loader processes where the spec has
-        such."""
+        """Yield the micro-batches in order, read ahead by loader processes if the spec has any."""
 
 
 class KeyedDataset(Dataset[Loaded]):
-    """Fetches micro-batches by (epoch, indices), so that a sample's random transforms depend on
+    """Reads micro-batches by (epoch, indices), so that a sample's random transforms depend on
     nothing else.
 
-    A data set with ``fetch(seed, epoch, indices) -> batch`` is asked for whole micro-batches. Of
-    any other, python's, numpy's and torch's global generators are seeded before each sample is
-    read.
+    A data set with ``fetch(seed, epoch, indices) -> batch`` reads whole micro-batches. For any
+    other one the global generators of Python, numpy and torch are seeded before each sample.
     """
 
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
@@ -92,7 +90,7 @@ class KeyedDataset(Dataset[Loaded]):
 
     @property
     def fingerprint(self) -> str:
-        """What the data set says of itself; at least how long it is."""
+        """The data set's own fingerprint, or else its class and length."""
         told = getattr(self.dataset, "fingerprint", None)
         return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
 
@@ -120,8 +118,7 @@ class KeyedDataset(Dataset[Loaded]):
 
 
 class Loader:
-    """An iterator over ``micro_batches`` of a data set, whose copies to the device travel beside
-    what it computes."""
+    """Iterates over ``micro_batches`` of a data set. Copies to the device run while it computes."""
 
     def __init__(
         self,
@@ -142,7 +139,7 @@ class Loader:
         return self
 
     def __next__(self) -> Loaded:
-        """The next micro-batch, its copy to the device under way."""
+        """Return the next micro-batch; its copy to the device may still run."""
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead
@@ -156,8 +153,8 @@ class Loader:
         return loaded
 
     def prefetch(self) -> None:
-        """On CUDA, begin to copy the next micro-batch beside what the device computes. An error
-        waits until its turn comes."""
+        """On CUDA, begin to copy the next micro-batch while the device computes. An error is raised
+        by the ``next`` that it belongs to."""
         if self._copies is None or self._ahead is not None:
             return
         try:
@@ -179,11 +176,11 @@ class Loader:
 
 
 def _begin_loader_process(name: str, number: int) -> None:
-    """In a loader process: mark what it prints, and have the kernel end it when the rank's thread
-    that started it ends.
+    """In a loader process: mark its output, and let the kernel end it when the rank's thread that
+    started it ends.
 
-    By itself it would find out only seconds later, with its memory still taken, and never while it
-    is stopped.
+    By itself it would notice that seconds later, and keep its memory until then; if it is stopped,
+    never.
     """
     mark_output(f"{name} {number}")
     if sys.platform == "linux":
@@ -193,10 +190,10 @@ def _begin_loader_process(name: str, number: int) -> None:
 def loader_options(
     spec: RunSpec, num_workers: int, device: torch.device, name: str = "loader"
 ) -> dict[str, Any]:
-    """Arguments of torch's DataLoader. It owns its generator: what the global one is seeded with
-    changes nothing there.
+    """Return the arguments of torch's DataLoader. It has its own generator, which does not depend
+    on how the global one is seeded.
 
-    ``name`` and its number mark what a loader process prints.
+    ``name`` and its number mark the output of a loader process.
     """
     return {
         "collate_fn": _as_is,
@@ -213,8 +210,8 @@ def _as_is(loaded: Any) -> Any:
 
 
 def num_loader_workers(spec: RunSpec, dataset: Any, local_world_size: int) -> int:
-    """Loader processes of this rank; ``auto`` is 0 for data in memory, else the cores that the rank
-    has."""
+    """Return the number of this rank's loader processes. ``auto`` is 0 for data in memory, else the
+    rank's cores."""
     asked = spec.train.loader.num_workers
     if asked != "auto":
         return asked
@@ -227,13 +224,13 @@ def num_loader_workers(spec: RunSpec, dataset: Any, local_world_size: int) -> in
 
 
 def collate_of(task: Any) -> Collate:
-    """The task's own ``collate``, else torch's."""
+    """Return the task's own ``collate``, else torch's."""
     return getattr(task, "collate", None) or default_collate
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it moved; tuples, lists, dicts and named tuples are walked
-    through."""
+    """Return ``batch`` with every tensor in it moved, also in tuples, named tuples, lists and
+    dicts."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
@@ -248,7 +245,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that ``to_device`` moves."""
+    """Yield every tensor that ``to_device`` moves."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict | list | tuple):

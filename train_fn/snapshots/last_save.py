@@ -1,7 +1,7 @@
 """The last save of a run that ends without a checkpoint of its newest step: a snapshot on a node
 becomes that checkpoint.
 
-No rank is needed, and none of the user's code runs: a snapshot holds all that a checkpoint does.
+It needs no rank and runs no code of the user: a snapshot holds everything that a checkpoint does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LastSave:
-    """How it went. ``manifest`` is None where the state of ``step`` could not be saved, for
+    """The outcome. ``manifest`` is None if the state of ``step`` could not be saved, because of
     ``problem``."""
 
     step: int
@@ -35,7 +35,7 @@ class LastSave:
 
     @property
     def summary(self) -> str:
-        """For people, as the end of a sentence."""
+        """The outcome in words, as the end of a sentence."""
         if self.manifest is not None:
             return f"step {self.step} is kept as checkpoint {self.manifest.name}"
         return f"step {self.step} could not be kept: {self.problem}"
@@ -43,7 +43,7 @@ class LastSave:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A snapshot that is not what its label says."""
+    """A snapshot that does not match its label."""
 
     problem: str
 
@@ -54,11 +54,10 @@ Commit = Callable[[Offer], Manifest | Unreadable]
 def save_last(
     run_dir: RunDir, submission: int, offers: Sequence[Offer], commit: Commit
 ) -> LastSave | None:
-    """Commit the state that a next attempt would go on from; None where a checkpoint is as new, or
-    nothing was trained yet.
+    """Commit the state that the next attempt would continue from. Return None if a checkpoint is as
+    new, or nothing was trained yet.
 
-    A snapshot that turns out to be unreadable is struck off, and the next one is tried. Raises
-    nothing.
+    If a snapshot cannot be read, the next one is tried. Raises nothing.
     """
     left, unreadable = list(offers), None
     step = max((offer.label.step for offer in left), default=0)
@@ -82,8 +81,7 @@ def save_last(
 def save_own(
     run_dir: RunDir, spec: RunSpec, store: SnapshotStore, world_size: int
 ) -> LastSave | None:
-    """Commit the newest state of this process's node, as ``save_last``: for ranks without a
-    driver."""
+    """Like ``save_last``, for states of this process's node only: for ranks without a driver."""
     offers = [Offer(0, label) for label in store.labels()]
     return save_last(
         run_dir,
@@ -94,7 +92,7 @@ def save_own(
 
 
 def newest_durable(run_dir: RunDir) -> int:
-    """Return the steps in the newest checkpoint; 0 for none. Raises StorageError."""
+    """Return the step of the newest checkpoint; 0 for none. Raises StorageError."""
     lineage = CheckpointStore(run_dir).lineage()
     return lineage[-1].step if lineage else 0
 
@@ -119,8 +117,8 @@ def commit_state(
     world_size: int,
     state: dict[str, Any],
 ) -> Manifest:
-    """Commit a whole state on the CPU as a checkpoint; one that its attempt has committed meanwhile
-    stands. Raises StorageError."""
+    """Commit a whole state on the CPU as a checkpoint. If its attempt has committed one meanwhile,
+    return that. Raises StorageError."""
     checkpoints = CheckpointStore(run_dir)
     try:
         with checkpoints.begin(state["step"], submission, attempt) as writer:

@@ -1,9 +1,8 @@
-"""Published snapshots: of a group that a single node holds, rank 0 keeps recent states on the node
-while training goes on.
+"""Published snapshots: rank 0 keeps recent states on its node while training goes on, if all ranks
+are on that node.
 
-Where ranks die one at a time their peers keep the state. Where all may die at once, or there is but
-one, only what was published before lets the next attempt go on from less than a durable checkpoint.
-"""
+If one of several ranks dies, its peers keep the state. If all die at once, or there is only one,
+the next attempt would have to continue from a durable checkpoint without them."""
 
 from __future__ import annotations
 
@@ -19,41 +18,41 @@ from train_fn.snapshots.store import publish_snapshot, shortage, snapshot_store
 from train_fn.state.train_state import TrainState
 
 COST_RATIO = 100.0
-"""From one publication to the next passes so many times what the first one took: at most 1 % of the
-time goes into them."""
+"""The next publication comes after so many times what the last one took: at most 1 % of the time
+goes into them."""
 
 Snapshots = Literal["published", "survivors"]
-"""Who keeps states on nodes: rank 0 all the time, or whoever is left when an attempt breaks."""
+"""Who keeps states on nodes: rank 0 all the time, or the survivors when an attempt breaks."""
 
 logger = logging.getLogger(__name__)
 
 
 def snapshots_of(ctx: WorkerContext) -> Snapshots:
-    """Who keeps states for this group."""
+    """Return who keeps states for this group of ranks."""
     return "published" if ctx.num_nodes == 1 else "survivors"
 
 
 class Cadence:
-    """When the next publication is due: as often as the price of the last one allows."""
+    """Decides when the next publication is due, by what the last one cost."""
 
     def __init__(self, ratio: float = COST_RATIO) -> None:
         self._ratio = ratio
         self._due_at: float | None = None
 
     def is_due(self, now: float) -> bool:
-        """At once where there was none yet. Seconds by a clock that only rises."""
+        """Whether a publication is due; the first one at once. ``now`` is monotonic seconds."""
         return self._due_at is None or now >= self._due_at
 
     def done(self, began: float, cost_s: float) -> None:
-        """A publication that began then took so long: copy, digest and write."""
+        """Note a publication: when it began, and what copy, digest and write took."""
         self._due_at = began + self._ratio * cost_s
 
 
 class Publisher:
     """Publishes on rank 0 of a group on one node; elsewhere every call returns at once.
 
-    The journal hears when the node's memory becomes too small for a state, and when it is large
-    enough again.
+    It reports when the node's memory becomes too small for a state, and when it is large enough
+    again.
     """
 
     def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
@@ -70,8 +69,8 @@ class Publisher:
             self._start()
 
     def offer(self) -> None:
-        """Publish the present state in the background if that is due. Called by the training
-        thread, between two steps."""
+        """Publish the present state in the background if it is due. Called by the training thread,
+        between two steps."""
         if not self._active:
             self._check_room()
             return
@@ -83,8 +82,8 @@ class Publisher:
             self._hand_over()
 
     def keep(self) -> None:
-        """Publish the present state, whether that is due or not and also where survivors leave
-        states: code of the user's runs next on all ranks alike, and may take all of them along."""
+        """Publish the present state, due or not, also where survivors leave states. Called before
+        code of the user runs that may end all ranks at once."""
         if self._ctx.world_rank == 0 and not self._closed:
             if not self._is_running:
                 self._start()
@@ -103,7 +102,7 @@ class Publisher:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Publish no more; what is being written is whole when this returns."""
+        """Publish no more. On return, a write that was under way is complete."""
         with self._lock:
             self._closed = True
             if self._waiting is not None:
@@ -138,15 +137,15 @@ class Publisher:
         self._copies.release(copy)
 
     def _check_room(self) -> None:
-        """Survivors write only when it is too late to complain: look once, when the first step has
-        made the state complete."""
+        """Check once, after the first step, whether a state fits: survivors write when it is too
+        late to warn."""
         if self._checked or self._ctx.world_rank != 0:
             return
         self._checked = True
         self._tell(self._state.step, shortage(snapshot_store(self._ctx), self._state.state_dict()))
 
     def _tell(self, step: int, problem: str | None) -> None:
-        """Report a change between what is kept and what is not; the same again is no news."""
+        """Report it when states begin, or cease, to be kept."""
         if (problem is None) == (self._problem is None):
             return
         self._problem = problem
