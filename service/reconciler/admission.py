@@ -89,7 +89,8 @@ class Queue:
         ended."""
         self._coming: Free = []
         """What is free, and what runs that stop or shrink give back."""
-        self._victims: tuple[Preemption, ...] = ()
+        self.preemptions: tuple[Preemption, ...] = ()
+        """The runs that make room for the first run that does not fit."""
         self._held_projects: dict[str, str] = {}
         """Project -> its first run that a quota holds back."""
         self._rooms: dict[tuple[str, _Shape], int] = {}
@@ -100,8 +101,6 @@ class Queue:
         self.admissions: list[Admission] = []
         for run in holding:
             self._hold(run)
-
-    # ---------------------------------------------------------------- what is held
 
     def _hold(self, run: RunFacts) -> None:
         """Subtract a run's ranks from what is free.
@@ -136,8 +135,6 @@ class Queue:
                 [node.resources for node in nodes], needs, run.placement_strategy
             )
         return self._rooms[key]
-
-    # ---------------------------------------------------------------- one run after the other
 
     def consider(self, run: RunFacts) -> None:
         """Start a run, or record what it waits for."""
@@ -220,8 +217,6 @@ class Queue:
         told = why if self._num_told <= DETAILED else "others are before it"
         self.admissions.append(Admission(run.id, waiting(run, needs, told)))
 
-    # ---------------------------------------------------------------- the first that does not fit
-
     def _reserve(self, run: RunFacts) -> None:
         """Reserve room for the first run that does not fit, so that later starts cannot starve it.
 
@@ -238,7 +233,9 @@ class Queue:
         self._coming = [dict(node) for node in self._free]
         for other in self._held:
             restore(self._coming, other.needs, other.leaving)
-        self._victims = choose(run, needs_of(run, self._gpus), self._coming, self._held, self._now)
+        self.preemptions = choose(
+            run, needs_of(run, self._gpus), self._coming, self._held, self._now
+        )
 
     def _backfill(
         self, blocker: RunFacts, run: RunFacts, needs: dict[str, float], most: int
@@ -247,7 +244,7 @@ class Queue:
         tried = _shape(needs, run), run.min_workers
         who = f"run {blocker.id}" if blocker.project == run.project else "a run of another project"
         before = f"{who} is before it, and would be delayed"
-        if tried in self._refused or self._victims:
+        if tried in self._refused or self.preemptions:
             self._wait(run, needs, before)
             return
         fitting = min(most, room(self._free, needs, run.placement_strategy))
@@ -274,12 +271,6 @@ class Queue:
                 restore(space, needs, placed)
         self._refused.add(tried)
         self._wait(run, needs, before)
-
-    # ---------------------------------------------------------------- preemption
-
-    def preemptions(self) -> tuple[Preemption, ...]:
-        """Return the runs that make room for the first run that does not fit."""
-        return self._victims
 
     def grown(self) -> tuple[str, ...]:
         """Return the shrunk runs that may grow again.

@@ -61,7 +61,7 @@ def plan(
     queue = Queue(holding, nodes, quotas or {}, now)
     for run in _in_order(queued, queue.used, now):
         queue.consider(run)
-    return Plan(tuple(queue.admissions), queue.preemptions(), queue.grown())
+    return Plan(tuple(queue.admissions), queue.preemptions, queue.grown())
 
 
 def _in_order(
