@@ -42,12 +42,8 @@ def headline(fault: Failure) -> str:
 
 
 def _lost(kind: ErrorKind | None, rank: str) -> str:
-    """Return what was lost, and how. The rank itself died, unless its error says otherwise."""
-    if kind is ErrorKind.DEVICE:
-        return f"the GPU of {rank} failed"
-    if kind is ErrorKind.LOADER_LOST:
-        return f"a loader process of {rank} died"
-    return f"{rank} died"
+    """Return which process died: the rank's own, unless its error names a loader process."""
+    return f"a loader process of {rank} died" if kind is ErrorKind.LOADER_LOST else f"{rank} died"
 
 
 def story(fault: Failure) -> list[str]:

@@ -26,7 +26,9 @@ def test_both_targets_of_ours_copy_what_their_own_build_installed() -> None:
         assert ("COPY", f"--from=build-{target} /opt/everstep /opt/everstep") in stages[
             target
         ].instructions
+        assert stages[target].instructions[-1] == ("USER", "everstep"), (
+            "the image runs as nobody else"
+        )
     assert stages["runtime"].base == stages["build"].base, (
         "a virtual environment moves only to the same Python"
     )
-    assert ("USER", "everstep") in stages["runtime"].instructions

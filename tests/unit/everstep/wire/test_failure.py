@@ -108,7 +108,6 @@ def test_the_kind_is_what_the_rank_said_and_else_what_older_drivers_wrote(
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("device", "the GPU of rank 1 on node node-2 failed at step 7"),
         ("loader_lost", "a loader process of rank 1 on node node-2 died at step 7"),
         (None, "rank 1 on node node-2 died at step 7"),
     ],
