@@ -81,6 +81,8 @@ def _judgement(evidence: Evidence, first: RankReport | None, verdict: Verdict) -
     exception = error.summary if error else evidence.control_error
     if first is not None and error is None:
         exception = first.hang
+    elif first is None and verdict is Verdict.HANG:
+        exception = next((report.hang for report in evidence.ranks if report.hang), None)
     return Judgement(
         verdict=verdict,
         first_rank=first.rank if first else None,

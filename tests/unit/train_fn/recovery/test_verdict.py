@@ -372,9 +372,10 @@ def test_a_gpu_that_a_dead_rank_still_fills_is_not_too_small(phase: str) -> None
 
 def test_a_hang_without_evidence_of_who_hangs_names_nobody() -> None:
     """All ranks of a group on GPUs sit in one call: an innocent node must not be counted out."""
-    given_up = report(2, unresponsive=True, is_unproven=True)
+    given_up = report(2, unresponsive=True, is_unproven=True, hang="no sign of life for 60 s")
     result = judged(report(0, still_running=True, held_up=True), given_up)
     assert (result.verdict, result.first_rank, result.node_id) == (Verdict.HANG, None, None)
+    assert result.exception == "no sign of life for 60 s", "what the limit was is told all the same"
     proven = report(1, unresponsive=True)
     result = judged(proven, given_up)
     assert (result.verdict, result.first_rank, result.node_id) == (Verdict.HANG, 1, "n1")
