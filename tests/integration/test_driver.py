@@ -297,6 +297,21 @@ def test_the_same_user_error_at_the_same_step_twice_stops_the_run(begin: Begin) 
     assert "step 40 twice" in finished["reason"]["message"]
 
 
+def test_a_gpu_that_fails_is_nobodys_fault_and_the_run_goes_on_elsewhere(begin: Begin) -> None:
+    run = begin(small_spec(60, 5, device_fails_at="40"), small=True)
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+    [failure] = [event.data for event in run.of(EventKind.FAILURE)]
+    assert (failure["verdict"], failure["first_rank"], failure["step"]) == ("hardware", 1, 40)
+    assert (failure["budget"], failure["action"]) == (
+        "system_failures",
+        "restart at once elsewhere",
+    )
+    assert "nvidia-smi" in failure["evidence"]["device"]["problem"], "this machine has none"
+    after = run.of(EventKind.ATTEMPT_STARTED)[1].data["workers"]
+    assert failure["node_id"] not in {worker["node_id"] for worker in after}
+
+
 def test_ranks_leave_a_draining_node_before_it_goes(begin: Begin, cluster: RayCluster) -> None:
     run = begin(spec(train={"epochs": 5000, "global_batch_size": 64}))
     run.wait_for_step(20)

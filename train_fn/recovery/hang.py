@@ -22,7 +22,11 @@ ABORTING_SILENT_S = 10.0
 WAITING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py"),
     *("/ray/_private/", "/ray/train/", "/ray/util/"),
-    *("/train_fn/loop/replica.py", "/train_fn/loop/restore.py", "/train_fn/user_code/packages.py"),
+    *(
+        "/train_fn/loop/replica.py",
+        "/train_fn/loop/state_broadcast.py",
+        "/train_fn/user_code/packages.py",
+    ),
     *("/train_fn/step/buffers.py", "/train_fn/step/peers.py", "/train_fn/step/step_totals.py"),
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
