@@ -72,6 +72,62 @@ class Clipped(HalvedCopies):
         return model
 
 
+class Replaced(HalvedCopies):
+    """Puts another parameter in the place of the weight, which the optimizer does not hold."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        self.calls += 1
+        if self.calls == 3:
+            model.weight = nn.Parameter(model.weight.detach().clone())
+        return super().loss(model, batch)
+
+
+class Zeroing(HalvedCopies):
+    """Throws away the gradients of earlier micro-batches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        model.zero_grad(set_to_none=False)
+        return super().loss(model, batch)
+
+
+class ZeroingToNone(HalvedCopies):
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        model.zero_grad()
+        return super().loss(model, batch)
+
+
+class Doubles(Halved):
+    """Everything in float64, by torch's default."""
+
+    copies = True
+
+    def build_model(self) -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        return nn.Linear(4, 1)
+
+    def collate(self, samples: list[Any]) -> Any:
+        rows, y = super().collate(samples)
+        return [row.double() for row in rows], y.double()
+
+
+def zeroing() -> None:
+    replica.build_task = lambda spec: Zeroing()
+
+
+def zeroing_to_none() -> None:
+    replica.build_task = lambda spec: ZeroingToNone()
+
+
+def replaced() -> None:
+    replica.build_task = lambda spec: Replaced()
+
+
+def doubles() -> None:
+    replica.build_task = lambda spec: Doubles()
+
+
 def halved() -> None:
     replica.build_task = lambda spec: Halved()
 
@@ -106,3 +162,40 @@ def test_a_batch_may_be_changed_and_hooks_on_gradients_are_named(
     assert len(outcome.losses) == 2
     warnings = outcome.of_kind(EventKind.TRAINING_STARTED)[0]["warnings"]
     assert [text[:24] for text in warnings] == ["gradient hooks on weight"] * num_warnings
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_the_loss_replaces_never_ends_in_a_run_that_succeeds(
+    world_size: int, tmp_path: Path
+) -> None:
+    job = Job(
+        make_run_dir(tmp_path), small_spec(16, 4, epochs=1), world_size, setup=f"{HERE}:replaced"
+    )
+    errors = errors_of(run_ranks(job, tmp_path))
+    assert {error.type for error in errors} == {"BadTask"}
+    assert "put other parameters in place" in errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup"), [(1, "zeroing"), (2, "zeroing_to_none"), (3, "zeroing")]
+)
+def test_a_loss_that_throws_gradients_away_is_refused_by_every_rank(
+    world_size: int, setup: str, tmp_path: Path
+) -> None:
+    job = Job(make_run_dir(tmp_path), small_spec(16, 4), world_size, setup=f"{HERE}:{setup}")
+    errors = errors_of(run_ranks(job, tmp_path))
+    assert len(errors) == world_size
+    assert {error.type for error in errors} == {"BadTask"}
+    assert all("changes gradients, by zero_grad()" in error.message for error in errors)
+
+
+def test_another_default_dtype_changes_nothing_of_the_exchange(tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2, 3):
+        run_dir = make_run_dir(tmp_path, f"run_{world_size}")
+        job = Job(run_dir, small_spec(16, 4), world_size, setup=f"{HERE}:doubles")
+        found.append(train_to_end(job, tmp_path).losses)
+    alone, *others = found
+    assert len(alone) == 2
+    for losses in others:
+        assert losses == pytest.approx(alone, rel=1e-6)

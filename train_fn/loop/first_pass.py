@@ -14,6 +14,7 @@ from train_fn.samples.randomness import torch_generators
 from train_fn.samples.sampler import IndexArray, MicroBatch
 from train_fn.state.contents import Sketch, alike, few, sketch
 from train_fn.state.optim import drop_gradients
+from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import WarmUp, untrained_places
@@ -43,7 +44,9 @@ def run_first_pass(
     attributes = PlainAttributes(_owners(replica))
     replica.seed(0, 0)
     generators = torch_generators(peers.device)
+    watched = GradientWatch(replica.parameters)
     loss_sum, weight = replica.wrapped(batch)
+    watched.require_untouched(told(task, "loss"))
     if replica.draws_from_torch_alone:
         replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
     moving, ignored = warm_up.look()

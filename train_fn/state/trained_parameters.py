@@ -8,12 +8,15 @@ that it held then: a layer that is unfrozen later would never learn, and nobody 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import few
+
+_WATCHED_BYTES = 64 << 20
 
 _is_trained = operator.attrgetter("requires_grad")
 _WAY_OUT = (
@@ -78,6 +81,35 @@ class TrainedParameters:
                 f"{source} changed which parameters the optimizer holds: it had "
                 f"{sum(map(len, self._held))} in {len(self._held)} "
                 f"groups. {_WAY_OUT}"
+            )
+
+
+class GradientWatch:
+    """Tells whether a forward pass changes gradients: those of earlier micro-batches would be lost,
+    of a share whose size depends on the number of ranks."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters a gradient of zero, as far as these take no more memory than
+        ``_WATCHED_BYTES``."""
+        self._watched: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        left = _WATCHED_BYTES
+        for parameter in parameters:
+            if parameter.nbytes <= left:
+                left -= parameter.nbytes
+                parameter.grad = gradient = torch.zeros_like(parameter)
+                self._watched.append((parameter, gradient, gradient._version))
+
+    def require_untouched(self, source: str) -> None:
+        """Take the gradients away again. Raise BadTask where ``source`` changed one."""
+        touched = False
+        for parameter, gradient, version in self._watched:
+            touched |= parameter.grad is not gradient or gradient._version != version
+            parameter.grad = None
+        if touched:
+            raise BadTask(
+                f"{source} changes gradients, by zero_grad() or a backward of its own: those of "
+                "earlier micro-batches of the step would be lost. Leave gradients alone, and "
+                "return all that is to be minimised as the loss"
             )
 
 

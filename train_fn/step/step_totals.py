@@ -169,7 +169,9 @@ class Carrier:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self.numbers = nn.Parameter(
-            torch.zeros(_NUM_NUMBERS + 2 * peers.world_size, device=peers.device)
+            torch.zeros(
+                _NUM_NUMBERS + 2 * peers.world_size, dtype=torch.float32, device=peers.device
+            )
         )
         self._written = np.zeros(_NUM_NUMBERS + 2 * peers.world_size, np.float32)
         """Of which the places of other ranks stay zero."""
