@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, not_found
 from service.db.audit import current_entry
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
 from service.model.rows import Role, TokenRow
 from service.model.run_rows import RunRow

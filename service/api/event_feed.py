@@ -16,7 +16,7 @@ from everstep.wire import RunStatus
 from service.api import sse
 from service.api.answers import event_answer
 from service.api.blocking_calls import BlockingCalls
-from service.db.engine import DatabaseUnavailable
+from service.db.errors import DatabaseUnavailable
 from service.db.events import EventStore
 from service.model.rows import EventRow
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from service.api.blocking_calls import BlockingCalls
-from service.db.engine import DatabaseUnavailable
+from service.db.errors import DatabaseUnavailable
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
 

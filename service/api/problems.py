@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from everstep.errors import FieldError, InvalidSpec
-from service.db.engine import DatabaseUnavailable, Unstorable
+from service.db.errors import DatabaseUnavailable, Unstorable
 from service.db.idempotency import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
 from service.model.states import TransitionConflict

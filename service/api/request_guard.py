@@ -13,7 +13,7 @@ from service.api.context import ApiContext
 from service.api.problems import ProblemError, problem_response
 from service.api.spec_body import MAX_BODY_BYTES
 from service.db.audit import AuditEntry, begin_entry
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 
 logger = structlog.get_logger(__name__)
 

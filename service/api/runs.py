@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Query, Response
-from pydantic_core import to_json
 
-from everstep.errors import FieldError, InvalidSpec
-from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import Page, Run, RunStatus
-from service.api.answers import JsonObject, as_json, run_answer, run_json
-from service.api.auth import (
-    CallerToConfirm,
-    Claimant,
-    ControlledRun,
-    Principal,
-    SeenRunOfPath,
-    VisibleRun,
-)
-from service.api.code import check_code
+from everstep.wire import Page, Run
+from service.api.answers import as_json, run_answer, run_json
+from service.api.auth import CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
-from service.api.origins import with_origin
-from service.api.paging import Cursor, Limit, parse_run_cursor, run_cursor
-from service.api.problems import ProblemError, invalid_request
-from service.api.spec_body import content_sha256, read_json, validated
-from service.db.engine import Guard
-from service.db.idempotency import IdempotencyKey
-from service.db.new_run import first_transition
-from service.db.projects import UnknownProject
-from service.db.run_lookup import Place, RunFilter
-from service.model.rows import TransitionRow
-from service.model.run_rows import RunHead, RunRow
+from service.api.paging import Cursor, Limit, parse_run_cursor
+from service.api.run_list import SHORT_PAGE, confirmed_page, parse_tag, statuses
+from service.api.spec_body import read_json
+from service.api.submission import submitted
+from service.db.run_lookup import RunFilter
+from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
-
-_SHORT_PAGE: Final = 50
 
 
 @router.post(
@@ -81,111 +61,6 @@ async def create_run(
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
 
-async def submitted(
-    context: ApiContext,
-    caller: Principal,
-    raw: object,
-    idempotency_key: str | None,
-    confirm: Guard | None = None,
-    *,
-    create_project: bool = False,
-) -> tuple[JsonObject, bool]:
-    """The run that a spec asks for, and whether it is new.
-
-    Args:
-        context: The service's.
-        caller: Who asks.
-        raw: The spec as it came.
-        idempotency_key: The client's name for the request.
-        confirm: Raises where the caller may not have it after all.
-        create_project: Make a project that is missing; a caller's own project is made anyhow.
-    """
-    caller.require("submitter")
-    spec = await validated(parse_spec, raw)
-    if not caller.reaches(spec.project):
-        raise ProblemError(
-            403,
-            "forbidden",
-            f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}",
-        )
-    idempotency = _idempotency(idempotency_key, caller, raw)
-    faults: list[FieldError] = []
-    with _gathered(faults):
-        context.pip_rule.check(spec)
-    with _gathered(faults):
-        _check_notify(context, spec)
-    with _gathered(faults):
-        context.storage_roots.check_data(spec)
-    # what follows tells of what there is
-    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
-        await context.database_look(_confirmed, context, confirm)
-    if spec.code is not None:
-        with _gathered(faults):
-            await check_code(context, caller, spec.project, spec.code)
-    if spec.resume_from is not None and not await context.database_call(
-        context.runs.knows, idempotency
-    ):
-        with _gathered(faults):
-            spec = await with_origin(context, spec, keep=not faults)
-    if faults:
-        raise InvalidSpec(tuple(faults))
-    make = partial(
-        context.runs.create,
-        spec,
-        caller.token_id,
-        idempotency,
-        confirm,
-        create_project=create_project or caller.project is not None,
-    )
-    try:
-        (run, transitions), is_new = await context.database_write(_made, context, make)
-    except UnknownProject as exc:
-        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    return run_json(
-        run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url
-    ), is_new
-
-
-@contextmanager
-def _gathered(faults: list[FieldError]) -> Iterator[None]:
-    """All that is wrong with a spec is told at once."""
-    try:
-        yield
-    except InvalidSpec as exc:
-        faults += exc.errors
-
-
-def _check_notify(context: ApiContext, spec: RunSpec) -> None:
-    """Raises InvalidSpec where this service calls no such URL."""
-    if spec.notify is not None and not context.notify.allows(spec.notify.url):
-        allowed = ", ".join(sorted(context.notify.origins)) or "none"
-        msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
-        raise InvalidSpec((FieldError(("notify", "url"), msg),))
-
-
-def _confirmed(context: ApiContext, confirm: Guard) -> None:
-    with context.database.look() as connection:
-        confirm(connection)
-
-
-def _made(
-    context: ApiContext, make: Callable[[], tuple[RunRow, bool]]
-) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
-    run, is_new = make()
-    return (
-        run,
-        [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id],
-    ), is_new
-
-
-def _idempotency(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
-    if key is None:
-        return None
-    if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
-        raise invalid_request("Idempotency-Key", msg="must be 1 to 255 printable ASCII characters")
-    return IdempotencyKey(caller.token_id, key, content_sha256(raw))
-
-
 @router.get("", summary="List runs", response_model=Page[Run], responses=problem_answers(422))
 async def list_runs(
     context: Context,
@@ -220,104 +95,14 @@ async def list_runs(
 ) -> Response:
     """Newest first; those of the token's project."""
     wanted = RunFilter(
-        project, _statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
+        project, statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
     )
     before = parse_run_cursor(cursor)
     # A search reads run after run, and many take long to tell of: meanwhile the event loop serves
     # others.
-    ask = context.database_call if search or limit > _SHORT_PAGE else context.database_look
-    answer = await ask(_confirmed_page, context, caller, wanted, limit, before)
+    ask = context.database_call if search or limit > SHORT_PAGE else context.database_look
+    answer = await ask(confirmed_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
-
-
-async def found_runs(
-    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None
-) -> Page[Run]:
-    """A page of those of the runs that the caller may see."""
-    found = await context.database_call(
-        _page, context, caller, wanted, limit, parse_run_cursor(cursor)
-    )
-    return Page[Run].model_validate_json(found)
-
-
-def _confirmed_page(
-    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
-) -> bytes:
-    """The page in JSON. Raises 401 where the caller's token is worth nothing any more."""
-    with context.database.look() as connection:
-        if not _reaches_any(caller, wanted):
-            caller.confirm(context, connection)
-            return _page_of(context, [], limit)
-        heads = context.runs.claimed_page(caller.claim, _reached(caller, wanted), limit + 1, before)
-        if heads is None:
-            raise caller.refused(context)
-        return _page_of(context, heads, limit)
-
-
-def _page(
-    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None
-) -> bytes:
-    """The page in JSON, for a caller who was confirmed."""
-    heads = (
-        context.runs.page(_reached(caller, wanted), limit + 1, before)
-        if _reaches_any(caller, wanted)
-        else []
-    )
-    return _page_of(context, heads, limit)
-
-
-def _reaches_any(caller: Principal, wanted: RunFilter) -> bool:
-    return caller.project is None or wanted.project in (None, caller.project)
-
-
-def _reached(caller: Principal, wanted: RunFilter) -> RunFilter:
-    return replace(wanted, project=caller.project or wanted.project)
-
-
-def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes:
-    """These runs in JSON, ``limit`` of them at most."""
-    answers = _answers_about(context, heads[:limit])
-    cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
-    # one may have been deleted since
-    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)
-    return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
-
-
-def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, bytes]:
-    """Each run in JSON; what was written about one that has ended is taken again."""
-    about = dashboard_url, public_url = context.cluster_view.dashboard_url, context.public_url
-    kept = {head.id: context.kept_answers.get(head, about) for head in heads}
-    found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
-    now, fresh = (
-        context.clock(),
-        context.runs.listed([run_id for run_id in kept if run_id not in found]),
-    )
-    for head in heads:
-        if head.id in fresh:
-            run, transitions = fresh[head.id]
-            found[head.id] = to_json(run_json(run, transitions, dashboard_url, now, public_url))
-            if run.status.terminal:
-                context.kept_answers.keep(head, about, found[head.id])
-    return found
-
-
-def _statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
-    names = [name.strip().upper() for text in given for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in set(RunStatus)]
-    if unknown:
-        raise invalid_request(
-            "status",
-            msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}",
-        )
-    return tuple(RunStatus(name) for name in names)
-
-
-def parse_tag(text: str) -> tuple[str, str | None]:
-    """``key=value`` or ``key`` as a filter has it."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        key, separator, value = text.partition(":")
-    return key, value if separator else None
 
 
 @router.get("/{run_id}", summary="One run", response_model=Run, responses=problem_answers(404))

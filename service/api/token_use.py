@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 
 from service.api.blocking_calls import BlockingCalls
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.tokens import TokenStore
 
 logger = structlog.get_logger(__name__)

@@ -17,16 +17,15 @@ from alembic.config import Config
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DatabaseError as SqlDatabaseError
-from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from service.db import postgresql
-from service.db.shared_commits import SharedCommits, WriterTimeout
+from service.db.errors import BUSY_TIMEOUT_MS, DatabaseError, DatabaseUnavailable, mapped_errors
+from service.db.shared_commits import SharedCommits
 
 T = TypeVar("T")
 
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
-BUSY_TIMEOUT_MS: Final = 10_000
 POOL_SIZE: Final = 8
 _MIGRATION_LOCK: Final = 0x65766572_73746570
 """Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the
@@ -37,23 +36,6 @@ Guard = Callable[[Connection], None]
 Companion = Callable[[Connection], Callable[[], None] | None]
 """Called at the end of every write, to write what belongs to it; returns what to call once all of
 it is committed."""
-
-
-class DatabaseError(Exception):
-    """Base of the errors of this package.
-
-    DatabaseError
-    └── DatabaseUnavailable   it cannot be opened or reached, or is locked for too long
-    """
-
-
-class DatabaseUnavailable(DatabaseError):
-    """The database cannot be opened or reached now; the same call may succeed later."""
-
-
-class Unstorable(ValueError):
-    """A value that no column can hold, or be compared with: nothing is wrong with the database, and
-    asking again is no use."""
 
 
 class Database:
@@ -145,7 +127,7 @@ class Database:
             yield begun
             return
         assert self._of_loop() is None, "a read in the event loop would hold it up"
-        with _mapped_errors(), self._engine.connect() as connection:
+        with mapped_errors(), self._engine.connect() as connection:
             if not self.is_sqlite:
                 connection = connection.execution_options(isolation_level="REPEATABLE READ")
             with connection.begin():
@@ -165,7 +147,7 @@ class Database:
         if begun is not None:
             yield begun
             return
-        with _mapped_errors(), self._engine.connect() as connection:
+        with mapped_errors(), self._engine.connect() as connection:
             alone = (
                 {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
             )
@@ -191,7 +173,7 @@ class Database:
 
         On SQLite several threads' may be committed at once (shared_commits.py).
         """
-        with _mapped_errors():
+        with mapped_errors():
             with self._transaction() as connection:
                 if self._guard is not None:
                     self._guard(connection)
@@ -220,7 +202,7 @@ class Database:
         """
         assert self._shared_commits is not None
         called_later: list[Callable[[], None]] = []
-        with _mapped_errors(), self._shared_commits.together() as connection:
+        with mapped_errors(), self._shared_commits.together() as connection:
             self._own.reading, self._own.committed = connection, called_later
             try:
                 yield
@@ -241,7 +223,7 @@ class Database:
             return call()
         if self._loop is None:
             self._loop = postgresql.LoopConnections(self.url, self._options())
-        with _mapped_errors():
+        with mapped_errors():
             return await self._loop.run(partial(self._call_on, call), writes=writes)
 
     def _call_on(self, call: Callable[[], T], connection: Connection) -> T:
@@ -285,31 +267,6 @@ def checked_url(url: str) -> URL:
             f"{backend} is not served; give sqlite:///PATH or postgresql+psycopg://…"
         )
     return found.set(drivername=drivers[backend])
-
-
-@contextmanager
-def _mapped_errors() -> Iterator[None]:
-    """The one place where the driver's errors become ours. Integrity errors and bugs stay what they
-    are."""
-    try:
-        yield
-    except WriterTimeout as exc:
-        raise DatabaseUnavailable(
-            f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s"
-        ) from exc
-    except OperationalError as exc:
-        raise DatabaseUnavailable(str(exc.orig)) from exc
-    except DataError as exc:
-        raise Unstorable(str(exc.orig)) from exc
-    except DBAPIError as exc:
-        # The base class itself is what SQLite says of a file that is damaged or of another kind.
-        if exc.connection_invalidated or type(exc) is SqlDatabaseError:
-            raise DatabaseUnavailable(str(exc.orig)) from exc
-        raise
-    except SQLAlchemyError as exc:
-        if type(exc).__name__ == "TimeoutError":
-            raise DatabaseUnavailable("no connection became free in time") from exc
-        raise
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:

@@ -12,7 +12,8 @@ from sqlalchemy import ColumnElement, Connection, LargeBinary, Text, cast, func,
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.tables import checkpoint_checks, events, runs
 from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow

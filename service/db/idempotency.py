@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select
 
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.run_lookup import find_run
 from service.db.tables import idempotency_keys
 from service.model.run_rows import RunRow

@@ -11,7 +11,8 @@ from typing import Final
 from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.tables import leases
 
 LEASE_S: Final = 5.0

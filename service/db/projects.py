@@ -15,7 +15,8 @@ from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
 from service.db.audit import note_target
 from service.db.conflicts import insert_missing
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.planner_hints import IS_LIVE
 from service.db.tables import projects, runs, tokens
 from service.model.rows import ProjectRow

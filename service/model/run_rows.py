@@ -171,7 +171,8 @@ class ListedRun(RunSummary):
     def read(cls, values: Iterable[Any]) -> Self:
         run = super().read(values)
         if run.resume_from is not None:  # as JSON
-            origin = StoredSpec.read({"resume_from": run.resume_from}).resume_from
+            # as StoredSpec reads it: fields of newer versions are ignored
+            origin = ResumeFrom.model_validate(run.resume_from, extra="ignore")
             object.__setattr__(run, "resume_from", origin)
         return run
 

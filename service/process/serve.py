@@ -32,7 +32,8 @@ from service.api.auth import (
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore

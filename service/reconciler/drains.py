@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact

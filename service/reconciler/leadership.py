@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection
 
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.lease import Lease, LeaseLost, LeaseStore
 
 LEASE_NAME: Final = "reconciler"

@@ -13,7 +13,7 @@ import structlog
 from service.cluster.ray_jobs import RayJobs
 from service.control_files.kept_checkpoints import KeptSteps
 from service.control_files.node_marks import MarksFile
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.events import EventStore
 from service.db.lease import LeaseLost
 from service.db.node_marks import NodeMarkStore

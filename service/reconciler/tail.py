@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import structlog
 
-from service.db.engine import DatabaseError
+from service.db.errors import DatabaseError
 from service.db.events import EventStore, JournalGap
 from service.figures import RunFigures
 from service.model.run_rows import RunRow

@@ -13,8 +13,8 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.wire.metric_names import mode_of
 from service.api.context import Context
 from service.api.problems import ProblemError
-from service.api.runs import submitted
 from service.api.spec_body import check_shape, content_sha256, validated
+from service.api.submission import submitted
 from service.web.rendering import PageRoute
 from service.web.run_pages import run_page
 from service.web.session import CheckedForm, WebCaller, WebRun

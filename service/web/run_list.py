@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from everstep.wire import RunStatus
 from service.api.context import Context
-from service.api.runs import found_runs, parse_tag
+from service.api.run_list import found_runs, parse_tag
 from service.db.run_lookup import RunFilter
 from service.web.formatting import STATUS_GROUPS, progress_share
 from service.web.rendering import PageRoute, page

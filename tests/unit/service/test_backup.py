@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from everstep.spec.parsing import parse_spec
-from service import backup, tree_copy
-from service.backup import BackupError, create, restore
-from service.db.engine import Database, DatabaseError
+from service import tree_copy
+from service.backup.__main__ import main
+from service.backup.copies import MANIFEST, create, restore
+from service.backup.database_copy import BackupError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.process.home import HomeError, HomeLock
@@ -130,7 +133,7 @@ def test_a_copy_that_was_damaged_or_never_finished_is_refused(
     (copy / "everstep.db").write_bytes(data)
     with pytest.raises(BackupError, match="other bytes"):
         restore(other, copy)
-    (copy / backup.MANIFEST).unlink()
+    (copy / MANIFEST).unlink()
     with pytest.raises(BackupError, match="is no copy"):
         restore(other, copy)
 
@@ -182,9 +185,9 @@ def test_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
-    assert backup.main(["create", str(tmp_path / "copy")]) == 0
+    assert main(["create", str(tmp_path / "copy")]) == 0
     assert "1 runs, 0 checkpoints" in capsys.readouterr().out
-    assert backup.main(["restore", str(tmp_path / "copy")]) == 1
+    assert main(["restore", str(tmp_path / "copy")]) == 1
     assert "everstep restore:" in capsys.readouterr().err
 
 
@@ -197,10 +200,10 @@ def test_the_database_may_be_named_in_a_file(
     (tmp_path / "url").write_text(f"{served.database_url}\n")
     monkeypatch.setenv("EVERSTEP_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "url"))
-    assert backup.main(["create", str(tmp_path / "copy"), "--storage", served.storage_uri]) == 0
+    assert main(["create", str(tmp_path / "copy"), "--storage", served.storage_uri]) == 0
     assert "1 runs, 0 checkpoints" in capsys.readouterr().out
     monkeypatch.setenv("EVERSTEP_DATABASE_FILE", str(tmp_path / "none"))
-    assert backup.main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1
+    assert main(["create", str(tmp_path / "other"), "--storage", served.storage_uri]) == 1
 
 
 def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
@@ -233,7 +236,7 @@ def test_nothing_that_a_run_plants_is_followed_or_stops_a_copy(
     )
     assert any("planted: a link" in words for words in made.skipped)
     monkeypatch.setenv("EVERSTEP_HOME", str(served.home))
-    assert backup.main(["create", str(tmp_path / "told")]) == 0
+    assert main(["create", str(tmp_path / "told")]) == 0
     assert "left out: 6 links" in capsys.readouterr().out
 
 

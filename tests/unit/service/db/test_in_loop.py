@@ -13,7 +13,8 @@ from sqlalchemy import text
 
 from everstep.spec.parsing import parse_spec
 from service.db import postgresql as connections
-from service.db.engine import Database, DatabaseUnavailable
+from service.db.engine import Database
+from service.db.errors import DatabaseUnavailable
 from service.db.postgresql import LOOKS, WRITES
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import Database, Unstorable
+from service.db.engine import Database
+from service.db.errors import Unstorable
 from service.db.events import EventPage, EventStore, JournalGap
 from service.db.runs import RunStore
 from service.db.series import SeriesStore

@@ -18,7 +18,8 @@ from sqlalchemy import text
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.db.engine import Database, DatabaseUnavailable
+from service.db.engine import Database
+from service.db.errors import DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.idempotency import IdempotencyConflict, IdempotencyKey
 from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id

@@ -16,7 +16,8 @@ from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.team import Quotas
 from service.db.audit import AuditEntry, AuditStore, begin_entry
-from service.db.engine import Database, DatabaseError, DatabaseUnavailable
+from service.db.engine import Database
+from service.db.errors import DatabaseError, DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.lease import LEASE_S, LeaseLost, LeaseStore
 from service.db.projects import ProjectStore, QuotaExceeded

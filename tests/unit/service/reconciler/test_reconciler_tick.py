@@ -16,7 +16,7 @@ import pytest
 
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import DatabaseUnavailable
+from service.db.errors import DatabaseUnavailable
 from service.db.tables import runs
 from service.reconciler import execute
 from service.reconciler import tail as tail_module

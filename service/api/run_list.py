@@ -1,0 +1,110 @@
+"""Pages of runs: the filters, the query and the answers in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from pydantic_core import to_json
+
+from everstep.wire import Page, Run, RunStatus
+from service.api.answers import run_json
+from service.api.auth import Claimant, Principal
+from service.api.context import ApiContext
+from service.api.paging import parse_run_cursor, run_cursor
+from service.api.problems import invalid_request
+from service.db.run_lookup import Place, RunFilter
+from service.model.run_rows import RunHead
+
+SHORT_PAGE: Final = 50
+
+
+async def found_runs(
+    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None
+) -> Page[Run]:
+    """A page of those of the runs that the caller may see."""
+    found = await context.database_call(
+        _page, context, caller, wanted, limit, parse_run_cursor(cursor)
+    )
+    return Page[Run].model_validate_json(found)
+
+
+def confirmed_page(
+    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
+) -> bytes:
+    """The page in JSON. Raises 401 where the caller's token is worth nothing any more."""
+    with context.database.look() as connection:
+        if not _reaches_any(caller, wanted):
+            caller.confirm(context, connection)
+            return _page_of(context, [], limit)
+        heads = context.runs.claimed_page(caller.claim, _reached(caller, wanted), limit + 1, before)
+        if heads is None:
+            raise caller.refused(context)
+        return _page_of(context, heads, limit)
+
+
+def _page(
+    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None
+) -> bytes:
+    """The page in JSON, for a caller who was confirmed."""
+    heads = (
+        context.runs.page(_reached(caller, wanted), limit + 1, before)
+        if _reaches_any(caller, wanted)
+        else []
+    )
+    return _page_of(context, heads, limit)
+
+
+def _reaches_any(caller: Principal, wanted: RunFilter) -> bool:
+    return caller.project is None or wanted.project in (None, caller.project)
+
+
+def _reached(caller: Principal, wanted: RunFilter) -> RunFilter:
+    return replace(wanted, project=caller.project or wanted.project)
+
+
+def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes:
+    """These runs in JSON, ``limit`` of them at most."""
+    answers = _answers_about(context, heads[:limit])
+    cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
+    # one may have been deleted since
+    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)
+    return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
+
+
+def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, bytes]:
+    """Each run in JSON; what was written about one that has ended is taken again."""
+    about = dashboard_url, public_url = context.cluster_view.dashboard_url, context.public_url
+    kept = {head.id: context.kept_answers.get(head, about) for head in heads}
+    found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
+    now, fresh = (
+        context.clock(),
+        context.runs.listed([run_id for run_id in kept if run_id not in found]),
+    )
+    for head in heads:
+        if head.id in fresh:
+            run, transitions = fresh[head.id]
+            found[head.id] = to_json(run_json(run, transitions, dashboard_url, now, public_url))
+            if run.status.terminal:
+                context.kept_answers.keep(head, about, found[head.id])
+    return found
+
+
+def statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
+    names = [name.strip().upper() for text in given for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in set(RunStatus)]
+    if unknown:
+        raise invalid_request(
+            "status",
+            msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}",
+        )
+    return tuple(RunStatus(name) for name in names)
+
+
+def parse_tag(text: str) -> tuple[str, str | None]:
+    """``key=value`` or ``key`` as a filter has it."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        key, separator, value = text.partition(":")
+    return key, value if separator else None

@@ -1,0 +1,129 @@
+"""Submit a run: check the spec and all that it refers to, then record it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from everstep.errors import FieldError, InvalidSpec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
+from service.api.answers import JsonObject, run_json
+from service.api.auth import Principal
+from service.api.code import check_code
+from service.api.context import ApiContext
+from service.api.origins import with_origin
+from service.api.problems import ProblemError, invalid_request
+from service.api.spec_body import content_sha256, validated
+from service.db.engine import Guard
+from service.db.idempotency import IdempotencyKey
+from service.db.new_run import first_transition
+from service.db.projects import UnknownProject
+from service.model.rows import TransitionRow
+from service.model.run_rows import RunRow
+
+
+async def submitted(
+    context: ApiContext,
+    caller: Principal,
+    raw: object,
+    idempotency_key: str | None,
+    confirm: Guard | None = None,
+    *,
+    create_project: bool = False,
+) -> tuple[JsonObject, bool]:
+    """The run that a spec asks for, and whether it is new.
+
+    Args:
+        context: The service's.
+        caller: Who asks.
+        raw: The spec as it came.
+        idempotency_key: The client's name for the request.
+        confirm: Raises where the caller may not have it after all.
+        create_project: Make a project that is missing; a caller's own project is made anyhow.
+    """
+    caller.require("submitter")
+    spec = await validated(parse_spec, raw)
+    if not caller.reaches(spec.project):
+        raise ProblemError(
+            403,
+            "forbidden",
+            f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}",
+        )
+    idempotency = _idempotency(idempotency_key, caller, raw)
+    faults: list[FieldError] = []
+    with _gathered(faults):
+        context.pip_rule.check(spec)
+    with _gathered(faults):
+        _check_notify(context, spec)
+    with _gathered(faults):
+        context.storage_roots.check_data(spec)
+    # what follows tells of what there is
+    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
+        await context.database_look(_confirmed, context, confirm)
+    if spec.code is not None:
+        with _gathered(faults):
+            await check_code(context, caller, spec.project, spec.code)
+    if spec.resume_from is not None and not await context.database_call(
+        context.runs.knows, idempotency
+    ):
+        with _gathered(faults):
+            spec = await with_origin(context, spec, keep=not faults)
+    if faults:
+        raise InvalidSpec(tuple(faults))
+    make = partial(
+        context.runs.create,
+        spec,
+        caller.token_id,
+        idempotency,
+        confirm,
+        create_project=create_project or caller.project is not None,
+    )
+    try:
+        (run, transitions), is_new = await context.database_write(_made, context, make)
+    except UnknownProject as exc:
+        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
+    return run_json(
+        run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url
+    ), is_new
+
+
+@contextmanager
+def _gathered(faults: list[FieldError]) -> Iterator[None]:
+    """All that is wrong with a spec is told at once."""
+    try:
+        yield
+    except InvalidSpec as exc:
+        faults += exc.errors
+
+
+def _check_notify(context: ApiContext, spec: RunSpec) -> None:
+    """Raises InvalidSpec where this service calls no such URL."""
+    if spec.notify is not None and not context.notify.allows(spec.notify.url):
+        allowed = ", ".join(sorted(context.notify.origins)) or "none"
+        msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
+        raise InvalidSpec((FieldError(("notify", "url"), msg),))
+
+
+def _confirmed(context: ApiContext, confirm: Guard) -> None:
+    with context.database.look() as connection:
+        confirm(connection)
+
+
+def _made(
+    context: ApiContext, make: Callable[[], tuple[RunRow, bool]]
+) -> tuple[tuple[RunRow, Sequence[TransitionRow]], bool]:
+    run, is_new = make()
+    return (
+        run,
+        [first_transition(run)] if is_new else context.runs.transitions([run.id])[run.id],
+    ), is_new
+
+
+def _idempotency(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
+    if key is None:
+        return None
+    if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
+        raise invalid_request("Idempotency-Key", msg="must be 1 to 255 printable ASCII characters")
+    return IdempotencyKey(caller.token_id, key, content_sha256(raw))

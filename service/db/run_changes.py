@@ -1,0 +1,231 @@
+"""Changes that the reconciler makes to runs, each guarded by what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import bindparam, update
+
+from everstep.wire import Reason, RunStatus
+from everstep.wire.events import EventKind
+from service.db.run_queries import RunQueries
+from service.db.tables import runs
+from service.db.writer import RunWriter
+from service.model.run_rows import RunRow
+from service.model.states import LIVE, SUBMITTED, TransitionConflict
+from service.projections.changes import NO_WORKERS
+from service.projections.reasons import preempted
+
+_SAY: Final = (
+    update(runs)
+    .where(runs.c.id == bindparam("run_id"), runs.c.status == bindparam("expected"))
+    .values(
+        reason_code=bindparam("code"),
+        reason_message=bindparam("message"),
+        updated_at=bindparam("now"),
+        row_version=runs.c.row_version + 1,
+    )
+)
+
+
+class RunChanges(RunQueries):
+    """Changes of a run's state that fail with TransitionConflict if it is not what was expected."""
+
+    def transition(
+        self,
+        run_id: str,
+        expected: RunStatus | Iterable[RunStatus],
+        to: RunStatus,
+        reason: Reason | None = None,
+        *,
+        submission: int | None = None,
+        at: float | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> RunRow:
+        """Change a run's status where it still is what the caller saw.
+
+        Args:
+            run_id: The run.
+            expected: Status, or statuses, in which the change is right.
+            to: New status.
+            reason: Why; None clears the old reason.
+            submission: Submission that the caller saw; None does not check.
+            at: When it happened (unix seconds); None is now.
+            columns: Further columns of the row to set with it.
+
+        Raises:
+            TransitionConflict: The run is gone, elsewhere, or ``to`` may not follow its status.
+        """
+        allowed = frozenset({expected}) if isinstance(expected, RunStatus) else frozenset(expected)
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, allowed, submission, f"it cannot become {to}")
+            writer.set(columns or {})
+            writer.change_status(to, reason, at)
+            return writer.save()
+
+    def claim_submission(
+        self, run_id: str, expected_submission: int, workers_limit: int | None = None
+    ) -> RunRow:
+        """Take the next submission number: from now on only it counts, and what older ones still
+        write is ignored.
+
+        A QUEUED run becomes STARTING and may use ``workers_limit`` ranks, where that is fewer than
+        it asked for; a running one becomes RECOVERING within the limit that it has. Raises
+        TransitionConflict where another submission was claimed meanwhile, or the run is stopping,
+        paused or ended.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            claimable = LIVE - {RunStatus.STOPPING}
+            _expect(
+                writer.run,
+                claimable,
+                expected_submission,
+                f"submission {expected_submission + 1} cannot be claimed",
+            )
+            before = writer.run.status
+            writer.set(
+                {
+                    "submission": expected_submission + 1,
+                    "ray_job_id": None,
+                    "submitted_at": None,
+                    **NO_WORKERS,
+                }
+            )
+            if before == RunStatus.QUEUED:
+                writer.set({"workers_limit": workers_limit})
+                writer.change_status(RunStatus.STARTING, None)
+            elif before == RunStatus.RUNNING or (
+                before == RunStatus.STARTING and writer.run.attempt > 0
+            ):
+                writer.change_status(RunStatus.RECOVERING, None)
+            return writer.save()
+
+    def record_job(self, run_id: str, submission: int, ray_job_id: str) -> RunRow:
+        """Remember the Ray job of a submission. Raises TransitionConflict where a newer one was
+        claimed."""
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
+            writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
+            return writer.save()
+
+    def adopt(self, run_id: str, storage_id: str, newest: int, *, is_short: bool) -> RunRow:
+        """Bring a run that has not ended in line with an adopted storage, and say so in its
+        history.
+
+        Args:
+            run_id: The run.
+            storage_id: Of the storage.
+            newest: Newest submission that has a journal there. Later ones that the database does
+                not know count from now on.
+            is_short: Whether the storage lacks what the database knows: then that is forgotten.
+
+        Raises TransitionConflict where the run is gone.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            before = writer.run.submission
+            if writer.run.status.terminal:
+                return writer.run
+            if newest > before:
+                writer.set({"submission": newest, "ray_job_id": f"{run_id}-s{newest:03d}"})
+            if is_short:
+                writer.set({"journal_submission": 0, "journal_cursor": None, "journal_n": 0})
+                writer.set({"recent_checkpoints": [], "latest_checkpoint": None})
+            data = {
+                "storage_id": storage_id,
+                "submission_before": before,
+                "submission": max(newest, before),
+                "lost": is_short,
+            }
+            writer.append(EventKind.STORAGE_ADOPTED, self._clock(), data)
+            return writer.save()
+
+    def preempt(self, run_id: str, submission: int, by: str) -> RunRow:
+        """Ask a run to pause for run ``by`` of a higher priority. Once paused it queues again, in
+        the same transaction.
+
+        Raises TransitionConflict where it is stopping already, has another submission, or nothing
+        of it is on the cluster.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(
+                writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be preempted"
+            )
+            writer.set(
+                {"stop_requested": "pause", "stop_requested_at": self._clock(), "preempted_by": by}
+            )
+            writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": "pause"})
+            writer.change_status(RunStatus.STOPPING, preempted(writer.told(by)))
+            return writer.save()
+
+    def shrink(self, run_id: str, submission: int, to: int, by: str) -> RunRow:
+        """Let a run use at most ``to`` ranks until ``unshrink``, for run ``by`` of a higher
+        priority.
+
+        Raises TransitionConflict where it is stopping, has another submission, or nothing of it is
+        on the cluster.
+        """
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be shrunk")
+            writer.set({"shrunk": {"to": to, "by": by, "at": self._clock()}})
+            writer.append(
+                EventKind.WORKERS_LIMITED,
+                self._clock(),
+                {"limit": to, "by": writer.told(by) or "of another project"},
+            )
+            return writer.save()
+
+    def unshrink(self, run_id: str, submission: int) -> RunRow:
+        """Let a run have what it was started with again. Raises TransitionConflict as
+        ``shrink``."""
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            _expect(
+                writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot grow again"
+            )
+            if writer.run.shrunk is None:
+                return writer.run
+            writer.set({"shrunk": None})
+            writer.append(
+                EventKind.WORKERS_LIMITED,
+                self._clock(),
+                {"limit": writer.run.workers_limit, "by": None},
+            )
+            return writer.save()
+
+    def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> None:
+        """Say why a run waits in its status, or clear it; nothing where it is no longer in it."""
+        self.set_reasons([(run_id, expected, reason)])
+
+    def set_reasons(self, said: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
+        """The same for several runs, as (run id, expected status, reason). Words alone: nothing of
+        it belongs to the history."""
+        now = self._clock()
+        values = [
+            {"run_id": run_id, "expected": expected.value, "now": now}
+            | (
+                {"code": None, "message": None}
+                if reason is None
+                else {"code": reason.code.value, "message": reason.message}
+            )
+            for run_id, expected, reason in said
+        ]
+        with self._database.write() as connection:
+            connection.execute(_SAY, values)
+
+
+def _expect(
+    run: RunRow, allowed: Collection[RunStatus], submission: int | None, wanted: str
+) -> None:
+    if run.status not in allowed:
+        raise TransitionConflict(run.id, run.status, wanted)
+    if submission is not None and run.submission != submission:
+        raise TransitionConflict(
+            run.id, run.status, f"{wanted}: its submission is {run.submission}, not {submission}"
+        )

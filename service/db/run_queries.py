@@ -1,0 +1,147 @@
+"""Queries about runs: one run, a page of runs, what the reconciler works on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+from sqlalchemy import bindparam, func, select
+
+from everstep.wire import RunStatus
+from service.db.engine import Database
+from service.db.planner_hints import IS_LIVE
+from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
+from service.db.status_changes import STATUS_CHANGES, changes_of
+from service.db.tables import runs, transitions
+from service.db.tokens import CLAIM_HOLDS, Claim
+from service.model.rows import TransitionRow
+from service.model.run_rows import ListedRun, RunHead, RunRow
+
+_CHUNK_IDS: Final = 500
+_ROWS: Final = RunRow.select(runs)
+_LISTED_BY_IDS: Final = (
+    ListedRun.select(runs)
+    .add_columns(STATUS_CHANGES)
+    .where(runs.c.id.in_(bindparam("ids", expanding=True)))
+)
+_HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
+_CLAIMED_HEADS: Final = _HEADS.add_columns(CLAIM_HOLDS)
+_STATUS_COUNTS: Final = select(runs.c.status, func.count())
+_LIVE: Final = _ROWS.where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
+_LIVE_HEADS: Final = (
+    select(runs.c.id, runs.c.row_version).where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
+)
+_BY_IDS: Final = _ROWS.where(runs.c.id.in_(bindparam("ids", expanding=True)))
+_TRANSITIONS: Final = (
+    select(*(transitions.c[name] for name in TransitionRow._fields))
+    .where(transitions.c.run_id.in_(bindparam("ids", expanding=True)))
+    .order_by(transitions.c.run_id, transitions.c.seq)
+)
+
+
+class RunQueries:
+    """What the database knows of runs. ``clock`` gives unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def get(self, run_id: str) -> RunRow | None:
+        with self._database.look() as connection:
+            return find_run(connection, run_id)
+
+    def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
+        """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
+        with self._database.read() as connection:
+            return [
+                RunRow.read(row)
+                for row in connection.execute(
+                    *page_query(connection, _ROWS, where, limit, before)
+                ).all()
+            ]
+
+    def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
+        """What ``find`` finds, of which ``listed`` tells more."""
+        with self._database.look() as connection:
+            return [
+                RunHead._make(row)
+                for row in connection.execute(
+                    *page_query(connection, _HEADS, where, limit, before)
+                ).all()
+            ]
+
+    def claimed_page(
+        self, claim: Claim, where: RunFilter, limit: int, before: Place | None = None
+    ) -> list[RunHead] | None:
+        """The same for whoever makes this claim, by the same question to the database; None where
+        it does not hold any more."""
+        with self._database.look() as connection:
+            query, values = page_query(connection, _CLAIMED_HEADS, where, limit, before)
+            rows = connection.execute(query, values | claim.values(self._clock())).all()
+            holds = rows[0][-1] if rows else claim.holds(connection, self._clock())
+        return [RunHead._make(row[:-1]) for row in rows] if holds else None
+
+    def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
+        """These runs with the changes of their status, oldest first, by id; a run that is gone is
+        left out."""
+        if not run_ids:
+            return {}
+        with self._database.look() as connection:
+            rows = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
+        found = [(ListedRun.read(row[:-1]), row[-1]) for row in rows]
+        return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
+
+    def live(self) -> list[RunRow]:
+        """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
+        with self._database.read() as connection:
+            return [RunRow.read(row) for row in connection.execute(_LIVE)]
+
+    def live_versions(self) -> dict[str, int]:
+        """Version of each of their rows by id, in that order: those that have not changed need not
+        be read again."""
+        with self._database.look() as connection:
+            return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
+
+    def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
+        """Return these runs by id, without those that are gone."""
+        with self._database.look() as connection:
+            found = connection.execute(_BY_IDS, {"ids": list(run_ids)})
+            return {run.id: run for run in map(RunRow.read, found)}
+
+    def heads(self) -> dict[str, tuple[str, str]]:
+        """(project, status) of every run, by id."""
+        query = select(runs.c.id, runs.c.project, runs.c.status)
+        with self._database.read() as connection:
+            return {
+                run_id: (project, status) for run_id, project, status in connection.execute(query)
+            }
+
+    def ledgers(self, run_ids: Sequence[str]) -> dict[str, tuple[dict[str, Any], float | None]]:
+        """(time ledger, when it ended in unix seconds or None) of each of these runs; a run that is
+        gone is left out."""
+        found: dict[str, tuple[dict[str, Any], float | None]] = {}
+        columns = (runs.c.id, runs.c.time_ledger, runs.c.finished_at)
+        with self._database.read() as connection:
+            for start in range(0, len(run_ids), _CHUNK_IDS):
+                query = select(*columns).where(runs.c.id.in_(run_ids[start : start + _CHUNK_IDS]))
+                found |= {
+                    run_id: (ledger, finished_at)
+                    for run_id, ledger, finished_at in connection.execute(query)
+                }
+        return found
+
+    def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
+        """Changes of status of each run, oldest first."""
+        found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
+        with self._database.look() as connection:
+            for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
+                found[row[0]].append(TransitionRow._make(row))
+        return found
+
+    def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
+        """How many of these runs, by default of all, are in each status; zero where none is."""
+        query, values = counted(_STATUS_COUNTS, where)
+        with self._database.read() as connection:
+            found = connection.execute(query.group_by(runs.c.status), values).all()
+        return dict.fromkeys(RunStatus, 0) | {RunStatus(status): count for status, count in found}
