@@ -1,4 +1,4 @@
-"""Everstep: fault-tolerant distributed PyTorch training. Submit a run, wait for it, fetch its
+"""Everstep: fault-tolerant distributed PyTorch training. Submit a run, wait for it, download its
 checkpoint:
 
 >>> from everstep import Client                                   # doctest: +SKIP

@@ -1,17 +1,17 @@
-"""The error tree of SDK and CLI, and the one table that maps the service's codes to it.
+"""Errors of SDK and CLI, and the table that maps the service's codes to them.
 
 EverstepError
-├── InvalidSpec          422  the request is wrong; .errors names every field
+├── InvalidSpec          422  the request is invalid; .errors lists every fault
 ├── AuthError            401, 403
 ├── NotFound             404
 ├── Conflict             409  idempotency_conflict, invalid_transition, quota_exceeded
 ├── RateLimited          429
 ├── Unavailable          503, or the service cannot be reached
-├── CorruptDownload      bytes that arrived are not those that were promised
+├── CorruptDownload      received bytes do not match size or digest
 ├── RunFailed            a run that was waited for ended FAILED or CANCELLED
 ├── WaitTimeout          a run did not end in time
-├── UsageError           a URL, token, file or option that cannot be used
-└── ServiceError         any other answer of the service
+├── UsageError           an unusable URL, token, file or option
+└── ServiceError         any other response of the service
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FieldError:
-    """One fault of a request: ``loc`` is the path of keys and indices, ``msg`` says what is wrong
-    and the way out."""
+    """One fault of a request: ``loc`` is the path of keys and indices, ``msg`` the problem and the
+    fix."""
 
     loc: tuple[str | int, ...]
     msg: str
@@ -38,7 +38,7 @@ class FieldError:
 
 
 class EverstepError(Exception):
-    """Base of every error that this package raises."""
+    """Base class of every error that this package raises."""
 
     code = "error"
     status: int | None = None
@@ -108,8 +108,7 @@ class UsageError(EverstepError):
 
 
 class RunFailed(EverstepError):
-    """A run ended FAILED or CANCELLED; ``failure`` is its last recorded failure, where there is
-    one."""
+    """A run ended FAILED or CANCELLED. ``failure`` is its last recorded failure, if any."""
 
     code = "run_failed"
 
@@ -143,8 +142,7 @@ CODES: Mapping[str, tuple[int, type[EverstepError]]] = MappingProxyType(
         "storage_unavailable": (503, Unavailable),
     }
 )
-"""The one table of a problem's ``code``: the status that it is answered with, and the error that
-the SDK raises for it."""
+"""Maps a problem's ``code`` to its HTTP status and to the error that the SDK raises."""
 
 ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
     {
@@ -159,14 +157,13 @@ ERROR_BY_STATUS: Mapping[int, type[EverstepError]] = MappingProxyType(
         504: Unavailable,
     }
 )
-"""Which error an answer becomes whose code is not in the table: a newer service's, or one that a
-proxy gave."""
+"""Maps a status to an error, for codes that are not in CODES: from a newer service, or a proxy."""
 
 
 def error_from_answer(
     status: int, code: str | None, message: str, errors: Iterable[FieldError] = ()
 ) -> EverstepError:
-    """The error that an answer of the service means, by its code, else by its status."""
+    """Return the error for a response of the service, by its code, else by its status."""
     _, kind = CODES.get(code or "", (status, ERROR_BY_STATUS.get(status, ServiceError)))
     if issubclass(kind, InvalidSpec):
         error: EverstepError = InvalidSpec(tuple(errors) or (FieldError((), message),))

@@ -1,4 +1,4 @@
-"""The `everstep` command. One file per group of commands, plus the demo.
+"""The `everstep` command: one file per group of commands, and the demo.
 
 Imports the client, the spec and the other rooms of `everstep`; nothing imports it.
 """

@@ -1,5 +1,5 @@
-"""`everstep backup` and `everstep restore`: a service's database and storage, copied and put back
-on its own machine."""
+"""`everstep backup` and `everstep restore`: copy a service's database and storage, on its own
+machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import typer
 from everstep.cli.service import require_server
 from everstep.cli.terminal import JsonOption, command, terminal
 
-DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The copy.")]
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIRECTORY", help="Directory of the backup.")
+]
 DatabaseOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
         help=(
-            "As `serve` was given it (or EVERSTEP_DATABASE, or EVERSTEP_DATABASE_FILE); by "
-            "default SQLite in EVERSTEP_HOME."
+            "Same as for `serve`; default EVERSTEP_DATABASE, EVERSTEP_DATABASE_FILE, or SQLite in "
+            "EVERSTEP_HOME."
         ),
     ),
 ]
@@ -28,7 +30,7 @@ StorageOption = Annotated[
     str | None,
     typer.Option(
         metavar="URI",
-        help="As `serve` was given it (or EVERSTEP_STORAGE); by default in EVERSTEP_HOME.",
+        help="Same as for `serve`; default EVERSTEP_STORAGE, or in EVERSTEP_HOME.",
     ),
 ]
 
@@ -40,23 +42,22 @@ def backup(
     storage: StorageOption = None,
     database_only: Annotated[
         bool,
-        typer.Option(
-            "--database-only", help="Leave the storage out, for instance an object store."
-        ),
+        typer.Option("--database-only", help="Leave out the storage, for example an object store."),
     ] = False,
     follow: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
             help=(
-                "A directory of the storage that is a link of your own (runs, code); may be "
-                "repeated."
+                "Also copy this directory of the storage (runs, code) if you made it a link. "
+                "Repeatable."
             ),
         ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Copy database and storage to a new directory, while the service runs; on its machine."""
+    """Copy database and storage to a new directory. Run it on the service's machine; the service
+    may keep running."""
     only = ["--database-only"] if database_only else []
     _run(
         "create",
@@ -74,8 +75,8 @@ def restore(
     storage: StorageOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Put a copy into an empty EVERSTEP_HOME (or --database and --storage), before `everstep serve`
-    is started there."""
+    """Restore a backup into an empty EVERSTEP_HOME (or --database and --storage), before `everstep
+    serve` is started there."""
     _run("restore", directory, database, storage, [])
 
 

@@ -1,4 +1,4 @@
-"""Commands about the checkpoints of a run: list, verify, download."""
+"""Commands about the checkpoints of a run: list, verify and download."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from everstep.text import words
 from everstep.wire import Checkpoint
 
 WhichArgument = Annotated[
-    str, typer.Argument(metavar="[STEP|latest|best]", help="Which checkpoint.")
+    str, typer.Argument(metavar="[STEP|latest|best]", help="Checkpoint: a step, latest or best.")
 ]
 
 
 @command
 def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """List the run's checkpoints, oldest first."""
+    """List the checkpoints of a run, oldest first."""
     found = terminal().client().runs.get(run_id).checkpoints()
     if terminal().as_json:
         terminal().json(found)
@@ -61,8 +61,7 @@ def verify(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Have the service read a checkpoint back; exit code 1 where a file is not what it should
-    be."""
+    """Have the service verify every file of a checkpoint. Exit code 1 if one is corrupt."""
     checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
     if terminal().as_json:
         terminal().json(checkpoint)
@@ -70,8 +69,8 @@ def verify(
         terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
     else:
         terminal().line(
-            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, every file has its "
-            "size and digest"
+            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, sizes and digests "
+            "of all files match"
         )
     if checkpoint.state == "corrupt":
         raise typer.Exit(Exit.FAILED)
@@ -84,13 +83,13 @@ def download(
     directory: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DIRECTORY]", help="Where to; by default ./RUN-STEP.", show_default=False
+            metavar="[DIRECTORY]", help="Target directory; default ./RUN-STEP.", show_default=False
         ),
     ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Fetch a checkpoint; every file is verified before any appears."""
+    """Download a checkpoint. All files are verified before any appears in the directory."""
     out = terminal()
     named = _which(which)
     run = out.client().runs.get(run_id)
@@ -101,15 +100,13 @@ def download(
         out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
     else:
         out.line(str(target))
-        out.note(
-            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, every file verified"
-        )
+        out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified")
 
 
 def _which(text: str) -> Which:
-    """Raises UsageError where it names no checkpoint."""
+    """Return the checkpoint that a text names. Raise UsageError."""
     if text not in ("latest", "best") and not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{text!r} names no checkpoint; give a step, latest or best")
+        raise UsageError(f"{text!r} is not a checkpoint; use a step, latest or best")
     return cast(Which, text)
 
 

@@ -1,5 +1,4 @@
-"""``everstep demo``: three nodes on this machine, a run on all of them, one node killed in the
-middle, and the run carries on."""
+"""``everstep demo``: train on three local nodes, kill one, and show that the run continues."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from everstep.wire import Event, Run
 from everstep.wire.events import EventKind
 
 KILL_AT = 0.4
-"""Share of the steps after which the node dies."""
+"""Share of the steps after which the node is killed."""
 SPEC: dict[str, Any] = {
     "name": "demo",
     "task": {
@@ -45,8 +44,8 @@ SPEC: dict[str, Any] = {
 
 
 def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> int:
-    """The whole demo; returns the exit code. Ends what it started, however it ends, but for
-    ``keep`` and a good end."""
+    """Run the demo and return the exit code. Stop everything that it started, unless ``keep`` is
+    set and it succeeded."""
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         service = existing(url) if url else stack.enter_context(own_service(terminal, keep))
         run = service.client.runs.create(SPEC)
@@ -65,14 +64,14 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
 
 @dataclass
 class Story:
-    """What happened to the run, as the demo saw it."""
+    """What happened to the run, from its events."""
 
     victim: Victim | None = None
     killed_at: float | None = None
     """Unix seconds of the SIGKILL."""
     killed_step: int = 0
     next_step_at: float | None = None
-    """Unix seconds of the first step after it, by the clock of the rank, which is this
+    """Unix seconds of the first step after the kill, by the rank's clock, which is this
     machine's."""
     world_size_after: int | None = None
     _attempt: int = 0
@@ -91,7 +90,7 @@ class Story:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to kill."""
+        """Return whether it is time to kill."""
         return (
             self.killed_at is None
             and self.total_steps is not None
@@ -119,14 +118,14 @@ def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
 def _tell(
     terminal: Terminal, service: Service, run: RunHandle, story: Story, out: Path, keep: bool
 ) -> int:
-    """The summary; returns the exit code."""
+    """Print the summary; return the exit code."""
     code = exit_code_of_status(run.status)
     if code != Exit.SUCCEEDED:
         reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason was given"
         kept = keep_log(service)
         raise DemoFailed(
             f"the demo's run ended {run.status}: "
-            f"{reason}{f'; the service log is in {kept}' if kept else ''}"
+            f"{reason}{f'; read the service log in {kept}' if kept else ''}"
         )
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
@@ -138,7 +137,7 @@ def _tell(
     recovery_s, once = result["recovery_s"], result["every_sample_once"]
     victim = story.victim
     terminal.line()
-    terminal.line("The run carried on.", style="bold green")
+    terminal.line("The run continued.", style="bold green")
     terminal.fields(
         [
             (
@@ -166,9 +165,9 @@ def _tell(
             ("steps lost", run.steps_lost),
             (
                 "samples",
-                "each used exactly once in every epoch, by the ledger"
+                "each used exactly once in every epoch"
                 if once
-                else "NOT each used once: everstep samples",
+                else "NOT each used once; run everstep samples",
             ),
             ("checkpoint", f"{(out / 'model.pt').absolute()} (step {checkpoint.step}, verified)"),
         ]
@@ -220,7 +219,7 @@ def _cancel_quietly(run: RunHandle) -> None:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that nothing is left behind."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that cleanup runs."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The node that the demo kills: one of the embedded cluster of a service on this machine."""
+"""The node that the demo kills, in the embedded cluster of a service on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_TOLERANCE_S = 2.0
 
 @dataclass(frozen=True)
 class Victim:
-    """A node and the rank on it."""
+    """A node and its rank."""
 
     node_id: str
     rank: int
@@ -28,8 +28,8 @@ class Victim:
 
 
 def choose_victim(cluster_file: Path, workers: Sequence[WorkerInfo]) -> Victim:
-    """The node of the highest rank, and never the head. Raises UsageError where the ranks are not
-    on nodes of ``cluster_file``."""
+    """Return the node of the highest rank, never the head. Raise UsageError if no rank is on a node
+    of ``cluster_file``."""
     try:
         noted: list[dict[str, Any]] = json.loads(cluster_file.read_text())["nodes"]
         nodes = {node["node_id"]: node for node in noted if not node["is_head"]}
@@ -40,22 +40,22 @@ def choose_victim(cluster_file: Path, workers: Sequence[WorkerInfo]) -> Victim:
         if node is not None and is_process(node["raylet_pid"], node["raylet_started_at"]):
             return Victim(worker.node_id, worker.rank, node["raylet_pid"], worker.pid)
     raise UsageError(
-        f"no rank of the run is on a node of {cluster_file}; the demo kills nodes of a service's "
-        "own cluster only"
+        f"no rank of the run is on a node of {cluster_file}; the demo can only kill nodes of a "
+        "service's own cluster"
     )
 
 
 def kill(victim: Victim) -> None:
-    """SIGKILL to the node's raylet and its rank, as a power cut would. The raylet's other workers
-    end by themselves."""
+    """Send SIGKILL to the node's raylet and its rank, like a power cut. Other workers of the raylet
+    exit by themselves."""
     for pid in (victim.raylet_pid, victim.rank_pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def is_process(pid: int, started_at: float) -> bool:
-    """Whether ``pid`` is still the process that began at ``started_at`` (unix seconds), and not a
-    later one of the same number."""
+    """Return whether ``pid`` is still the process that started at ``started_at`` (unix seconds),
+    not a later one with the same pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = next(
@@ -64,7 +64,7 @@ def is_process(pid: int, started_at: float) -> bool:
             if line.startswith("btime ")
         )
     except (OSError, StopIteration):
-        return not Path("/proc/self/stat").exists()  # a system without /proc cannot tell
+        return not Path("/proc/self/stat").exists()  # unknown on a system without /proc
     ticks = float(stat.rpartition(")")[2].split()[19])
     return (
         abs(float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") - started_at)
@@ -73,8 +73,7 @@ def is_process(pid: int, started_at: float) -> bool:
 
 
 def kill_all_of(home: Path) -> None:
-    """SIGKILL whatever still runs for the service of ``home``, by the variable that all its
-    processes carry."""
+    """Send SIGKILL to every process of the service of ``home``, found by its EVERSTEP_HOME."""
     marker = f"EVERSTEP_HOME={home}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         pid = int(entry.parent.name)

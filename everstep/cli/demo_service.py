@@ -1,4 +1,4 @@
-"""The service that the demo uses: one of its own, or one that runs already."""
+"""The service that the demo uses: its own, or one that already runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVE = (
 
 
 class DemoFailed(EverstepError):
-    """The demo cannot go on; the message says where to look."""
+    """The demo cannot continue; the message says where to look."""
 
     code = "demo_failed"
 
@@ -51,7 +51,7 @@ class Service:
     client: Client
     home: Path
     pid: int | None
-    """None where it was there before."""
+    """None if the demo did not start it."""
 
     @property
     def log(self) -> Path:
@@ -59,7 +59,7 @@ class Service:
 
 
 def keep_log(service: Service) -> Path | None:
-    """A copy of the service's log that outlives its home directory."""
+    """Copy the service's log out of its home directory, which is removed."""
     if service.pid is None or not service.log.exists():
         return None
     return Path(
@@ -68,21 +68,21 @@ def keep_log(service: Service) -> Path | None:
 
 
 def existing(url: str) -> Service:
-    """A service that runs already on this machine, with its own embedded cluster."""
+    """Return a service that already runs on this machine with an embedded cluster."""
     home = home_directory()
     if not (home / "cluster.json").exists():
         raise UsageError(
-            f"{home} has no cluster.json: the demo kills a node of a service's own cluster; set "
-            "EVERSTEP_HOME to its home"
+            f"{home} has no cluster.json, so the service has no cluster of its own; set "
+            "EVERSTEP_HOME to the home of one that has"
         )
     return Service(Client(url), home, None)
 
 
 @contextlib.contextmanager
 def own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
-    """A service with three one-CPU nodes in a home directory of its own, ended with everything it
-    started."""
-    # Ray's unix sockets lie below, and their paths may have 107 bytes.
+    """Start a service with three one-CPU nodes in a temporary home directory; stop all of it at the
+    end."""
+    # Ray's unix sockets are below it, and their paths are limited to 107 bytes.
     home = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp" if Path("/tmp").is_dir() else None))
     terminal.note(
         "starting the service with a Ray cluster of three nodes on this machine (about 15 s)"
@@ -94,7 +94,7 @@ def own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            # Ctrl-C is ours to handle: the service is told to stop when we are done with it
+            # Ctrl-C is for this process, which stops the service at its end
             start_new_session=True,
         )
     is_kept = False
@@ -140,8 +140,8 @@ def _without_options() -> dict[str, str]:
 
 
 def _stop(terminal: Terminal, process: subprocess.Popen[bytes], home: Path) -> None:
-    """End the service gracefully, which ends its cluster; by force where that takes too long.
-    Signals wait meanwhile."""
+    """Stop the service gracefully, which stops its cluster; kill it after a timeout. Signals are
+    ignored meanwhile."""
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
     }

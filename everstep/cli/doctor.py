@@ -1,5 +1,4 @@
-"""`everstep doctor`: whether a deployment works from end to end, and what to do where it does
-not."""
+"""`everstep doctor`: check a deployment from end to end, and say what to fix."""
 
 from __future__ import annotations
 
@@ -24,21 +23,19 @@ _SIGNS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 def doctor(
     all_reduce: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=0.1, max=60.0, help="How long nodes add up tensors together."
-        ),
+        typer.Option(metavar="SECONDS", min=0.1, max=60.0, help="Duration of the all-reduce test."),
     ] = 5.0,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="Longest wait for the nodes' answers.")
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Maximum time to wait for the nodes.")
     ] = 240.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Check service, nodes, versions, storage, ports, clocks and network, and say what to do. Needs
-    an admin's token.
+    """Check service, nodes, versions, storage, ports, clocks and network, and say what to fix.
+    Needs an admin token.
 
-    Exit code 0 where nothing is wrong (warnings may be), 1 where something is, 3 where the service
-    cannot be reached.
+    Exit code 0 without problems (warnings are possible), 1 with problems, 3 if the service cannot
+    be reached.
     """
     out = terminal()
     findings: list[Finding] = []
@@ -51,14 +48,14 @@ def doctor(
     except Unavailable as exc:
         reached = bool(findings)
         remedy = (
-            "See that `everstep serve` runs there and listens on that address (--host), and that "
-            "nothing in between refuses."
+            "Check that `everstep serve` runs there and listens on that address (--host), and that "
+            "no firewall or proxy in between refuses."
         )
         findings.append(Finding("service", "problem", str(exc), remedy))
     except AuthError as exc:
         remedy = (
-            "Set EVERSTEP_TOKEN to an administrator's token: `everstep token create NAME --role "
-            "admin`, or EVERSTEP_HOME/token."
+            "Set EVERSTEP_TOKEN to an admin token: from `everstep token create NAME --role admin`, "
+            "or the file EVERSTEP_HOME/token."
         )
         findings.append(Finding("service", "problem", str(exc), remedy))
     _tell(findings)
@@ -69,20 +66,20 @@ def doctor(
 
 
 def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Finding]:
-    """What the cluster says, and what its nodes find."""
+    """Return the findings about the cluster, and those of its nodes."""
     info = client.cluster()
     findings = cluster_findings(info)
     if not info.available:
         return findings
     if not terminal().as_json:
-        terminal().note("asking every node; this takes up to a minute")
+        terminal().note("checking every node; this takes up to a minute")
     try:
         asked = client.start_deployment_check(all_reduce_s=all_reduce_s)
         check = client.wait_deployment_check(asked.id, timeout_s=timeout_s)
     except WaitTimeout as exc:
         remedy = (
-            "A node may hang or be slow: see `everstep cluster` and Ray's dashboard; --timeout "
-            "gives it longer."
+            "A node may hang or be slow: see `everstep cluster` and Ray's dashboard, or increase "
+            "--timeout."
         )
         return [*findings, Finding("nodes", "problem", str(exc), remedy)]
     except AuthError:
@@ -91,7 +88,7 @@ def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Find
         return [
             *findings,
             Finding(
-                "nodes", "problem", f"the check was not started: {exc}", "See the service's log."
+                "nodes", "problem", f"the check was not started: {exc}", "Read the service's log."
             ),
         ]
     return [*findings, *check_findings(check, asked.service.at)]
@@ -109,6 +106,4 @@ def _tell(findings: list[Finding]) -> None:
         )
         if finding.remedy:
             out.line(f"           {finding.remedy}")
-    out.line(
-        "nothing is wrong" if problems == 0 else f"{problems} problem{'s' if problems > 1 else ''}"
-    )
+    out.line("no problems" if problems == 0 else f"{problems} problem{'s' if problems > 1 else ''}")

@@ -1,4 +1,4 @@
-"""The command that breaks a run on purpose, and tells how the run took it."""
+"""The command that injects a failure into a run and shows how it recovered."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ def drill(
     kind: Annotated[
         DrillKind, typer.Argument(metavar="KIND", help=f"What to break: {', '.join(DrillKind)}.")
     ],
-    rank: Annotated[int, typer.Option(min=0, help="Rank that is hit, or whose node is.")] = 0,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Rank to hit, by itself or through its node.")
+    ] = 0,
     wait: Annotated[
         bool,
-        typer.Option("--wait/--no-wait", help="Wait for the run to recover, and show the report."),
+        typer.Option(
+            "--wait/--no-wait", help="Wait until the run has recovered, and show the report."
+        ),
     ] = True,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait.")
     ] = 600.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Break something of a live run to see it recover; exit code 1 where it did not, or its loss
-    did not go on in parity."""
+    """Inject a failure into a live run. Exit code 1 if it did not recover, or its loss did not
+    continue in parity."""
     out = terminal()
     begun = out.client().runs.get(run_id).drill(kind, rank=rank)
     if wait and not out.as_json:
@@ -54,7 +58,7 @@ def drill(
 
 
 def passed(found: Drill) -> bool:
-    """Whether the run recovered, and its loss goes on in parity."""
+    """Return whether the run recovered and its loss continued in parity."""
     parity = found.report.parity if found.report else None
     return found.state is DrillState.RECOVERED and parity is not None and parity.in_parity is True
 
@@ -95,12 +99,12 @@ def _fields(report: DrillReport) -> list[tuple[str, object]]:
             "recovery",
             None
             if report.recovery_s is None
-            else f"{words.duration(report.recovery_s)} from noticing it",
+            else f"{words.duration(report.recovery_s)} after detection",
         ),
         ("phases", phases or None),
         ("ranks", None if None in sizes else f"{sizes[0]} -> {sizes[1]}"),
         (
-            "went on from",
+            "resumed from",
             None
             if report.restored_step is None
             else f"step {report.restored_step} ({report.restored_from})",
@@ -121,8 +125,8 @@ def _parity(found: DrillParity) -> str:
     problems = [
         f"{what} {', '.join(map(str, steps))}"
         for what, steps in (
-            ("missing are steps", found.missing_steps),
-            ("two losses have steps", found.conflicting_steps),
+            ("missing steps", found.missing_steps),
+            ("steps with two losses", found.conflicting_steps),
         )
         if steps
     ]
@@ -132,9 +136,9 @@ def _parity(found: DrillParity) -> str:
 
 def _samples(found: DrillParity) -> str | None:
     if found.samples_used_once is None:
-        return "the epoch has not ended yet; `everstep samples` will tell"
+        return "the epoch has not ended yet; run `everstep samples` later"
     return (
         "each used once"
         if found.samples_used_once
-        else "NOT each used once; `everstep samples` tells"
+        else "NOT each used once; run `everstep samples`"
     )

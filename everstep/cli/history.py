@@ -1,4 +1,4 @@
-"""Commands about what happened in a run: its logs, failures, metrics and samples."""
+"""Commands about the history of a run: logs, failures, metrics and samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from everstep.text import words
 def logs(
     run_id: RunArgument,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")
     ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only lines of this rank.")] = None,
     attempt: Annotated[
-        int | None, typer.Option(min=0, help="Only this attempt; 0 is the driver's.")
+        int | None, typer.Option(min=0, help="Only lines of this attempt; 0 is the driver.")
     ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Print what the ranks and the driver logged, over all attempts."""
+    """Print the log of all ranks and the driver, over all attempts."""
     out = terminal()
     for line in out.client().runs.get(run_id).logs(follow=follow, rank=rank, attempt=attempt):
         if out.as_json:
@@ -44,13 +44,14 @@ def logs(
 def why(
     run_id: RunArgument,
     lines: Annotated[
-        int, typer.Option(min=0, max=200, help="Most last lines of the first failing rank.")
+        int,
+        typer.Option(min=0, max=200, help="Number of last log lines of the first failing rank."),
     ] = 10,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Tell what went wrong, the evidence, what was done about it and what it cost; and who holds
-    the others up now."""
+    """Explain the failures of a run: cause, evidence, action and cost; and show current
+    stragglers."""
     out = terminal()
     run = out.client().runs.get(run_id)
     failures, report = run.failures(lines=lines), run.stragglers()
@@ -76,22 +77,22 @@ def why(
         for line in failure_words.story(fault):
             out.line(f"  {line}")
     if not failures:
-        out.note("no failure was recorded")
+        out.note("no failures recorded")
 
 
 @command
 def metrics(
     run_id: RunArgument,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics.")
+        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics; default all.")
     ] = None,
     max_points: Annotated[
-        int, typer.Option(min=4, max=10_000, help="Most points of one series.")
+        int, typer.Option(min=4, max=10_000, help="Maximum number of points per metric.")
     ] = 500,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Show the run's metrics; with --json every point: step, unix seconds, value."""
+    """Show the metrics of a run; with --json every point as step, unix seconds, value."""
     series = terminal().client().runs.get(run_id).metrics(*(names or []), max_points=max_points)
     if terminal().as_json:
         terminal().json({"series": series})
@@ -112,8 +113,7 @@ def metrics(
 
 @command
 def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show for each epoch that ended how often its samples were used, over the committed
-    lineage."""
+    """Show for each finished epoch how often its samples were used, over the committed lineage."""
     found = terminal().client().runs.get(run_id).samples()
     if terminal().as_json:
         terminal().json(found)
@@ -127,7 +127,6 @@ def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = Non
     if found.origin is not None:
         origin = found.origin
         terminal().note(
-            f"begins at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
-            f"{origin.samples} samples of epoch "
-            f"{origin.epoch}"
+            f"starts at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
+            f"{origin.samples} samples of epoch {origin.epoch}"
         )

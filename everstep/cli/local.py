@@ -1,4 +1,4 @@
-"""Commands that need no service: try a spec out in this process, begin a task of one's own."""
+"""Commands that need no service: try a spec in this process, write a task skeleton."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
 
 TRAINING = "train_fn.standalone.local"
-"""By name: this package imports nothing of the other ones, and most of its users have no torch."""
+"""Imported by name: this house does not import the others, and most of its users have no torch."""
 TRAINING_MODULES = ("train_fn", "storage", "torch", "torchvision", "ray", "psutil")
 
-init = typer.Typer(help="Begin something of your own.", no_args_is_help=True)
+init = typer.Typer(help="Write a skeleton to start from.", no_args_is_help=True)
 
 
 @command
 def run(
     spec: SpecArgument = None,
     local: Annotated[
-        bool, typer.Option("--local", help="In this process, as one rank, without the service.")
+        bool, typer.Option("--local", help="Run as one rank in this process, without the service.")
     ] = False,
     overrides: Annotated[
         list[str] | None,
@@ -49,39 +49,39 @@ def run(
     code: Annotated[
         str | None,
         typer.Option(
-            "--code", metavar="DIRECTORY", help="Run this code's task in place of the spec's."
+            "--code", metavar="DIRECTORY", help="Run the task in this code instead of the spec's."
         ),
     ] = None,
     task: TaskOption = None,
     storage: Annotated[
-        str, typer.Option(metavar="DIRECTORY", help="Where checkpoints, journal and logs go.")
+        str, typer.Option(metavar="DIRECTORY", help="Directory for checkpoints, journal and logs.")
     ] = "out/local",
     run_id: Annotated[
         str | None,
         typer.Option(
             metavar="ID",
-            help="Directory of the run; one that exists is gone on with. By default a new one.",
+            help="Id of the run; an existing one is resumed. Default a new one.",
         ),
     ] = None,
     debugger: Annotated[
-        bool, typer.Option("--pdb", help="Open Python's debugger where training raises.")
+        bool, typer.Option("--pdb", help="Open the Python debugger if training raises.")
     ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Train a spec right here, for a debugger: the loop, data and checkpoints of a run, on one
-    rank, without loader processes."""
+    """Train a spec in this process, for debugging: the loop, data and checkpoints of a run, on one
+    rank and without loader processes."""
     if not local:
         raise UsageError(
-            "`everstep run` is for this process and wants --local; `everstep submit SPEC.yaml` "
-            "gives it to the service"
+            "`everstep run` only runs in this process: add --local, or use `everstep submit "
+            "SPEC.yaml` to run on the service"
         )
     raw, archive = with_code(None if spec is None else read_spec(spec), code, task, None)
     parsed = parse_spec(apply_overrides(raw, overrides or []))
     missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"training needs {', '.join(missing)}, which this Python has not; run: pip install "
+            f"training needs {', '.join(missing)}, not installed in this Python; run: pip install "
             "'everstep[server]'"
         )
     training = importlib.import_module(TRAINING)
@@ -108,15 +108,16 @@ def run(
 @command
 def init_task(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Of the package, for example my_task.")
+        str, typer.Argument(metavar="NAME", help="Name of the package, for example my_task.")
     ],
     directory: Annotated[
-        Path, typer.Option("--in", metavar="DIRECTORY", help="Where its folder is made.")
+        Path,
+        typer.Option("--in", metavar="DIRECTORY", help="Directory in which to create its folder."),
     ] = Path(),
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Write a task of your own that works: a model, data, a loss, a test, and a spec to submit."""
+    """Write a working task to start from: model, data, loss, a test, and a spec to submit."""
     folder = write_skeleton(name, directory)
     files = sorted(str(path) for path in folder.rglob("*") if path.is_file())
     if terminal().as_json:

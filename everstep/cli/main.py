@@ -26,9 +26,8 @@ from everstep.spec.hash_seed import fix_hash_seed
 
 app = typer.Typer(
     name="everstep",
-    help="Fault-tolerant distributed PyTorch training. Exit codes: 0 done or SUCCEEDED, 1 FAILED "
-    "or CANCELLED, 2 bad usage or an "
-    "invalid spec, 3 the service cannot be reached.",
+    help="Fault-tolerant distributed PyTorch training.\n\nExit codes: 0 success, 1 the run FAILED "
+    "or was CANCELLED, 2 wrong usage or an invalid spec, 3 the service cannot be reached.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,7 +48,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options of every command; they may also stand behind its name."""
+    """Options of every command. They can also follow the command's name."""
     begin(json_, url)
 
 
@@ -89,7 +88,7 @@ app.command()(cli_service.demo)
 
 
 def main() -> None:
-    """Entry point of the ``everstep`` script."""
+    """Run the ``everstep`` script."""
     if sys.argv[1:2] == ["run"]:  # trains in this process
         fix_hash_seed()
     app()

@@ -12,10 +12,10 @@ from everstep.text import words
 from everstep.wire import Node
 
 NodeArgument = Annotated[
-    str, typer.Argument(metavar="NODE", help="Id of the node, or as much of it as is unique.")
+    str, typer.Argument(metavar="NODE", help="Id of the node, or a unique prefix.")
 ]
 ReasonOption = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Why, for whoever looks at the cluster.")
+    str | None, typer.Option(metavar="TEXT", help="Reason, shown with the node.")
 ]
 
 
@@ -26,7 +26,7 @@ def cordon(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Let no new rank go to a node; ranks that are there stay."""
+    """Place no new ranks on a node; its current ranks stay."""
     nodes = terminal().client().nodes
     _tell(nodes.cordon(nodes.find(node).id, reason=reason))
 
@@ -38,7 +38,7 @@ def uncordon(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Open a cordoned or draining node again."""
+    """Allow ranks on a cordoned or draining node again."""
     nodes = terminal().client().nodes
     _tell(nodes.uncordon(nodes.find(node).id, reason=reason))
 
@@ -48,9 +48,7 @@ def drain(
     node: NodeArgument,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", help="The node will be taken away so many seconds from now."
-        ),
+        typer.Option(metavar="SECONDS", help="The node will be removed in this many seconds."),
     ] = None,
     reason: ReasonOption = None,
     wait: Annotated[
@@ -58,19 +56,19 @@ def drain(
         typer.Option(
             "--wait",
             "-w",
-            help="Until every rank has left; exit code 1 if they have not by the deadline.",
+            help="Wait until every rank has left; exit code 1 if the deadline passes first.",
         ),
     ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Let ranks save, leave a node at once and move to other nodes, without losing a step."""
+    """Make ranks save, leave a node and move to other nodes, without losing a step."""
     nodes = terminal().client().nodes
     drained = nodes.drain(nodes.find(node).id, deadline_s=deadline, reason=reason)
     if wait:
         if drained.runs and not terminal().as_json:
             terminal().note(
-                f"waits for {words.count(len(drained.runs), 'run')} to leave: "
+                f"waiting for {words.count(len(drained.runs), 'run')} to leave: "
                 f"{', '.join(drained.runs)}"
             )
         drained = nodes.wait_drained(drained.id, deadline)

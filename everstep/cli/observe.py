@@ -1,4 +1,4 @@
-"""Where time goes: `everstep goodput`, `everstep stragglers` and `everstep profile`."""
+"""Commands about time: `everstep goodput`, `everstep stragglers` and `everstep profile`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def goodput(
     run_id: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN_ID]", help="One run; without, all projects.", show_default=False
+            metavar="[RUN_ID]", help="Id of a run; default all projects.", show_default=False
         ),
     ] = None,
-    project: Annotated[str | None, typer.Option(help="This project only.")] = None,
+    project: Annotated[str | None, typer.Option(help="Only runs of this project.")] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Show where the wall time of a run, or of each project's runs, went."""
+    """Show how a run, or all runs of each project, spent their wall time."""
     out = terminal()
     if run_id is not None:
         found = out.client().runs.get(run_id).goodput()
@@ -55,7 +55,7 @@ def goodput(
         share = (
             ""
             if each.goodput is None
-            else f", {each.goodput:.1%} of the time with resources trained steps that count"
+            else f", goodput {each.goodput:.1%} of the time with resources"
         )
         out.line(
             f"{each.project}: {words.count(each.runs, 'run')}, {words.duration(each.wall_s)}{share}"
@@ -80,8 +80,7 @@ def _rows(buckets: GoodputBuckets, wall_s: float) -> list[tuple[object, ...]]:
 
 @command
 def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show each rank's own time in a step, how long it waits for the others, who holds them up, and
-    how busy GPUs are."""
+    """Show each rank's step time and its wait for the others, stragglers, and GPU utilisation."""
     out = terminal()
     report = out.client().runs.get(run_id).stragglers()
     if out.as_json:
@@ -100,7 +99,7 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
             )
             for each in report.ranks
         ],
-        empty="no times yet: they come after some seconds of training with two ranks or more",
+        empty="no times yet: they appear after some seconds of training on at least two ranks",
     )
     if report.gpus:
         out.table(
@@ -125,9 +124,9 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
 @command
 def profile(
     run_id: RunArgument,
-    rank: Annotated[int, typer.Option(min=0, help="Rank whose steps are recorded.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Rank to profile.")] = 0,
     steps: Annotated[
-        int, typer.Option(min=1, max=MOST_STEPS, help="How many, from the next one on.")
+        int, typer.Option(min=1, max=MOST_STEPS, help="Number of steps to record.")
     ] = 10,
     output: Annotated[
         Path | None,
@@ -135,21 +134,21 @@ def profile(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where the trace goes.",
+            help="File for the trace.",
             show_default="RUN-rank-N.json.gz",
         ),
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait for the trace, and download it.")
+        bool, typer.Option("--wait/--no-wait", help="Wait for the trace and download it.")
     ] = True,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait.")
     ] = 600.0,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Record some steps of a rank that trains, and show what its all-reduces took;
-    https://ui.perfetto.dev opens the trace."""
+    """Profile some steps of a training rank, and show the time of its all-reduces. Open the trace
+    at https://ui.perfetto.dev."""
     out = terminal()
     begun = out.client().runs.get(run_id).profile(rank=rank, steps=steps)
     if not wait:
@@ -168,7 +167,7 @@ def profile(
     elif path is not None:
         _show_profile(out, found.profile, path)
     if path is None:
-        why = found.problem or "its attempt ended before the trace was complete"
+        why = found.problem or "the attempt ended before the trace was complete"
         raise out.fail(f"profile {found.id} is {found.state}: {why}", Exit.FAILED)
 
 
@@ -177,7 +176,7 @@ def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
         ("all-reduce of", "size", "times", "mean", "longest"),
         [
             (
-                "all else" if each.bucket is None else f"bucket {each.bucket}",
+                "everything else" if each.bucket is None else f"bucket {each.bucket}",
                 words.size(each.size_bytes),
                 each.count,
                 f"{each.mean_s * 1e3:.2f} ms",
@@ -189,7 +188,7 @@ def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
     )
     if found.step_s is not None:
         out.line(
-            f"{words.count(found.steps, 'step')} from step {found.first_step} on, "
+            f"{words.count(found.steps, 'step')} from step {found.first_step}, "
             f"{found.step_s * 1e3:.2f} ms each"
         )
     out.line(f"{path}: {words.size(found.size_bytes or 0)}; open it in https://ui.perfetto.dev")

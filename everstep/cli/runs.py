@@ -25,16 +25,23 @@ from everstep.text import words
 def runs(
     status: Annotated[
         list[str] | None,
-        typer.Option(metavar="STATUS", help="Only these statuses, for example RUNNING."),
+        typer.Option(
+            metavar="STATUS", help="Only runs with this status, for example RUNNING. Repeatable."
+        ),
     ] = None,
-    project: Annotated[str | None, typer.Option(metavar="NAME", help="Only this project.")] = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only runs of this project.")
+    ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only runs of this name.")
+        str | None, typer.Option(metavar="NAME", help="Only runs with this name.")
     ] = None,
     tag: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only runs with this tag.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Only runs with this tag. Repeatable."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most runs to show.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Maximum number of runs.")
+    ] = 50,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -115,7 +122,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
             ),
             (
                 "survives",
-                f"loss of {survives}; at worst {lost} would be lost"
+                f"loss of {survives}; at most {lost} would be repeated"
                 if not run.status.terminal
                 else None,
             ),
@@ -129,8 +136,7 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
 
 @command
 def watch(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show a run until it has ended; the exit code tells how: 0 SUCCEEDED, 1 FAILED or
-    CANCELLED."""
+    """Show a run until it ends. Exit code 0 for SUCCEEDED, 1 for FAILED or CANCELLED."""
     watch_to_the_end(terminal().client().runs.get(run_id))
 
 
@@ -147,8 +153,7 @@ def watch_to_the_end(run: RunHandle) -> None:
             out.line(line, style=words.STATUS_STYLES[ended.status])
         if code != Exit.SUCCEEDED and ended.restarts + (ended.status == "FAILED"):
             out.note(
-                f"`everstep why {ended.id}` tells its failures, `everstep logs {ended.id}` what "
-                "it wrote"
+                f"`everstep why {ended.id}` shows its failures, `everstep logs {ended.id}` its logs"
             )
     if code != Exit.SUCCEEDED:
         raise typer.Exit(code)
@@ -162,13 +167,13 @@ def cancel(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None
 
 @command
 def pause(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Stop a run after a checkpoint and give its resources back."""
+    """Stop a run after a checkpoint, and release its resources."""
     _told(terminal().client().runs.get(run_id).pause())
 
 
 @command
 def resume(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Queue a paused run again; it goes on from its last checkpoint."""
+    """Queue a paused run again; it continues from its last checkpoint."""
     _told(terminal().client().runs.get(run_id).resume())
 
 

@@ -1,4 +1,4 @@
-"""Commands about the service: serve it, look at its cluster, see it all at work."""
+"""Commands about the service: serve, cluster, demo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SERVER_MODULES = (
 
 
 def missing_server_modules() -> list[str]:
-    """What `everstep serve` needs and this Python has not; nothing is imported to find out."""
+    """Return the modules that `everstep serve` needs and this Python lacks, without importing
+    any."""
     return [name for name in SERVER_MODULES if not _exists(name)]
 
 
@@ -42,12 +43,12 @@ def _exists(module: str) -> bool:
 
 
 def require_server() -> None:
-    """Raises an exit with the way out where the light client was installed alone."""
+    """Exit with a message if only the client is installed."""
     missing = missing_server_modules()
     if missing:
         message = (
-            f"this Python has only Everstep's client ({', '.join(missing)} missing); run: pip "
-            "install 'everstep[server]'"
+            f"only Everstep's client is installed in this Python ({', '.join(missing)} missing); "
+            "run: pip install 'everstep[server]'"
         )
         raise terminal().fail(message, Exit.USAGE, {"code": "server_missing", "missing": missing})
 
@@ -95,14 +96,14 @@ def serve(json_: JsonOption = False, **flags: FlagValue | None) -> None:
 
 @command
 def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show the Ray cluster's nodes and the runs on them."""
+    """Show the nodes of the Ray cluster and the runs on them."""
     out = terminal()
     info = out.client().cluster()
     if out.as_json:
         out.json(info)
         return
     if not info.available:
-        out.note("Ray does not answer; what follows may be old")
+        out.note("Ray does not respond; this may be out of date")
     out.fields(
         [("Ray", info.ray_version), ("address", info.address), ("dashboard", info.dashboard_url)]
     )
@@ -126,7 +127,7 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
 
 
 def _mark(node: Node) -> str | None:
-    """Who cordoned or drained a node, and why."""
+    """Return who cordoned or drained a node, and why."""
     if node.mark is None:
         return None
     text = f"by {node.mark.by}, {words.ago(node.mark.at)}"
@@ -136,7 +137,7 @@ def _mark(node: Node) -> str | None:
 
 
 def _resources(total: dict[str, float]) -> str:
-    """CPUs, GPUs and memory; Ray's own markers are left out."""
+    """Return CPUs, GPUs and memory as text, without Ray's internal markers."""
     parts = [f"{total[name]:g} {name}" for name in ("CPU", "GPU") if total.get(name)]
     if total.get("memory"):
         parts.append(words.size(total["memory"]))
@@ -146,20 +147,21 @@ def _resources(total: dict[str, float]) -> str:
 @command
 def demo(
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the service up at the end, and print its URLs.")
+        bool,
+        typer.Option("--keep", help="Keep the service running at the end, and print its URLs."),
     ] = False,
     url: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Use the service at URL, on this machine, and start none."
+            metavar="URL", help="Use the service at URL on this machine instead of a new one."
         ),
     ] = None,
     out: Annotated[
-        str, typer.Option(metavar="DIRECTORY", help="Where the trained model goes.")
+        str, typer.Option(metavar="DIRECTORY", help="Directory for the trained model.")
     ] = "out/demo",
     json_: JsonOption = False,
 ) -> None:
-    """Train on three local nodes, kill one of them in the middle, and watch the run carry on."""
+    """Train on three local nodes, kill one of them, and watch the run continue."""
     from everstep.cli.demo import run_demo
 
     if url is None:

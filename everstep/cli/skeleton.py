@@ -1,4 +1,4 @@
-"""Write the beginning of a task of one's own: a package that trains as it stands.
+"""Write the skeleton of a user task: a package that trains as it is.
 
 Its files are templates in ``skeleton_files``.
 """
@@ -16,17 +16,17 @@ from everstep.errors import UsageError
 _TAKEN = frozenset(
     {"everstep", "storage", "service", "train_fn", "tests", "torch", "torchvision", "ray", "numpy"}
 )
-"""Names that would hide, or be hidden by, what runs beside the task."""
+"""Names that would shadow, or be shadowed by, packages that run beside the task."""
 
 
 def write_skeleton(name: str, parent: Path) -> Path:
-    """Write the task package ``name`` into a new folder of that name below ``parent``, and return
-    the folder. Raises UsageError, OSError."""
+    """Write the task package ``name`` into a new folder of that name below ``parent``; return the
+    folder. Raise UsageError, OSError."""
     _check(name)
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
-            f"{folder} exists and is not empty; choose another name, or another place by --in"
+            f"{folder} exists and is not empty; choose another name, or another directory with --in"
         )
     words = {
         "name": name,
@@ -53,17 +53,16 @@ def _template(name: str) -> str:
 
 
 def _check(name: str) -> None:
-    """Raises UsageError where ``name`` cannot be imported, or would be taken for something else."""
+    """Raise UsageError if ``name`` cannot be imported, or is the name of another package."""
     if (
         not (name.isascii() and name.isidentifier())
         or keyword.iskeyword(name)
         or not name.strip("_")
     ):
         raise UsageError(
-            f"{name!r} cannot be imported as a package; use letters, digits and _, for example "
-            "my_task"
+            f"{name!r} is not a valid package name; use letters, digits and _, for example my_task"
         )
     if name in _TAKEN or name in sys.stdlib_module_names:
         raise UsageError(
-            f"{name!r} is the name of a package that runs beside the task; choose another"
+            f"{name!r} is the name of a package that runs beside the task; choose another name"
         )

@@ -1,4 +1,4 @@
-"""Commands for the storage: `everstep storage show` and `everstep storage adopt`."""
+"""Commands about the storage: `everstep storage show` and `everstep storage adopt`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
 from everstep.text import words
 
 storage = typer.Typer(
-    help="Show the storage of the service's runs, or go on with another one.", no_args_is_help=True
+    help="Show the storage of the service, or adopt another one.", no_args_is_help=True
 )
 
 
 @storage.command("show")
 @command
 def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show whether the storage is the one that the database belongs to."""
+    """Show whether the storage belongs to the service's database."""
     out = terminal()
     found = out.client().storage.status()
     if out.as_json:
@@ -34,15 +34,15 @@ def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
         out.table(("run", "submission in the database", "in the storage"), rows, empty="")
     if found.unknown_runs:
         out.note(
-            f"the storage holds directories of {words.count(len(found.unknown_runs), 'run')} that "
-            "the database does not know"
+            f"the storage has {words.count(len(found.unknown_runs), 'run')} that the database does "
+            "not know"
         )
 
 
 @storage.command("adopt")
 @command
 def adopt_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Go on with the storage that is there now, and without what it lacks. Read docs/runbook.md
+    """Continue with the storage that is there now, without data that it lacks. Read docs/runbook.md
     first."""
     out = terminal()
     done = out.client().storage.adopt()
@@ -50,9 +50,9 @@ def adopt_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
         out.json(done)
         return
     out.line(
-        f"the service goes on with storage {done.storage_id} (before: {done.previous_id or 'none'})"
+        f"the service now uses storage {done.storage_id} (before: {done.previous_id or 'none'})"
     )
     if done.caught_up:
-        out.line(f"read on from what the storage holds: {', '.join(done.caught_up)}")
+        out.line(f"runs with newer submissions in the storage: {', '.join(done.caught_up)}")
     if done.lost:
-        out.line(f"go on without what the storage lacks: {', '.join(done.lost)}")
+        out.line(f"runs whose data the storage lacks: {', '.join(done.lost)}")

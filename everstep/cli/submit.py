@@ -29,31 +29,31 @@ def submit(
         typer.Option(
             "--code",
             metavar="DIRECTORY",
-            help="Upload this code and run it in place of the spec's task.",
+            help="Upload this code and run it instead of the spec's task.",
         ),
     ] = None,
     task: TaskOption = None,
     train_fn: Annotated[
         str | None,
         typer.Option(
-            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in that code."
+            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in the code."
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show the run until it has ended.")
+        bool, typer.Option("--watch", "-w", help="Show the run until it ends.")
     ] = False,
     idempotency_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="The same key and spec give the same run, however often."),
+        typer.Option(metavar="KEY", help="Submit once: the same key returns the same run."),
     ] = None,
     create_project: Annotated[
         bool,
-        typer.Option("--create-project", help="Make the run's project where it does not exist."),
+        typer.Option("--create-project", help="Create the run's project if it does not exist."),
     ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Submit a run; exit code 2 for a spec with faults, each of which is named."""
+    """Submit a run. For an invalid spec, print every fault and exit with 2."""
     raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
     raw = apply_overrides(raw, overrides or [])
     parsed = parse_spec(raw)
@@ -72,7 +72,7 @@ def submit(
 
 
 def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
-    """Say which mode was inferred: a run that keeps its worst checkpoint is found out at its
+    """Print the inferred mode: a wrong guess would keep the worst checkpoint, and show only at the
     end."""
     checkpoint = spec.checkpoint
     if (
@@ -81,7 +81,6 @@ def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
     ):
         size = "smallest" if checkpoint.best_mode == "min" else "largest"
         terminal().note(
-            f"the best checkpoint is that of the {size} {checkpoint.best_metric} "
-            f"(checkpoint.best_mode {checkpoint.best_mode}, "
-            "inferred from its name)"
+            f"the best checkpoint is the one with the {size} {checkpoint.best_metric} "
+            f"(checkpoint.best_mode {checkpoint.best_mode}, inferred from the metric's name)"
         )

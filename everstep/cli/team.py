@@ -1,4 +1,4 @@
-"""Commands for administrators: `everstep project`, `everstep token`, `everstep audit`."""
+"""Commands for administrators: `everstep project`, `everstep token` and `everstep audit`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from everstep.text import words
 from everstep.wire.team import Project
 
 project = typer.Typer(
-    help="Make projects, set their quotas, list and delete them.", no_args_is_help=True
+    help="Create projects, set their quotas, list and delete them.", no_args_is_help=True
 )
-token = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
+token = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
 
-QuotaOption = Annotated[int | None, typer.Option(min=0, help="No limit where it is left out.")]
+QuotaOption = Annotated[int | None, typer.Option(min=0, help="Default no limit.")]
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SHOWN_CALLS = 50
 
@@ -26,14 +26,14 @@ _SHOWN_CALLS = 50
 @project.command("create")
 @command
 def create_project(
-    name: Annotated[str, typer.Argument(help="Lower-case letters, digits, - and _.")],
+    name: Annotated[str, typer.Argument(help="Name: lower-case letters, digits, - and _.")],
     max_workers: QuotaOption = None,
     max_running: QuotaOption = None,
     max_queued: QuotaOption = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Make a project, or give one that is there these quotas in place of its own."""
+    """Create a project, or replace the quotas of an existing one."""
     made = (
         terminal()
         .client()
@@ -50,7 +50,7 @@ def create_project(
 @project.command("list")
 @command
 def list_projects(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show every project with its quotas and what it uses."""
+    """Show every project with its quotas and usage."""
     out = terminal()
     found = list(out.client().projects.list())
     if out.as_json:
@@ -67,7 +67,7 @@ def list_projects(json_: JsonOption = False, url: UrlOption = None) -> None:
 @project.command("delete")
 @command
 def delete_project(name: str, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Forget a project that has neither runs nor tokens."""
+    """Delete a project that has neither runs nor tokens."""
     terminal().client().projects.delete(name)
     if not terminal().as_json:
         terminal().line(f"project {name} is deleted")
@@ -81,28 +81,28 @@ def _quotas(found: Project) -> str:
 @token.command("create")
 @command
 def create_token(
-    name: Annotated[str, typer.Argument(help="What people call it.")],
+    name: Annotated[str, typer.Argument(help="Display name of the token.")],
     role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
     project_name: Annotated[
         str | None,
         typer.Option(
-            "--project", metavar="NAME", help="The one project that it reaches; none for an admin."
+            "--project", metavar="NAME", help="The project that it can access; none for an admin."
         ),
     ] = None,
     create_project: Annotated[
-        bool, typer.Option("--create-project", help="Make the project where it does not exist.")
+        bool, typer.Option("--create-project", help="Create the project if it does not exist.")
     ] = False,
     expires_in: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="For example 12h or 30d; never where left out."),
+        typer.Option(metavar="TIME", help="For example 12h or 30d; default never."),
     ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Make a token; its secret is shown now and never again."""
+    """Create a token. Its secret is shown only once."""
     out = terminal()
     expires_at = None if expires_in is None else datetime.now(UTC) + _duration(expires_in)
-    # The service judges the role, and says which there are.
+    # The service checks the role and lists the valid ones.
     made = out.client().tokens.create(
         name,
         role=role,  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def list_tokens(json_: JsonOption = False, url: UrlOption = None) -> None:
 @token.command("revoke")
 @command
 def revoke_token(token_id: str, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Make a token worthless from now on."""
+    """Revoke a token at once."""
     terminal().client().tokens.revoke(token_id)
     if not terminal().as_json:
         terminal().line(f"token {token_id} is revoked")
@@ -158,13 +158,13 @@ def revoke_token(token_id: str, json_: JsonOption = False, url: UrlOption = None
 @command
 def audit(
     token_id: Annotated[
-        str | None, typer.Option("--token", metavar="ID", help="Calls of this token only.")
+        str | None, typer.Option("--token", metavar="ID", help="Only calls of this token.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most calls to show.")] = _SHOWN_CALLS,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of calls.")] = _SHOWN_CALLS,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Show who changed what, newest first."""
+    """Show the audit log: who changed what, newest first."""
     out = terminal()
     calls = out.client().audit.list(token_id=token_id)
     found = [call for _, call in zip(range(limit), calls, strict=False)]
@@ -189,7 +189,5 @@ def audit(
 def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"([0-9]{1,6})([smhd])", text.strip())
     if match is None:
-        raise UsageError(
-            f"{text!r} is no length of time; give a number and s, m, h or d, for example 30d"
-        )
+        raise UsageError(f"{text!r} is not a duration; use for example 30d, 12h or 5m")
     return timedelta(seconds=int(match[1]) * _UNIT_S[match[2]])

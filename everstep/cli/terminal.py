@@ -1,5 +1,4 @@
-"""What the CLI writes: tables for people, plain lines for pipes, JSON for programs; and how it
-ends: errors as exit codes."""
+"""Output of the CLI (tables, plain lines, JSON), and how errors become exit codes."""
 
 from __future__ import annotations
 
@@ -38,14 +37,13 @@ CLI_TRIES = 4
 
 
 class Exit(IntEnum):
-    """What a command's exit code says."""
+    """Exit codes of the CLI."""
 
     SUCCEEDED = 0
     FAILED = 1
-    """The run ended FAILED or CANCELLED; or the service or this machine failed at what was
-    asked."""
+    """The run ended FAILED or CANCELLED, or the request failed on the service or this machine."""
     USAGE = 2
-    """Bad usage, an invalid spec, or something that the service refuses."""
+    """Wrong usage, an invalid spec, or a request that the service refuses."""
     UNREACHABLE = 3
     INTERRUPTED = 130
 
@@ -59,15 +57,17 @@ _EXIT_OF: tuple[tuple[type[EverstepError], Exit], ...] = (
 
 
 def exit_code_of(error: EverstepError) -> Exit:
+    """Return the exit code for an error."""
     return next(code for kind, code in _EXIT_OF if isinstance(error, kind))
 
 
 def exit_code_of_status(status: RunStatus) -> Exit:
+    """Return the exit code for a run's final status."""
     return Exit.FAILED if status in (RunStatus.FAILED, RunStatus.CANCELLED) else Exit.SUCCEEDED
 
 
 class _Console(Console):
-    """Rich's console, which leaves a broken pipe to whoever wrote into it."""
+    """Rich's console, but a broken pipe is raised to the caller."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -91,24 +91,24 @@ class Terminal:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a person looks at it: bars and colours make sense."""
+        """Return whether a person is watching, so that bars and colours make sense."""
         return self.out.is_terminal and not self.as_json
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """One line of text, whose control characters cannot reach the terminal."""
+        """Print one line. Control characters are replaced."""
         self.out.print(Text(printable(text), style=style or ""))
 
     def note(self, text: str) -> None:
-        """One line beside the output proper."""
+        """Print one line to standard error, beside the output proper."""
         self.err.print(Text(printable(text), style="dim"))
 
     def json(self, value: Any) -> None:
-        """One value on one line."""
+        """Print one value as one line of JSON."""
         sys.stdout.write(json_line(_plain(value)) + "\n")
         sys.stdout.flush()
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-        """Rows below headers; in a pipe plain columns that are never cut."""
+        """Print rows below headers. In a pipe the columns are plain and never cut."""
         cells = [[printable("-" if cell is None else str(cell)) for cell in row] for row in rows]
         if not cells:
             self.note(empty)
@@ -132,14 +132,14 @@ class Terminal:
                 )
 
     def fields(self, pairs: Iterable[tuple[str, object]]) -> None:
-        """Names and values below each other; None is left out."""
+        """Print names and values, one pair per line; pairs with None are left out."""
         shown = [(printable(name), str(value)) for name, value in pairs if value is not None]
         width = max((len(name) for name, _ in shown), default=0)
         for name, value in shown:
             self.out.print(Text.assemble((name.ljust(width), "bold"), "  ", printable(value)))
 
     def fail(self, message: str, code: Exit, details: dict[str, Any] | None = None) -> typer.Exit:
-        """Say what went wrong on standard error; the exception to raise."""
+        """Print an error to standard error; return the exception to raise."""
         if self.as_json:
             sys.stderr.write(json_line({"error": {"message": message, **(details or {})}}) + "\n")
         else:
@@ -161,39 +161,41 @@ _CURRENT: ContextVar[Terminal] = ContextVar("terminal")
 
 
 def begin(as_json: bool, url: str | None) -> None:
-    """Begin a command line, with the options that stand before the command's name."""
+    """Start a command line, with the options before the command's name."""
     _CURRENT.set(Terminal(as_json, url))
 
 
 def terminal() -> Terminal:
-    """Of the command that runs."""
+    """Return the terminal of the current command."""
     return _CURRENT.get()
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: run_…")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, such as run_….")]
 SpecArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[SPEC.yaml]",
-        help="File with the spec; - reads standard input.",
+        help="File with the spec; - for standard input.",
         show_default=False,
     ),
 ]
 TaskOption = Annotated[
-    str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task in that code.")
+    str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task class in the code.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON, one value a line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value per line.")]
 UrlOption = Annotated[
     str | None,
     typer.Option(
-        "--url", metavar="URL", help="The service; by default EVERSTEP_URL, else this machine's."
+        "--url",
+        metavar="URL",
+        help="URL of the service; default EVERSTEP_URL, else this machine.",
     ),
 ]
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """A command whose errors become a message and an exit code, and that takes the options of every
-    command behind its name too."""
+    """Wrap a command: errors become a message and an exit code, and global options may follow its
+    name."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -211,8 +213,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except KeyboardInterrupt as exc:
             raise typer.Exit(Exit.INTERRUPTED) from exc
         except BrokenPipeError as exc:
-            # The reader of our pipe has enough. Python flushes standard output once more at exit:
-            # let that succeed.
+            # The reader closed the pipe. Python flushes stdout once more at exit: let that succeed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(Exit.SUCCEEDED) from exc
         except OSError as exc:

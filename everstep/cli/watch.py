@@ -1,5 +1,4 @@
-"""A run as it goes: a progress bar on a terminal, plain lines in a pipe, events as JSON lines for
-programs."""
+"""Show a run live: a progress bar on a terminal, plain lines in a pipe, events as JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _SHOWN = ("loss", "val_accuracy")
 
 
 class _StatusColumn(ProgressColumn):
-    """The run's status in its colour."""
+    """The run's status in colour."""
 
     def render(self, task: Task) -> Text:
         status = RunStatus(task.fields["status"])
@@ -41,7 +40,7 @@ class _StatusColumn(ProgressColumn):
 
 
 class Watcher:
-    """Shows a run from its events. ``show`` is called with each; a context manager."""
+    """Shows a run from its events: call ``show`` with each. A context manager."""
 
     def __init__(self, terminal: Terminal, run: RunHandle) -> None:
         self._terminal = terminal
@@ -81,7 +80,7 @@ class Watcher:
             self._progress.stop()
 
     def show(self, event: Event) -> None:
-        """Take one event in and show what it changes."""
+        """Process one event and show what changed."""
         if self._terminal.as_json:
             self._terminal.json(event)
             return
@@ -107,7 +106,7 @@ class Watcher:
             )
 
     def say(self, line: str, event: Event | None = None) -> None:
-        """One line above the bar."""
+        """Print one line above the progress bar."""
         self._said_at, self._said_step = time.monotonic(), self._step
         stamp = event.at.astimezone().strftime("%H:%M:%S  ") if event is not None else ""
         self._terminal.line(
@@ -115,8 +114,7 @@ class Watcher:
         )
 
     def _is_old(self, event: Event) -> bool:
-        """Whether it tells anew what came before a restart: ranks repeat evaluations that may not
-        have been heard."""
+        """Return whether an evaluation is from before a restart: ranks report those again."""
         return (
             event.kind == EventKind.EVALUATED and event.data.get("step", 0) <= self._restored_step
         )
@@ -125,7 +123,7 @@ class Watcher:
         data: dict[str, Any] = event.data
         match event.kind:
             case EventKind.STATUS:
-                with contextlib.suppress(ValueError):  # a status of a newer service
+                with contextlib.suppress(ValueError):  # a status that only a newer service has
                     self._status = RunStatus(data["to"])
             case EventKind.TRAINING_STARTED:
                 self._total = data.get("total_steps") or self._total
@@ -149,16 +147,15 @@ _ALARMS = frozenset({EventKind.FAILURE, EventKind.CHECKPOINT_FAILED, EventKind.S
 
 
 def watch(terminal: Terminal, run: RunHandle, events: Iterable[Event] | None = None) -> RunHandle:
-    """Show a run until it has ended; returns it as it is then. Ctrl-C stops the watching, not the
-    run."""
+    """Show a run until it has ended; return its final state. Ctrl-C stops watching, not the run."""
     try:
         with Watcher(terminal, run) as watcher:
             for event in run.events(follow=True) if events is None else events:
                 watcher.show(event)
     except KeyboardInterrupt:
         terminal.note(
-            f"the run goes on; `everstep watch {run.id}` shows it again, `everstep cancel "
-            f"{run.id}` ends it"
+            f"the run continues; `everstep watch {run.id}` shows it again, `everstep cancel "
+            f"{run.id}` stops it"
         )
         raise
     return run.refresh()

@@ -1,5 +1,5 @@
-"""Where the service is, and the token for it: given, from the environment, or from this machine's
-home directory."""
+"""Find the service's URL and token: from arguments, the environment, or this machine's home
+directory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True)
 class Address:
-    """A service's base URL without a trailing slash, the token for it, and where that came from."""
+    """Base URL of a service without a trailing slash, the token for it, and the token's source."""
 
     url: str
     token: str | None
     token_source: str
-    """In words, for messages."""
+    """Text for messages."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the service is on this machine."""
+        """Return whether the service is on this machine."""
         return urlsplit(self.url).hostname in _LOOPBACK
 
 
 def find_address(
     url: str | None = None, token: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Address:
-    """The service to talk to: arguments first, then EVERSTEP_URL and EVERSTEP_TOKEN, then the files
-    of a service on this machine.
+    """Return URL and token: from the arguments, else EVERSTEP_URL and EVERSTEP_TOKEN, else the
+    files of a service on this machine.
 
-    The token file is an administrator's, so it is sent to this machine only. Raises UsageError for
-    what cannot be a URL or a token.
+    The token file is an administrator's, so it is only sent to this machine. Raise UsageError for
+    an invalid URL or token.
     """
     home = home_directory(environ)
     noted = _read(home / "url")
@@ -62,7 +62,7 @@ def find_address(
         or (noted and found == _checked_url(noted))
     ):
         return Address(
-            found, None, f"no token: {file} is sent to this machine only; set EVERSTEP_TOKEN"
+            found, None, f"no token: {file} is only sent to this machine; set EVERSTEP_TOKEN"
         )
     local = _read(file)
     if local is None:
@@ -73,7 +73,7 @@ def find_address(
 
 
 def _read(path: Path) -> str | None:
-    """Stripped content; None where there is none, or none that this user may read."""
+    """Return the stripped content; None if the file is missing, empty or unreadable."""
     try:
         return path.read_text().strip() or None
     except (OSError, UnicodeDecodeError):
@@ -81,7 +81,8 @@ def _read(path: Path) -> str | None:
 
 
 def _checked_url(url: str) -> str:
-    """``host:port`` gets http://; raises UsageError for what names no host or another protocol."""
+    """Return the URL, with http:// added to ``host:port``. Raise UsageError without a host, or for
+    another protocol."""
     whole = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(whole)
@@ -93,7 +94,7 @@ def _checked_url(url: str) -> str:
     except ValueError:
         usable = False
     if not usable:
-        raise UsageError(f"{url!r} is not the URL of a service; write it like {DEFAULT_URL}")
+        raise UsageError(f"{url!r} is not the URL of a service; use a URL such as {DEFAULT_URL}")
     return whole.rstrip("/")
 
 

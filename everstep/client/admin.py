@@ -1,5 +1,4 @@
-"""What administrators do: ``client.projects``, ``client.tokens``, ``client.audit``,
-``client.storage``."""
+"""Administration: ``client.projects``, ``client.tokens``, ``client.audit``, ``client.storage``."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from everstep.wire.team import AuditEntry, NewToken, Project, Role, Token
 
 
 class Tokens:
-    """An administrator's view of the tokens, as ``client.tokens``.
+    """Manage tokens, as ``client.tokens``.
 
     >>> made = client.tokens.create("ci", role="submitter", project="vision")  # doctest: +SKIP
     >>> Client(token=made.token)                                               # doctest: +SKIP
@@ -33,16 +32,16 @@ class Tokens:
         expires_at: datetime | None = None,
         create_project: bool = False,
     ) -> NewToken:
-        """Make a token; ``token`` of the answer is its secret, shown only here.
+        """Create a token. ``token`` in the result is its secret, shown only once.
 
         Args:
-            name: what people call it.
+            name: display name.
             role: ``viewer``, ``submitter`` or ``admin``.
-            project: the one project that it reaches; left out for an admin.
-            expires_at: with a time zone; None never.
-            create_project: make the project where it does not exist, which is a fault otherwise.
+            project: the one project that the token gives access to; None for an admin.
+            expires_at: with a time zone; None never expires.
+            create_project: create the project if it does not exist; otherwise that is an error.
 
-        Raises InvalidSpec for what cannot be, AuthError for others than administrators.
+        Raises InvalidSpec for invalid arguments, AuthError if you are not an administrator.
         """
         body: dict[str, Any] = {"name": name, "role": role}
         if project is not None:
@@ -55,16 +54,16 @@ class Tokens:
         )
 
     def list(self) -> Iterator[Token]:
-        """Every token that is not revoked, oldest first."""
+        """Yield every token that is not revoked, oldest first."""
         return self._transport.pages("/v1/tokens", Token)
 
     def revoke(self, token_id: str) -> None:
-        """Make a token worthless from now on. Raises NotFound, AuthError."""
+        """Revoke a token at once. Raise NotFound, AuthError."""
         self._transport.send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
 
 
 class Projects:
-    """An administrator's view of the projects, as ``client.projects``.
+    """Manage projects, as ``client.projects``.
 
     >>> client.projects.create("vision", max_workers=8, max_queued=100)  # doctest: +SKIP
     """
@@ -80,10 +79,9 @@ class Projects:
         max_running: int | None = None,
         max_queued: int | None = None,
     ) -> Project:
-        """Make a project, or give one that is there these quotas in place of its own; None is no
-        limit.
+        """Create a project, or replace the quotas of an existing one; None is no limit.
 
-        Raises InvalidSpec for what cannot be, AuthError for others than administrators.
+        Raises InvalidSpec for invalid arguments, AuthError if you are not an administrator.
         """
         quotas = {"max_workers": max_workers, "max_running": max_running, "max_queued": max_queued}
         body = {"name": name, "quotas": quotas}
@@ -92,45 +90,47 @@ class Projects:
         )
 
     def list(self) -> Iterator[Project]:
-        """Every project with its quotas and what it uses, by name."""
+        """Yield every project by name, with its quotas and usage."""
         return self._transport.pages("/v1/projects", Project)
 
     def get(self, name: str) -> Project:
-        """One project. Raises NotFound, AuthError."""
+        """Return one project. Raise NotFound, AuthError."""
         return self._transport.get(f"/v1/projects/{quote(name, safe='')}", Project)
 
     def delete(self, name: str) -> None:
-        """Forget a project. Raises Conflict where it still has runs or tokens, NotFound,
-        AuthError."""
+        """Delete a project. Raise Conflict if it still has runs or tokens, NotFound, AuthError."""
         self._transport.send("DELETE", f"/v1/projects/{quote(name, safe='')}")
 
 
 class Audit:
-    """What was done through the API, as ``client.audit``; for administrators."""
+    """The audit log, as ``client.audit``; for administrators."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def list(self, *, token_id: str | None = None) -> Iterator[AuditEntry]:
-        """Calls that changed something or were refused, newest first, fetched page by page; of one
-        token, where given."""
+        """Yield calls that changed something or were refused, newest first. Pages are fetched
+        lazily.
+
+        Args:
+            token_id: only calls of this token.
+        """
         return self._transport.pages("/v1/audit", AuditEntry, {"token_id": token_id})
 
 
 class Storage:
-    """The storage that the service's database belongs to, as ``client.storage``; for
-    administrators."""
+    """The storage of the service, as ``client.storage``; for administrators."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def status(self) -> StorageStatus:
-        """Compare the storage with what the database knows of it. Raises AuthError."""
+        """Compare the storage with the database. Raise AuthError."""
         return self._transport.get("/v1/storage", StorageStatus)
 
     def adopt(self) -> StorageAdoption:
-        """Have the service go on with the storage that is there, and without what that lacks.
-        Raises AuthError, Unavailable."""
+        """Make the service continue with the storage that is there, without data that it lacks.
+        Raise AuthError, Unavailable."""
         return self._transport.parse(
             self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption
         )

@@ -1,5 +1,4 @@
-"""A checkpoint's archive over connections that may break: each goes on at the byte where the one
-before stopped."""
+"""Stream a checkpoint's archive; a broken connection is resumed at the byte where it stopped."""
 
 from __future__ import annotations
 
@@ -9,20 +8,19 @@ from everstep.client.transport import Transport
 from everstep.errors import CorruptDownload, Unavailable
 
 MAX_TRIES = 3
-"""Connections in a row that brought nothing new."""
+"""Maximum consecutive connections without new data."""
 
 
 class ArchiveChanged(CorruptDownload):
-    """The service now has another archive at this address; what arrived of the first is
-    worthless."""
+    """The service now serves another archive at this URL; the bytes received so far are useless."""
 
 
 class ArchiveStream:
-    """The bytes of one archive, once through. ``digest`` is the manifest's, as the first answer
-    promised it; None before that.
+    """The bytes of one archive; iterate once. ``digest`` is the manifest's, from the first
+    response; None before.
 
-    Raises Unavailable after MAX_TRIES connections without a new byte, ArchiveChanged, and what the
-    service answers.
+    Raises Unavailable after MAX_TRIES connections without a new byte, ArchiveChanged, and errors of
+    the service.
     """
 
     def __init__(self, transport: Transport, path: str) -> None:
@@ -31,7 +29,7 @@ class ArchiveStream:
         self._etag: str | None = None
         self._size_bytes: int | None = None
         self.num_bytes = 0
-        """Received so far."""
+        """Bytes received so far."""
         self.digest: str | None = None
 
     def __iter__(self) -> Iterator[bytes]:
@@ -48,7 +46,7 @@ class ArchiveStream:
                 self._transport.timing.sleep(self._transport.timing.backoff_s(fruitless))
 
     def _connection(self) -> Iterator[bytes]:
-        """What one connection brings, from where the one before stopped."""
+        """Yield the data of one connection, from where the previous one stopped."""
         headers = {"Accept": "application/x-tar, application/problem+json"}
         if self.num_bytes:
             if self.num_bytes == self._size_bytes:
@@ -59,7 +57,7 @@ class ArchiveStream:
         with self._transport.stream(self._path, headers=headers) as response:
             if self.num_bytes and response.status_code != 206:
                 raise ArchiveChanged(
-                    f"the archive at {self._path} changed while it was fetched; fetch it again"
+                    f"the archive at {self._path} changed during the download; download it again"
                 )
             if not self.num_bytes:
                 self._etag = response.headers.get("ETag")

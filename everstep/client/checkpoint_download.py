@@ -1,5 +1,5 @@
-"""A checkpoint's tar stream onto this machine's disk: nothing outside the target, nothing
-unverified, nothing half."""
+"""Write a checkpoint's tar stream to disk: only verified files, only in the target, all or
+nothing."""
 
 from __future__ import annotations
 
@@ -50,22 +50,20 @@ class _ChunkReader:
 def receive_checkpoint(
     chunks: Iterator[bytes], target: Path, digest: str | None, on_bytes: Callable[[int], None]
 ) -> None:
-    """Write a checkpoint's archive to ``target``, verified: every file of the manifest with its
-    size and digest, and no other.
+    """Write a checkpoint's archive to ``target``. Verify that it contains exactly the manifest's
+    files, with their sizes and digests.
 
-    The files appear in ``target`` only when all of them are sound. A new directory is put in place
-    at once; in one that is there files of the same names are replaced, ``manifest.json`` last.
-    Nothing is written beside a directory that is there: it may be a volume, which alone can be
-    written to.
+    Files appear in ``target`` only after all are verified. A new directory is moved into place at
+    once. In an existing directory, files of the same names are replaced, ``manifest.json`` last.
+    Temporary files go inside an existing target: it may be a volume, and the only writable place.
 
     Args:
         chunks: an uncompressed tar stream.
-        digest: the manifest's SHA-256 as the service promised it; None takes the manifest's own
-            word.
-        on_bytes: told of every chunk's size.
+        digest: SHA-256 of the manifest as the service stated it; None trusts the manifest.
+        on_bytes: called with the size of every chunk.
 
-    Raises CorruptDownload, UsageError for a target that cannot be a directory, and OSError where
-    the disk does not take it.
+    Raises CorruptDownload, UsageError if the target is not a directory, and OSError if it cannot be
+    written.
     """
     target = target.expanduser().absolute()
     if target.exists() and not target.is_dir():
@@ -83,7 +81,7 @@ def receive_checkpoint(
 def _extract(
     chunks: Iterator[bytes], staged: Path, on_bytes: Callable[[int], None]
 ) -> dict[str, tuple[int, str]]:
-    """Size and BLAKE3 of every file, hashed on the way to the disk."""
+    """Return size and BLAKE3 of every file, hashed while it is written."""
     found: dict[str, tuple[int, str]] = {}
     reader = _ChunkReader(chunks, on_bytes)
     with _tar_errors(), tarfile.open(fileobj=cast(IO[bytes], reader), mode="r|") as archive:
@@ -92,7 +90,7 @@ def _extract(
                 continue
             name = _safe_name(member)
             if name in found:
-                raise CorruptDownload(f"the archive holds {name} twice")
+                raise CorruptDownload(f"the archive contains {name} twice; download it again")
             content = archive.extractfile(member)
             assert content is not None  # _safe_name let only regular files pass
             path = staged / name
@@ -105,20 +103,21 @@ def _extract(
                     file.write(block)
             found[name] = (size_bytes, hashed.hexdigest())
         for _ in iter(lambda: reader.read(_BLOCK_BYTES), b""):
-            pass  # to the very end, so that a connection that breaks in the padding is still seen
+            pass  # read to the end: the connection may still break in the padding
     return found
 
 
 def _safe_name(member: tarfile.TarInfo) -> str:
-    """The member's path if it is a regular file below the archive's root. Raises
+    """Return the member's path if it is a regular file below the archive's root. Raise
     CorruptDownload."""
     if not member.isreg():
         raise CorruptDownload(
-            f"the archive holds {member.name!r}, which is not a regular file; nothing was written"
+            f"the archive contains {member.name!r}, which is not a regular file; nothing was "
+            "written"
         )
     if fault := fault_of(member.name):
         raise CorruptDownload(
-            f"the archive holds {member.name!r}, which {fault}; nothing was written"
+            f"the archive contains {member.name!r}, which {fault}; nothing was written"
         )
     return member.name
 
@@ -126,7 +125,7 @@ def _safe_name(member: tarfile.TarInfo) -> str:
 def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None) -> None:
     if MANIFEST not in found:
         raise CorruptDownload(
-            f"the archive holds no {MANIFEST}: it is no checkpoint, or only a part of one"
+            f"the archive contains no {MANIFEST}: it is not a complete checkpoint"
         )
     promised = _promised_files(staged / MANIFEST, found[MANIFEST][0], digest)
     for name, (size_bytes, digest_of, promised_digest) in promised.items():
@@ -135,29 +134,33 @@ def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None)
         found_bytes, found_digest = found[name]
         if found_bytes != size_bytes:
             raise CorruptDownload(
-                f"{name} has {found_bytes} bytes; the manifest promises {size_bytes}"
+                f"{name} has {found_bytes} bytes, but the manifest states {size_bytes}"
             )
         if digest_of == "sha256":
             with (staged / name).open("rb") as file:
                 found_digest = hashlib.file_digest(file, "sha256").hexdigest()
         if found_digest != promised_digest:
             raise CorruptDownload(
-                f"{name} has {digest_of} {found_digest}; the manifest promises {promised_digest}"
+                f"{name} has {digest_of} {found_digest}, but the manifest states {promised_digest}"
             )
     unexpected = sorted(found.keys() - promised.keys() - {MANIFEST})
     if unexpected:
-        raise CorruptDownload(
-            f"the archive holds {unexpected[0]}, which the manifest does not name"
-        )
+        raise CorruptDownload(f"the archive contains {unexpected[0]}, which is not in the manifest")
 
 
 def _promised_files(
     manifest: Path, size_bytes: int, digest: str | None
 ) -> dict[str, tuple[int, str, str]]:
-    """Size, kind of digest (``sha256`` in old ones) and digest of each file, by the manifest; its
-    own digest, of its canonical JSON without ``digest``, is checked."""
+    """Return size, kind of digest (``sha256`` in old manifests) and digest of each file in the
+    manifest.
+
+    The manifest's own digest, over its canonical JSON without ``digest``, is verified.
+    """
     if size_bytes > _MAX_MANIFEST_BYTES:
-        raise CorruptDownload(f"{MANIFEST} has {size_bytes} bytes, which no manifest has")
+        raise CorruptDownload(
+            f"{MANIFEST} is {size_bytes} bytes, over the limit of {_MAX_MANIFEST_BYTES}: the "
+            "download is not a checkpoint"
+        )
     try:
         raw: dict[str, Any] = json.loads(manifest.read_bytes())
         stated = raw.pop("digest", None)
@@ -169,7 +172,10 @@ def _promised_files(
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptDownload(f"{MANIFEST} is not a manifest: {exc!r}") from exc
     actual = hashlib.sha256(canonical).hexdigest()
-    for source, expected in (("states", stated), ("should have, by the service,", digest)):
+    for source, expected in (
+        ("states", stated),
+        ("should have, according to the service,", digest),
+    ):
         if expected is not None and expected.removeprefix("sha256:") != actual:
             raise CorruptDownload(
                 f"{MANIFEST} {source} digest {expected}, but its content has {actual}"
@@ -181,8 +187,7 @@ def _put_in_place(staged: Path, target: Path) -> None:
     if not target.exists():
         staged.replace(target)
         return
-    # Without its manifest the old content is no checkpoint while the files change; the new manifest
-    # makes it one again.
+    # Without a manifest the directory is not a checkpoint while its files change.
     (target / MANIFEST).unlink(missing_ok=True)
     files = [path for path in staged.rglob("*") if path.is_file() and path != staged / MANIFEST]
     for path in [*sorted(files), staged / MANIFEST]:
@@ -204,4 +209,4 @@ def _tar_errors() -> Iterator[None]:
         NotADirectoryError,
         UnicodeDecodeError,
     ) as exc:
-        raise CorruptDownload(f"the archive is damaged or ends too early: {exc}") from exc
+        raise CorruptDownload(f"the archive is damaged or truncated: {exc}") from exc

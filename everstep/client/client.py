@@ -28,22 +28,22 @@ from everstep.wire.deployment import DeploymentCheck
 
 
 class Client:
-    """A connection to one Everstep service.
+    """A connection to one Everstep service. Thread-safe.
 
     >>> client = Client()                                  # doctest: +SKIP
     >>> run = client.runs.create({"name": "digits", ...})  # doctest: +SKIP
     >>> run.wait(timeout_s=600)                            # doctest: +SKIP
 
     Args:
-        url: base URL; without one EVERSTEP_URL, else the service on this machine.
-        token: without one EVERSTEP_TOKEN, else the token file of the service on this machine.
-        timeout_s: longest wait for one answer.
-        max_tries: how often a request is tried that may safely be tried again.
-        patience: when a followed stream counts as dead, and how long the service may be away.
-        timing: the clock; tests put in their own.
-        transport: an httpx transport; tests put in their own.
+        url: base URL; default is EVERSTEP_URL, else the service on this machine.
+        token: default is EVERSTEP_TOKEN, else the token file of the service on this machine.
+        timeout_s: timeout of one request.
+        max_tries: maximum attempts of a request that is safe to retry.
+        patience: timeouts of streams, and of a service that is unreachable.
+        timing: the clock; for tests.
+        transport: an httpx transport; for tests.
 
-    Raises UsageError for a URL or token that cannot be one. Safe to use from several threads.
+    Raises UsageError for an invalid URL or token.
     """
 
     def __init__(
@@ -89,32 +89,34 @@ class Client:
 
     @property
     def url(self) -> str:
-        """Base URL of the service."""
+        """Return the base URL of the service."""
         return self._transport.address.url
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         self._transport.close()
 
     def cluster(self) -> ClusterInfo:
-        """The Ray cluster's nodes, their states and resources, and the runs on them;
-        ``client.nodes`` cordons and drains them."""
+        """Return the Ray cluster's nodes with their states, resources and runs. ``client.nodes``
+        cordons and drains them."""
         return self._transport.get("/v1/cluster", ClusterInfo)
 
     def catalog(self) -> Catalog:
-        """What a spec may name: tasks, models, data sets, optimizers, schedules, each with its
-        arguments' JSON schema."""
+        """Return what a spec can name: tasks, models, data sets, optimizers and schedules, with the
+        JSON schemas of their arguments."""
         return self._transport.get("/v1/catalog", Catalog)
 
     def goodput(self, project: str | None = None) -> list[ProjectGoodput]:
-        """Where the time of all runs went, by project."""
+        """Return how all runs spent their time, by project."""
         return list(self._transport.pages("/v1/goodput", ProjectGoodput, {"project": project}))
 
     def start_deployment_check(self, *, all_reduce_s: float = 5.0) -> DeploymentCheck:
-        """Have every node of the cluster look at itself and at the others; returns at once.
+        """Start a check of every node and of the connections between them; return at once.
 
-        ``all_reduce_s`` is for how many seconds nodes add up tensors. Raises AuthError, Unavailable
-        where Ray does not answer.
+        Args:
+            all_reduce_s: duration of the all-reduce test in seconds.
+
+        Raises AuthError; Unavailable if Ray does not respond.
         """
         body = {"all_reduce_s": all_reduce_s}
         return self._transport.parse(
@@ -124,7 +126,8 @@ class Client:
     def wait_deployment_check(
         self, check_id: str, timeout_s: float | None = None
     ) -> DeploymentCheck:
-        """Wait until a check is over. Raises WaitTimeout after ``timeout_s`` seconds, NotFound."""
+        """Wait until a check is finished. Raise WaitTimeout after ``timeout_s`` seconds, or
+        NotFound."""
         check: DeploymentCheck | None = None
 
         def look() -> None:
@@ -136,7 +139,7 @@ class Client:
         wait_until(
             lambda: check is not None and check.state != "running",
             look,
-            lambda: f"check {check_id} is not over after {timeout_s:g} s",
+            lambda: f"check {check_id} is not finished after {timeout_s:g} s",
             self._transport.timing,
             self._patience,
             timeout_s=timeout_s,
@@ -145,18 +148,19 @@ class Client:
         return check
 
     def health(self) -> bool:
-        """Whether the service lives. Raises Unavailable where nothing answers."""
+        """Return whether the service is alive. Raise Unavailable if nothing responds."""
         return self._transport.send("GET", "/healthz").is_success
 
     def ready(self) -> Readiness:
-        """Whether the service can work; an ``unavailable`` one is an answer too. Needs no token."""
+        """Return whether the service can work; ``unavailable`` is a result, not an error. Needs no
+        token."""
         return self._transport.parse(
             self._transport.send("GET", "/readyz", answers=frozenset({503})), Readiness
         )
 
 
 class Runs:
-    """The service's runs, as ``client.runs``."""
+    """The runs of the service, as ``client.runs``."""
 
     def __init__(self, transport: Transport, patience: Patience) -> None:
         self._transport = transport
@@ -169,10 +173,14 @@ class Runs:
         *,
         create_project: bool = False,
     ) -> RunHandle:
-        """Submit a run. It is tried again where that is needed, and makes one run however often: by
-        an idempotency key of its own, or by ``idempotency_key``, with which the same call gives the
-        same run at any time. A project that does not exist is a fault of the spec unless
-        ``create_project`` makes it.
+        """Submit a run. Retries are safe: each call creates exactly one run.
+
+        Args:
+            spec: the training request.
+            idempotency_key: calls with the same key return the same run; by default each call makes
+                its own key.
+            create_project: create the project if it does not exist. By default a missing project is
+                a fault of the spec.
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
@@ -186,7 +194,7 @@ class Runs:
         return self._handle(self._transport.parse(response, Run))
 
     def get(self, run_id: str) -> RunHandle:
-        """One run. Raises NotFound."""
+        """Return one run. Raise NotFound."""
         return self._handle(self._transport.get(f"/v1/runs/{quote(run_id, safe='')}", Run))
 
     def list(
@@ -197,12 +205,12 @@ class Runs:
         name: str | None = None,
         tag: str | list[str] | Mapping[str, str] | None = None,
     ) -> Iterator[RunHandle]:
-        """Runs, newest first, fetched page by page as they are iterated over.
+        """Yield runs, newest first. Pages are fetched while you iterate.
 
         Args:
             status: one status or several, for example ``"RUNNING"``.
-            tag: ``"key=value"`` or ``"key"``, or several as a list or mapping; runs that have every
-                one.
+            tag: ``"key=value"`` or ``"key"``, or several as a list or mapping. A run must have all
+                of them.
         """
         tags = [f"{key}={value}" for key, value in tag.items()] if isinstance(tag, Mapping) else tag
         params = {"status": status, "project": project, "name": name, "tag": tags}
@@ -213,11 +221,11 @@ class Runs:
 
 
 def _jsonable(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec as it is: the service judges it. Raises InvalidSpec for what JSON cannot say: NaN,
-    infinity, an object."""
+    """Return the spec unchanged; the service validates it. Raise InvalidSpec for values that JSON
+    cannot represent: NaN, infinity, objects."""
     try:
         json.dumps(spec, allow_nan=False)
     except (TypeError, ValueError) as exc:
-        parse_spec(spec)  # names the field, where the fault is one of the spec
+        parse_spec(spec)  # names the field if the spec itself is invalid
         raise InvalidSpec((), f"the spec cannot be written as JSON: {exc}") from exc
     return spec

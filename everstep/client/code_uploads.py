@@ -1,4 +1,4 @@
-"""Uploading code of one's own, as ``client.code``."""
+"""Upload user code, as ``client.code``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everstep.wire import CodeArchive
 
 
 class Code:
-    """The service's archives of users' code, as ``client.code``."""
+    """Archives of user code, as ``client.code``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -22,19 +22,21 @@ class Code:
         project: str | None = None,
         create_project: bool = False,
     ) -> CodeArchive:
-        """Upload a directory of code, one ``.py`` file, or a zip or tar.gz; its ``digest`` is
-        ``code.archive`` of a spec.
+        """Upload a directory of code, one ``.py`` file, a zip or a tar.gz. Use the result's
+        ``digest`` as ``code.archive`` in a spec.
 
         >>> archive = client.code.upload("my_project/")               # doctest: +SKIP
         >>> code = {"archive": archive.digest, "task": "my_package.task:MyTask"}  # doctest: +SKIP
         >>> spec = {"name": "mine", "code": code}                     # doctest: +SKIP
 
-        Of a directory, what its .gitignore and .everstepignore files name is left out. The same
-        files give the same digest, and are stored once, however often they are uploaded. Runs of
-        ``project`` may use them: by default the token's own. One that does not exist is a fault
-        unless ``create_project`` makes it.
+        In a directory, files that .gitignore or .everstepignore match are left out. The same files
+        always give the same digest and are stored once.
 
-        Raises UsageError for what cannot be uploaded, InvalidSpec for what the service refuses,
+        Args:
+            project: runs of this project may use the code; by default the token's project.
+            create_project: create the project if it does not exist; otherwise that is an error.
+
+        Raises UsageError for what cannot be packed, InvalidSpec for what the service refuses,
         AuthError, Unavailable.
         """
         return self.upload_packed(pack(path), project=project, create_project=create_project)
@@ -42,7 +44,7 @@ class Code:
     def upload_packed(
         self, data: bytes, *, project: str | None = None, create_project: bool = False
     ) -> CodeArchive:
-        """Upload an archive's bytes, as ``upload`` does; trying it again is harmless."""
+        """Upload the bytes of an archive, as ``upload``. Safe to retry."""
         files = {"file": ("code", data, "application/octet-stream")}
         params = {"project": project, "create_project": "true" if create_project else None}
         response = self._transport.send(

@@ -1,4 +1,4 @@
-"""A drill as an object: asked for, waited for, and its report."""
+"""A drill: wait for it and read its report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from everstep.wire.drills import Drill, DrillKind, DrillReport, DrillState
 
 
 class DrillHandle(OrderHandle[Drill]):
-    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last answer,
-    kept whole in ``drill.drill``.
+    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last response,
+    which ``drill.drill`` holds.
 
-    ``wait`` ends when the report is complete: the run has trained ten steps since, or ended, or the
-    drill was not carried out. ``report.parity`` tells how the run took it.
+    ``wait`` returns when the report is complete: the run has trained ten more steps, has ended, or
+    the drill was not carried out. ``report.parity`` compares the run before and after.
 
     >>> run.drill("kill_worker", rank=1).wait().report.recovery_s   # doctest: +SKIP
     1.1

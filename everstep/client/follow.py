@@ -1,5 +1,4 @@
-"""Waiting for something to come about, and following what happens over a stream that survives lost
-connections."""
+"""Wait for a condition, and follow a stream across lost connections."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ MAX_GAPS = 3
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a stream may be silent, and how long the service may be away."""
+    """Timeouts of a silent stream, and of a service that is unreachable."""
 
     silence_s: float = 30.0
-    """The service sends a heartbeat every 5 s; a connection that says nothing for so long is given
-    up for a new one."""
+    """The service sends a heartbeat every 5 s. A connection without data for this long is
+    replaced."""
     away_s: float = 600.0
-    """After so many seconds without one good connection following ends with Unavailable."""
+    """Raise Unavailable after this many seconds without a working connection."""
 
 
 def wait_until(
@@ -41,12 +40,11 @@ def wait_until(
     first_pause_s: float = 0.5,
     most_pause_s: float = 0.5,
 ) -> None:
-    """Call ``refresh`` until ``done``; the pauses between grow by half, from the first to the
-    longest.
+    """Call ``refresh`` until ``done``, with pauses that grow by half from ``first_pause_s`` to
+    ``most_pause_s``.
 
-    A service that is away for a while does not end the waiting. Raises WaitTimeout with the words
-    of ``late`` after ``timeout_s`` seconds, Unavailable if the service stays away for longer than
-    ``patience`` has.
+    Keep waiting while the service is unreachable for less than ``patience.away_s``; then raise
+    Unavailable. Raise WaitTimeout with the text of ``late`` after ``timeout_s`` seconds.
     """
     started = alive_at = timing.now()
     pause_s = first_pause_s
@@ -67,14 +65,14 @@ def wait_until(
 
 
 class Follower(Generic[Item]):
-    """Items of one stream in order, each once.
+    """Items of one stream in order, each exactly once.
 
     Args:
-        path, params: the list's endpoint, which answers as a stream where it is asked to.
-        after: ``seq`` of the last item that is already known; it moves on with every item.
-        contiguous: whether a ``seq`` that jumps means that something was lost.
-        is_last: whether nothing follows an item.
-        has_ended: asks the service whether the run is over; asked when a stream ends without its
+        path, params: the list's endpoint, which also serves the stream.
+        after: ``seq`` of the last known item; it advances with every item.
+        contiguous: whether a jump of ``seq`` means a lost item.
+        is_last: returns whether an item is the last one.
+        has_ended: asks the service whether the run has ended; called when a stream ends without its
             last item.
     """
 
@@ -130,7 +128,7 @@ class Follower(Generic[Item]):
             self._timing.sleep(self._timing.backoff_s(failures))
 
     def _one_stream(self) -> Iterator[Item]:
-        """New items of one connection, until it ends or breaks."""
+        """Yield the new items of one connection until it ends or breaks."""
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
         if self.after:
             headers["Last-Event-ID"] = str(self.after)
@@ -140,8 +138,8 @@ class Follower(Generic[Item]):
         ) as response:
             if "text/event-stream" not in response.headers.get("Content-Type", ""):
                 raise ServiceError(
-                    f"GET {response.request.url}: the answer is not a stream of events; is a "
-                    "proxy in between?"
+                    f"GET {response.request.url}: the response is not an event stream; check for "
+                    "a proxy in between"
                 )
             for message in parse_sse(response.iter_bytes()):
                 item = self._new(self._parsed(message.data))
@@ -153,12 +151,12 @@ class Follower(Generic[Item]):
             return cast(Item, self._item.model_validate_json(data))
         except ValidationError as exc:
             raise ServiceError(
-                f"GET {self._path}: the stream holds what is not an item of it: {data[:120]!r}"
+                f"GET {self._path}: the stream contains an invalid item: {data[:120]!r}"
             ) from exc
 
     def _new(self, item: Item) -> Item | None:
-        """The item if it is new. Raises Unavailable, so that the stream is asked for again, where
-        one is missing before it."""
+        """Return the item if it is new. Raise Unavailable if one before it is missing, so that the
+        stream is requested again."""
         seq = item.seq
         if seq <= self.after:
             return None
@@ -175,7 +173,7 @@ class Follower(Generic[Item]):
         return item
 
     def _rest(self) -> Iterator[Item]:
-        """What came between a stream's end and the run's."""
+        """Yield the items between the end of the stream and the end of the run."""
         for item in self._transport.pages(
             self._path, self._item, {**self._params, "after": self.after}
         ):

@@ -1,4 +1,4 @@
-"""The cluster's nodes as an administrator handles them, as ``client.nodes``."""
+"""Manage the nodes of the cluster, as ``client.nodes``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 12
 
 
 class Nodes:
-    """Cordon, uncordon and drain; ``client.cluster()`` shows all nodes with their states.
+    """Cordon, uncordon and drain nodes; ``client.cluster()`` lists them with their states.
 
     >>> node = client.nodes.find("3f2a")                             # doctest: +SKIP
     >>> client.nodes.drain(node.id, deadline_s=300, reason="disk")   # doctest: +SKIP
@@ -26,59 +26,57 @@ class Nodes:
         self._patience = patience
 
     def cordon(self, node_id: str, *, reason: str | None = None) -> Node:
-        """Let no new rank go to a node; ranks that are there stay. Raises NotFound, Conflict for a
-        dead node, AuthError."""
+        """Place no new ranks on a node; its current ranks stay. Raise NotFound, Conflict for a dead
+        node, AuthError."""
         return self._order(node_id, "cordon", {"reason": reason})
 
     def uncordon(self, node_id: str, *, reason: str | None = None) -> Node:
-        """Open a cordoned or draining node again. Raises NotFound, AuthError."""
+        """Allow ranks on a cordoned or draining node again. Raise NotFound, AuthError."""
         return self._order(node_id, "uncordon", {"reason": reason})
 
     def drain(
         self, node_id: str, *, deadline_s: float | None = None, reason: str | None = None
     ) -> Node:
-        """Let ranks save, leave a node at once and move to others; returns while they do.
+        """Make ranks save, leave a node and move to others. Return at once; ``wait_drained`` waits.
 
         Args:
-            node_id: The node's whole id; ``find`` gives it for a part.
-            deadline_s: seconds from now at which the node is to be taken away, for those who look
-                at the cluster.
-            reason: why, in words.
+            node_id: whole id of the node; ``find`` returns it for a prefix.
+            deadline_s: seconds from now at which the node will be removed, shown with the node.
+            reason: free text, shown with the node.
 
         Raises NotFound, Conflict for a dead node, AuthError.
         """
         return self._order(node_id, "drain", {"reason": reason, "deadline_s": deadline_s})
 
     def get(self, node_id: str) -> Node:
-        """One node by its whole id. Raises NotFound; Unavailable where Ray does not answer."""
+        """Return one node by its whole id. Raise NotFound; Unavailable if Ray does not respond."""
         for node in self._cluster().nodes:
             if node.id == node_id:
                 return node
         raise NotFound(f"node {node_id} is not in the cluster")
 
     def find(self, prefix: str) -> Node:
-        """The one node whose id begins so. Raises NotFound, UsageError where several do,
-        Unavailable where Ray does not answer."""
+        """Return the node whose id starts with ``prefix``. Raise NotFound, UsageError if there are
+        several, Unavailable if Ray does not respond."""
         nodes = self._cluster().nodes
         found = [node for node in nodes if prefix and node.id.startswith(prefix)]
         exact = [node for node in found if node.id == prefix]
         if len(exact or found) > 1:
             raise UsageError(
-                f"{prefix!r} begins the ids of {len(found)} nodes ({_names(found)}); give more of "
-                "the id"
+                f"{prefix!r} matches {len(found)} nodes ({_names(found)}); give more digits of the "
+                "id"
             )
         if not found:
-            known = f"; its nodes are {_names(nodes)}" if nodes else ""
-            raise NotFound(f"no node's id begins with {prefix!r} in the cluster{known}")
+            known = f"; the cluster has {_names(nodes)}" if nodes else ""
+            raise NotFound(f"no node id starts with {prefix!r}{known}")
         return (exact or found)[0]
 
     def wait_drained(self, node_id: str, timeout_s: float | None = None) -> Node:
-        """Wait until every rank has left a draining node. One that died is returned as well:
-        nothing is on it any more.
+        """Wait until every rank has left a draining node. Return it, also if it died.
 
-        A service or a Ray that is away for a while does not end the waiting. Raises WaitTimeout
-        after ``timeout_s`` seconds with the runs that are still there, Conflict where nobody drains
-        the node, or no longer, Unavailable if they stay away.
+        Keep waiting while the service or Ray is unreachable for a while. Raises WaitTimeout after
+        ``timeout_s`` seconds, with the runs that are still there; Conflict if the node is not being
+        drained, or no longer; Unavailable if service or Ray stay unreachable.
         """
         node: Node | None = None
 
@@ -90,14 +88,14 @@ class Nodes:
             if node is None or node.state == "DRAINING":
                 return False
             if node.state not in ("DRAINED", "DEAD"):
-                raise Conflict(f"node {node_id} is {node.state}; nobody drains it now")
+                raise Conflict(f"node {node_id} is {node.state}, not draining; drain it first")
             return True
 
         def late() -> str:
             there = (
                 f"ranks of {', '.join(node.runs)}"
                 if node is not None and node.runs
-                else "no run that this token may see"
+                else "no run that this token can see"
             )
             return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
 
@@ -115,7 +113,7 @@ class Nodes:
     def _cluster(self) -> ClusterInfo:
         info = self._transport.get("/v1/cluster", ClusterInfo)
         if not info.available:
-            raise Unavailable("Ray does not answer, so that its nodes are not known; try again")
+            raise Unavailable("Ray does not respond, so its nodes are unknown; try again")
         return info
 
 

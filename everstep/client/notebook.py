@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: a small table that is alive while somebody waits for the run."""
+"""Show a run in a notebook: a small table that updates while ``wait`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 
 
 def run_html(run: Run) -> str:
-    """The run in HTML. Everything that a user or their code wrote is escaped."""
+    """Return the run as HTML. Text from users is escaped."""
     name, page = escape(run.name), run.links.dashboard or ""
     title = (
         f'<a href="{escape(page, quote=True)}">{name}</a>'
@@ -54,13 +54,13 @@ def _progress(run: Run) -> str:
 
 
 def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook; imports nothing to find out."""
+    """Return whether this process is a notebook kernel, without importing anything."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 class Display:
-    """Output of a notebook's cell that is replaced whenever what it shows is another."""
+    """Output of a notebook cell that is replaced when the run changes."""
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -1,5 +1,4 @@
-"""What the handles of orders to a run's ranks share: drills and profiles are asked for, waited for,
-and say how far they are."""
+"""Base class of drill and profile handles: refresh and wait."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ Order = TypeVar("Order", Drill, Profile)
 
 
 class OrderHandle(Generic[Order]):
-    """One order to a run's ranks; the fields of the service's last answer are its attributes."""
+    """One request to a run's ranks. The fields of the last response are its attributes."""
 
     _noun: ClassVar[str]
     _fields: ClassVar[frozenset[str]]
@@ -39,15 +38,15 @@ class OrderHandle(Generic[Order]):
         return self._order.id
 
     def refresh(self) -> Self:
-        """Ask the service how far it is; returns itself."""
+        """Fetch the current state; return self."""
         self._order = self._transport.get(self._path, type(self._order))
         return self
 
     def wait(self, timeout_s: float = 600.0) -> Self:
-        """Wait until nothing more is to come. Returns itself, whatever came of it: ``state`` tells.
+        """Wait until the request is complete. Return self, whatever the outcome; see ``state``.
 
-        A service that is away for a while does not end the waiting. Raises WaitTimeout after
-        ``timeout_s`` seconds; Unavailable if the service stays away.
+        Keep waiting while the service is unreachable for a while. Raises WaitTimeout after
+        ``timeout_s`` seconds; Unavailable if the service stays unreachable.
         """
         wait_until(
             lambda: self._order.complete,

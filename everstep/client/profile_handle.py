@@ -1,4 +1,4 @@
-"""A profile as an object: asked for, waited for, downloaded."""
+"""A profile of a rank: wait for it and download its trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from everstep.wire.profiles import AllReduce, Profile, ProfileState
 
 class ProfileHandle(OrderHandle[Profile]):
     """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last
-    answer, kept whole in ``profile.profile``. ``wait`` ends when the trace is there, or will not
-    come.
+    response, which ``profile.profile`` holds. ``wait`` returns when the trace is ready, or will
+    never be.
 
     >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
     PosixPath('trace.json.gz')
@@ -37,8 +37,8 @@ class ProfileHandle(OrderHandle[Profile]):
         return self._order
 
     def download(self, path: str | Path) -> Path:
-        """Fetch the trace, gzipped JSON that https://ui.perfetto.dev opens as it is. Returns the
-        path; raises NotFound where there is none, and OSError where the disk does not take it."""
+        """Download the trace: gzipped JSON, which https://ui.perfetto.dev opens. Return the path.
+        Raise NotFound if there is no trace, OSError if it cannot be written."""
         answer = self._transport.send("GET", f"{self._path}/trace", repeatable=True)
         Path(path).write_bytes(answer.content)
         return Path(path)

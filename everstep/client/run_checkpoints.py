@@ -21,20 +21,20 @@ class RunCheckpoints(RunFields):
     """A run and its checkpoints."""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Every checkpoint of the committed lineage, oldest first; those that retention let go have
-        the state ``deleted``."""
+        """Return every checkpoint of the committed lineage, oldest first. Those that retention
+        removed have the state ``deleted``."""
         return list(self._transport.pages(f"{self._path}/checkpoints", Checkpoint))
 
     def checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """One checkpoint: of a step, the newest, or the best by the spec's
-        ``checkpoint.best_metric``. Raises NotFound."""
+        """Return one checkpoint: by step, the newest, or the best by the spec's
+        ``checkpoint.best_metric``. Raise NotFound."""
         return self._transport.get(f"{self._path}/checkpoints/{_which(which)}", Checkpoint)
 
     def verify_checkpoint(self, which: Which = "latest") -> Checkpoint:
-        """Have the service read a checkpoint back and compare every file with its size and digest.
+        """Have the service read a checkpoint back and compare the size and digest of every file.
 
-        The answer's ``state`` is ``corrupt`` where a file is not what it should be, and its
-        ``problem`` says which. Raises NotFound, and Conflict for one that retention deleted.
+        The result's ``state`` is ``corrupt`` if a file differs, and ``problem`` names it. Raises
+        NotFound, and Conflict for a checkpoint that retention deleted.
         """
         path = f"{self._path}/checkpoints/{_which(which)}/verify"
         return self._transport.parse(
@@ -44,25 +44,27 @@ class RunCheckpoints(RunFields):
     def download_checkpoint(
         self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None
     ) -> Path:
-        """Fetch a checkpoint into ``directory``, which then holds ``model.pt``, ``train_state.pt``
-        and ``manifest.json``.
+        """Download a checkpoint into ``directory``: ``model.pt``, ``train_state.pt`` and
+        ``manifest.json``.
 
-        Every file is compared with the size and digest in the manifest, and the manifest with its
-        own digest, before any appears in ``directory``. A connection that breaks is made again, and
-        goes on where it stopped. ``on_bytes`` is told of every chunk's size.
+        Sizes and digests of all files are verified before any file appears in ``directory``. A
+        broken connection is resumed where it stopped.
 
         >>> out = run.download_checkpoint("best", "out/")                       # doctest: +SKIP
         >>> weights = torch.load(out / "model.pt", weights_only=True)            # doctest: +SKIP
 
-        Returns the directory. Raises NotFound, CorruptDownload, and OSError where the disk does not
-        take it.
+        Args:
+            on_bytes: called with the size of every chunk.
+
+        Returns the directory. Raises NotFound, CorruptDownload, and OSError if it cannot be
+        written.
         """
         checkpoint = self.checkpoint(which)
         try:
             try:
                 self._download(checkpoint, Path(directory), on_bytes)
             except ArchiveChanged:
-                # a newer submission committed another one of this step: begin anew
+                # a newer submission committed another checkpoint of this step: start again
                 self._download(checkpoint, Path(directory), on_bytes)
         except (Unavailable, CorruptDownload):
             self._raise_if_corrupt(checkpoint)
@@ -76,15 +78,15 @@ class RunCheckpoints(RunFields):
             self._transport, f"{self._path}/checkpoints/{checkpoint.step}/archive"
         )
         chunks = iter(archive)
-        first = next(chunks, b"")  # with the answer that says which checkpoint this is
+        first = next(chunks, b"")  # the response names the checkpoint's digest
         digest = archive.digest or checkpoint.digest
         receive_checkpoint(
             itertools.chain((first,), chunks), target, digest, on_bytes or (lambda _num_bytes: None)
         )
 
     def _raise_if_corrupt(self, checkpoint: Checkpoint) -> None:
-        """The service breaks a download off where a file is not what the manifest says; ask it
-        whether that was the reason."""
+        """Raise CorruptDownload if the service aborted the download because a file does not match
+        its manifest."""
         with contextlib.suppress(EverstepError):
             checkpoint = self.verify_checkpoint(checkpoint.step)
         if checkpoint.state == "corrupt":
@@ -96,5 +98,5 @@ class RunCheckpoints(RunFields):
 
 def _which(which: Which) -> str:
     if isinstance(which, str) and which not in ("latest", "best") and not which.isdigit():
-        raise ValueError(f"{which!r} names no checkpoint; give a step, 'latest' or 'best'")
+        raise ValueError(f"{which!r} is not a checkpoint; use a step, 'latest' or 'best'")
     return str(which)

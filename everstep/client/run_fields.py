@@ -1,4 +1,4 @@
-"""The fields of a run, as the service last answered them."""
+"""The fields of a run, as of the last response of the service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from everstep.wire import (
 
 
 class RunFields:
-    """A run as the last answer of the service shows it. ``run`` keeps that answer whole."""
+    """A run as of the last response of the service, which ``run`` holds unchanged."""
 
     if TYPE_CHECKING:
         name: str
@@ -70,7 +70,7 @@ class RunFields:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Return what a notebook shows."""
         return run_html(self.run)
 
     @property
@@ -78,6 +78,6 @@ class RunFields:
         return self.run.id
 
     def refresh(self) -> Self:
-        """Ask the service for the run's state; returns itself."""
+        """Fetch the current state of the run; return self."""
         self.run = self._transport.get(self._path, Run)
         return self

@@ -1,4 +1,4 @@
-"""A run as an object: what it is now, what happened to it, and what can be done with it."""
+"""A run as an object: its state, its history, and actions on it."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
 class RunHandle(RunCheckpoints):
-    """One run. Its fields (``run.status``, ``run.step``, …) are those of the last answer of the
-    service, kept whole in ``run.run``; ``refresh()`` asks again.
+    """One run. Its fields (``run.status``, ``run.step``, …) are those of the last response, which
+    ``run.run`` holds. ``refresh()`` updates them.
 
     >>> run = client.runs.create(spec)          # doctest: +SKIP
     >>> run.wait(timeout_s=600).run.metrics     # doctest: +SKIP
     {'loss': 0.02, 'val_accuracy': 0.98}
 
-    Two fields share their name with what is asked for: the latest metrics are ``run.run.metrics``,
-    the goodput so far ``run.run.goodput``.
+    Two fields have the name of a method: the latest metrics are ``run.run.metrics``, the current
+    goodput is ``run.run.goodput``.
     """
 
     def spec(self) -> RunSpec:
-        """The spec as resolved, with every default filled in."""
+        """Return the resolved spec, with every default filled in."""
         return self._transport.get(f"{self._path}/spec", RunSpec)
 
     # ------------------------------------------------------------ waiting and following
 
     def wait(self, timeout_s: float | None = None) -> RunHandle:
-        """Wait until the run has ended; returns itself if it SUCCEEDED.
+        """Wait until the run has ended; return self if it SUCCEEDED.
 
-        A service that is away for a while, or a pause, does not end the waiting. Raises RunFailed
-        for FAILED and CANCELLED, with the last failure and its verdict; WaitTimeout after
-        ``timeout_s`` seconds; Unavailable if the service stays away. In a notebook the run, with a
-        bar of its progress, is shown below the cell meanwhile.
+        Waiting continues through a pause, and while the service is unreachable for a while. In a
+        notebook the run is shown below the cell with a progress bar.
+
+        Raises RunFailed for FAILED and CANCELLED, with the last failure and its verdict;
+        WaitTimeout after ``timeout_s`` seconds; Unavailable if the service stays unreachable.
         """
         display = Display() if is_notebook() else None
 
@@ -82,14 +83,13 @@ class RunHandle(RunCheckpoints):
         return self
 
     def failed(self) -> RunFailed:
-        """The error that tells why a run ended FAILED or CANCELLED."""
+        """Return the error that explains why a run ended FAILED or CANCELLED."""
         failures = self.failures()
         return RunFailed(self.run, failures[-1] if failures else None)
 
     def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Event]:
-        """What happened, in order, behind the event ``after``. With ``follow`` new events as they
-        come, until the one that ends the run; lost connections are made again by themselves, and no
-        event is lost or given twice."""
+        """Yield the events after ``after``, in order. With ``follow``, also yield new ones until
+        the run has ended. Lost connections are re-established; no event is lost or repeated."""
         if not follow:
             return self._transport.pages(f"{self._path}/events", Event, {"after": after})
         return iter(
@@ -104,9 +104,8 @@ class RunHandle(RunCheckpoints):
         attempt: int | None = None,
         after: int = 0,
     ) -> Iterator[LogLine]:
-        """Lines that the ranks and the driver (rank None) logged over all attempts; of one ``rank``
-        or ``attempt`` only, if asked. With ``follow`` new lines as they come, until the run has
-        ended."""
+        """Yield log lines of the ranks and the driver (rank None) over all attempts, or only those
+        of ``rank`` or ``attempt``. With ``follow``, also yield new ones until the run has ended."""
         params = {"rank": rank, "attempt": attempt}
         if not follow:
             return self._transport.pages(f"{self._path}/logs", LogLine, {**params, "after": after})
@@ -151,9 +150,9 @@ class RunHandle(RunCheckpoints):
     def metrics(
         self, *names: str, max_points: int = 500
     ) -> dict[str, list[tuple[int, float, float | None]]]:
-        """For each name ``[(step, unix seconds, value), …]``, thinned to ``max_points`` so that
-        extremes stay; a value that was not finite is None. Without names every metric of the
-        run."""
+        """Return ``[(step, unix seconds, value), …]`` for each name, down-sampled to ``max_points``
+        with extremes kept. Values that were not finite are None. Without names, return every
+        metric."""
         found = self._transport.get(
             f"{self._path}/metrics",
             MetricSeries,
@@ -163,36 +162,37 @@ class RunHandle(RunCheckpoints):
         return found.series
 
     def failures(self, *, lines: int = 10) -> list[Failure]:
-        """Every failure with its verdict, its evidence and what was done, oldest first; with so
-        many of the first failing rank's last ``lines``."""
+        """Return every failure, oldest first, with verdict, evidence and action. ``lines`` limits
+        the log lines of the first failing rank."""
         return list(self._transport.pages(f"{self._path}/failures", Failure, {"lines": lines}))
 
     def stragglers(self) -> StragglerReport:
-        """Each rank's own time in a step and its waiting for the others, and the ranks that were
-        found slow."""
+        """Return the step time of each rank, its wait for the others, and the ranks that were found
+        slow."""
         return self._transport.get(f"{self._path}/stragglers", StragglerReport)
 
     def attempts(self) -> list[Attempt]:
-        """Every worker group with its ranks, oldest first."""
+        """Return every attempt with its ranks, oldest first."""
         return list(self._transport.pages(f"{self._path}/attempts", Attempt))
 
     def samples(self) -> Samples:
-        """For each epoch that ended how many samples were used once, twice or never, over the
-        committed lineage."""
+        """Return for each finished epoch how many samples were used once, more than once or never,
+        over the committed lineage."""
         return self._transport.get(f"{self._path}/samples", Samples)
 
     def goodput(self) -> Goodput:
-        """Where the run's wall time went."""
+        """Return how the run spent its wall time."""
         return self._transport.get(f"{self._path}/goodput", Goodput)
 
     # ------------------------------------------------------------ actions
 
     def cancel(self) -> RunHandle:
-        """Stop for good, after a last checkpoint. Raises Conflict for a run that has ended."""
+        """Stop the run for good, after a last checkpoint. Raise Conflict if it has ended."""
         return self._act("cancel")
 
     def pause(self) -> RunHandle:
-        """Stop after a checkpoint and give the resources back; ``resume()`` goes on from there."""
+        """Stop the run after a checkpoint and release its resources. ``resume()`` continues from
+        there."""
         return self._act("pause")
 
     def resume(self) -> RunHandle:
@@ -200,16 +200,16 @@ class RunHandle(RunCheckpoints):
         return self._act("resume")
 
     def drill(self, kind: DrillKind | str, *, rank: int = 0) -> DrillHandle:
-        """Break something of this run on purpose, to see that it recovers: ``kill_worker``,
-        ``hang_worker``, ``kill_node``, ``drain_node`` (of ``rank``, or of its node),
-        ``kill_driver``, ``corrupt_checkpoint``. Needs an admin's token and a service that was
-        started with ``--drills``.
+        """Inject a failure into this run, to check that it recovers.
+
+        ``kill_worker``, ``hang_worker``, ``kill_node`` and ``drain_node`` hit ``rank`` or its node;
+        ``kill_driver`` and ``corrupt_checkpoint`` hit the run. Needs an admin token, and a service
+        that was started with ``--drills``.
 
         >>> run.drill("kill_worker", rank=1).wait().report.parity.in_parity   # doctest: +SKIP
         True
 
-        Raises AuthError, Conflict for a run that does not train now, InvalidSpec for a rank that it
-        does not have.
+        Raises AuthError, Conflict if the run is not training, InvalidSpec if it has no such rank.
         """
         body = {"kind": str(kind), "rank": rank}
         response = self._transport.send("POST", f"{self._path}/drills", body=body, repeatable=False)
@@ -218,19 +218,17 @@ class RunHandle(RunCheckpoints):
         )
 
     def drills(self) -> list[DrillHandle]:
-        """Every drill of this run with its report, oldest first."""
+        """Return every drill of this run with its report, oldest first."""
         found = self._transport.pages(f"{self._path}/drills", Drill)
         return [DrillHandle(self._transport, self.id, drill, self._patience) for drill in found]
 
     def profile(self, *, rank: int = 0, steps: int = 10) -> ProfileHandle:
-        """Have a rank of this run, which trains, record its next steps with torch's profiler; no
-        result changes.
+        """Record the next steps of a rank with torch's profiler. This does not change any result.
 
         >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
         PosixPath('trace.json.gz')
 
-        Raises Conflict for a run that does not train now, InvalidSpec for a rank that it does not
-        have.
+        Raises Conflict if the run is not training, InvalidSpec if it has no such rank.
         """
         response = self._transport.send(
             "POST", f"{self._path}/profiles", body={"rank": rank, "steps": steps}, repeatable=False
@@ -240,14 +238,14 @@ class RunHandle(RunCheckpoints):
         )
 
     def profiles(self) -> list[ProfileHandle]:
-        """Every profile of this run, oldest first."""
+        """Return every profile of this run, oldest first."""
         found = self._transport.pages(f"{self._path}/profiles", Profile)
         return [
             ProfileHandle(self._transport, self.id, profile, self._patience) for profile in found
         ]
 
     def delete(self) -> None:
-        """Remove a run that has ended, with its checkpoints, logs and history."""
+        """Delete a run that has ended, with its checkpoints, logs and history."""
         self._transport.send("DELETE", self._path, repeatable=False)
 
     def _act(self, action: str) -> RunHandle:
@@ -258,5 +256,5 @@ class RunHandle(RunCheckpoints):
 
 
 def ends_run(event: Event) -> bool:
-    """Whether an event is the last of its run."""
+    """Return whether an event is the last of its run."""
     return event.kind == "status" and event.data.get("to") in TERMINAL_STATUSES

@@ -1,5 +1,4 @@
-"""Server-sent events: bytes in, messages out
-(https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""Parse server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ class Message:
     """One server-sent event."""
 
     id: str | None
-    """The newest ``id:`` of the stream so far."""
+    """The last ``id:`` of the stream so far."""
     event: str
     data: str
 
 
 def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
-    """Messages of a stream, however its bytes are cut; one that the stream's end cuts off is
-    dropped, as the format demands.
+    """Yield the messages of a stream, whatever its chunk boundaries. An incomplete last message is
+    dropped, as the standard requires.
 
     Works on bytes: splitting decoded text would also split at U+2028 and the like, which JSON may
-    hold.
+    contain.
     """
     last_id: str | None = None
     event, data = "", list[str]()
@@ -46,15 +45,15 @@ def parse_sse(chunks: Iterable[bytes]) -> Iterator[Message]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Complete lines without their ends. Each byte is looked at once, so that a huge message costs
-    no more than its size."""
+    """Yield complete lines without their ends. Each byte is scanned once, so the cost of a huge
+    message is linear."""
     pending = list[bytes]()
     after_cr = False
     first = True
     for chunk in chunks:
         if not chunk:
             continue
-        # the second half of a \r\n that a chunk's end cut in two
+        # second half of a \r\n that was split between two chunks
         if after_cr and chunk.startswith(b"\n"):
             chunk = chunk[1:]
         after_cr = chunk.endswith(b"\r") if chunk else False

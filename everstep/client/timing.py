@@ -1,4 +1,4 @@
-"""Time as the client sees it, in one object, so that tests decide how it passes."""
+"""The client's clock, as one object that tests replace."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """A clock, a way to wait, and a source of jitter."""
+    """A clock, a sleep function and a source of jitter."""
 
     now: Callable[[], float] = time.monotonic
-    """Seconds since some fixed moment."""
+    """Return seconds since some fixed time."""
     sleep: Callable[[float], None] = time.sleep
-    """Waits so many seconds."""
+    """Sleep for so many seconds."""
     jitter: Callable[[], float] = random.random
-    """A number in [0, 1): spreads the retries of many clients."""
+    """Return a number in [0, 1), which spreads the retries of many clients."""
 
     def backoff_s(self, failures: int, first_s: float = 0.2, most_s: float = 5.0) -> float:
-        """Seconds to wait after the n-th failure in a row: doubling, capped, and between half and
-        all of it."""
+        """Return the seconds to wait after the n-th consecutive failure: exponential, capped, with
+        jitter between half and all of it."""
         whole = min(most_s, first_s * 2.0 ** min(failures - 1, 30))
         return whole * (0.5 + 0.5 * self.jitter())

@@ -1,5 +1,5 @@
-"""HTTP to the service: retries, and the one place where httpx's errors and problem answers become
-ours."""
+"""HTTP to the service: retries, and the mapping of httpx errors and problem responses to our
+errors."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Params = Mapping[str, str | int | float | bool | list[str] | None]
 
 TRY_AGAIN = frozenset({429, 502, 503, 504})
 NOT_TAKEN = frozenset({429, 503})
-"""Answers that say that nothing was done: safe to try again whatever the request."""
+"""Statuses that say that the request was not carried out: any request may be retried."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Errors before a request left: likewise."""
+"""Errors before the request was sent: any request may be retried."""
 MAX_RETRY_AFTER_S = 60.0
 PAGE_SIZE = 200
 
@@ -50,27 +50,27 @@ class _Meaning:
 
 
 _MEANINGS: tuple[tuple[type[Exception], _Meaning], ...] = (
-    (httpx.ConnectTimeout, _Meaning(Unavailable, "unreachable", "no connection in time")),
-    (httpx.TimeoutException, _Meaning(Unavailable, "timeout", "no answer in time")),
+    (httpx.ConnectTimeout, _Meaning(Unavailable, "unreachable", "the connection timed out")),
+    (httpx.TimeoutException, _Meaning(Unavailable, "timeout", "the request timed out")),
     (httpx.ConnectError, _Meaning(Unavailable, "unreachable", "no connection")),
-    (httpx.ProxyError, _Meaning(Unavailable, "unreachable", "the proxy refused")),
-    (httpx.UnsupportedProtocol, _Meaning(UsageError, "usage", "not a URL of a service")),
-    (httpx.InvalidURL, _Meaning(UsageError, "usage", "not a URL of a service")),
-    (httpx.TooManyRedirects, _Meaning(ServiceError, "service_error", "it redirects in a circle")),
+    (httpx.ProxyError, _Meaning(Unavailable, "unreachable", "the proxy refused the connection")),
+    (httpx.UnsupportedProtocol, _Meaning(UsageError, "usage", "not a valid URL of a service")),
+    (httpx.InvalidURL, _Meaning(UsageError, "usage", "not a valid URL of a service")),
+    (httpx.TooManyRedirects, _Meaning(ServiceError, "service_error", "too many redirects")),
     (
         httpx.DecodingError,
-        _Meaning(ServiceError, "service_error", "its answer is not what its headers say"),
+        _Meaning(ServiceError, "service_error", "the response cannot be decoded"),
     ),
     (httpx.TransportError, _Meaning(Unavailable, "connection_lost", "the connection broke")),
     (httpx.StreamError, _Meaning(Unavailable, "connection_lost", "the connection broke")),
     (httpx.HTTPError, _Meaning(ServiceError, "service_error", "the request failed")),
 )
-"""What each error of httpx means; the first that fits, so special ones stand before general
-ones."""
+"""Our error for each error of httpx. The first match counts, so specific ones come first."""
 
 
 def translate(exc: Exception, url: str) -> EverstepError:
-    """Our error for one of httpx's; says what to do where the service was not reached."""
+    """Return our error for an httpx error. If the service was not reached, the message says what to
+    do."""
     meaning = next(meaning for kind, meaning in _MEANINGS if isinstance(exc, kind))
     cause = str(exc) or type(exc).__name__
     message = f"{url}: {meaning.words} ({cause})"
@@ -106,7 +106,7 @@ def _trusted_certificates() -> ssl.SSLContext:
 
 
 class Transport:
-    """Requests to one service. ``base`` is httpx's own transport and the seam for tests."""
+    """Sends requests to one service. ``base`` is httpx's own transport; tests replace it."""
 
     def __init__(
         self,
@@ -132,16 +132,16 @@ class Transport:
                 headers=headers,
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0)),
                 transport=base,
-                # A proxy of the environment has no business between two processes of one machine;
-                # the certificates that it names (SSL_CERT_FILE, SSL_CERT_DIR) count there, too.
+                # Two processes on one machine do not talk through the environment's proxy; the
+                # environment's certificates (SSL_CERT_FILE, SSL_CERT_DIR) apply there, too.
                 trust_env=not address.is_local,
                 verify=_trusted_certificates() if address.url.startswith("https:") else True,
             )
-        # Clients are often left to the garbage collector; their connections then close without a
-        # warning about them.
+        # Clients are often garbage-collected without close(): this avoids a ResourceWarning.
         weakref.finalize(self, self._http.close)
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def send(
@@ -156,13 +156,15 @@ class Transport:
         repeatable: bool | None = None,
         answers: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """The answer to one request, tried again where that cannot do harm.
+        """Send a request, and retry it if that is safe.
 
-        ``repeatable``: whether doing it twice is the same as once; by default true for GET. A
-        request that is not is tried again only if it was surely not carried out. ``answers`` are
-        statuses that are returned though they are errors.
-        ``files`` are sent as a form: for each field a name, the bytes and their type.
-        Raises the package's errors.
+        Args:
+            files: sent as a form: for each field a name, the bytes and their type.
+            repeatable: whether sending twice has the same effect as once; by default True for GET.
+                Other requests are retried only if they were certainly not carried out.
+            answers: error statuses that are returned, not raised.
+
+        Raises this package's errors.
         """
         repeatable = method == "GET" if repeatable is None else repeatable
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
@@ -199,11 +201,11 @@ class Transport:
             self.timing.sleep(wait_s)
 
     def get(self, path: str, model: type[M], **params: str | int | bool | list[str] | None) -> M:
-        """One answer, parsed."""
+        """Send a GET request and return the parsed response."""
         return self.parse(self.send("GET", path, params=params), model)
 
     def pages(self, path: str, item: type[M], params: Params | None = None) -> Iterator[M]:
-        """Items of all pages of a list, each page fetched when it is needed."""
+        """Yield the items of all pages of a list. Pages are fetched lazily."""
         cursor: str | None = None
         while True:
             response = self.send(
@@ -215,7 +217,7 @@ class Transport:
                 return
             if page.next_cursor == cursor:
                 raise ServiceError(
-                    f"GET {path}: the service gives the page {cursor!r} again and again"
+                    f"GET {path}: pagination does not advance (cursor {cursor!r} repeated)"
                 )
             cursor = page.next_cursor
 
@@ -228,8 +230,12 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         silence_s: float | None = None,
     ) -> Iterator[httpx.Response]:
-        """A streamed answer; not tried again here. ``silence_s``: how long it may say nothing
-        before the connection counts as lost. Errors in the ``with`` block are translated too."""
+        """Open a streamed response. It is not retried here. Errors in the ``with`` block are
+        translated too.
+
+        Args:
+            silence_s: longest time without data before the connection counts as lost.
+        """
         timeout = httpx.Timeout(
             self._timeout_s, connect=min(self._timeout_s, 5.0), read=silence_s or self._timeout_s
         )
@@ -245,7 +251,7 @@ class Transport:
             yield response
 
     def parse(self, response: httpx.Response, model: type[M]) -> M:
-        """Body as ``model``. Raises ServiceError where it is something else."""
+        """Return the body parsed as ``model``. Raise ServiceError if it does not parse."""
         try:
             return model.model_validate_json(response.content)
         except ValidationError as exc:
@@ -254,7 +260,7 @@ class Transport:
             ) from exc
 
     def problem(self, response: httpx.Response) -> EverstepError:
-        """The error that an answer means."""
+        """Return the error for an error response."""
         status = response.status_code
         try:
             problem = Problem.model_validate_json(response.content)
@@ -276,16 +282,15 @@ class Transport:
         request = f"{response.request.method} {response.request.url}"
         start = response.text[:120].replace("\n", " ").strip()
         return ServiceError(
-            f"{request}: the answer is not Everstep's ({problem}); does EVERSTEP_URL name the "
-            "service, and of this version? "
-            f"It begins with {start!r}",
+            f"{request}: the response is not from this version of Everstep ({problem}): check "
+            f"EVERSTEP_URL and the service's version. The response begins with {start!r}",
             status=response.status_code,
         )
 
 
 def retry_after_s(value: str | None, now: float | None = None) -> float | None:
-    """Seconds that a Retry-After header asks for, given as a number or a date; None where it says
-    nothing usable."""
+    """Return the seconds in a Retry-After header, given as a number or a date; None if it is
+    unusable."""
     if value is None:
         return None
     if value.strip().isdigit():
@@ -298,7 +303,7 @@ def retry_after_s(value: str | None, now: float | None = None) -> float | None:
 
 
 def _given(params: Params | None) -> dict[str, Any]:
-    """Parameters without those that are None; booleans as JSON writes them."""
+    """Return the parameters that are not None, with booleans as in JSON."""
     return {
         key: str(value).lower() if isinstance(value, bool) else value
         for key, value in (params or {}).items()

@@ -1,4 +1,4 @@
-"""Users' source code on its way to the service: which files belong to an archive, and packing them.
+"""User code on the client: which files belong to an archive, and packing them.
 
 Imports `everstep.errors` only. The client, the CLI and the service import it.
 """

@@ -1,5 +1,4 @@
-"""A directory of code as an archive: without what git and ``.everstepignore`` leave out, and the
-same bytes for the same files."""
+"""Pack a directory of code into an archive; the same files always give the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from everstep.code.rules import (
 from everstep.errors import UsageError
 
 IGNORE_FILES = (".everstepignore", ".gitignore")
-"""By precedence: what the first says of a file counts, whatever the second says."""
+"""In order of precedence: a match in the first overrides the second."""
 _NEVER = frozenset(
     {
         ".git",
@@ -38,10 +37,10 @@ _SUFFIXES = (".zip", ".tar.gz", ".tgz")
 
 
 def pack(path: str | os.PathLike[str]) -> bytes:
-    """The archive of a directory, of one ``.py`` file, or of what is an archive already.
+    """Return the archive of a directory, of one ``.py`` file, or of an existing archive.
 
-    Raises UsageError: nothing is there, it holds no module, too much, a link that leads out of it,
-    or a module under a name that is not free.
+    Raises UsageError if the path does not exist, contains no module, is too large, contains a link
+    that points outside, or a module with a reserved name.
     """
     source = Path(path).expanduser()
     try:
@@ -55,16 +54,16 @@ def pack(path: str | os.PathLike[str]) -> bytes:
         raise UsageError(f"{exc.filename or source} cannot be read: {exc.strerror or exc}") from exc
     if len(data) > MAX_ARCHIVE_BYTES:
         raise UsageError(
-            f"{source} makes an archive of more than {MAX_ARCHIVE_BYTES >> 20} MiB; list data in "
+            f"the archive of {source} is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; list data in "
             ".everstepignore"
         )
     return data
 
 
 def _files_of(source: Path) -> dict[str, Path]:
-    """Files by their path in the archive."""
+    """Return files by their path in the archive."""
     if not source.is_dir():
-        raise UsageError(f"{source} does not exist; give the directory that holds your package")
+        raise UsageError(f"{source} does not exist; give the directory that contains your package")
     return {str(file.relative_to(source)): file for file in _walk(source, source, _Ignored(source))}
 
 
@@ -81,16 +80,15 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
             path.is_file() and path.resolve().is_relative_to(source.resolve())
         ):
             raise UsageError(
-                f"{path} is a link to a directory or out of {source}; list it in .everstepignore, "
-                "or put the files there"
+                f"{path} is a link to a directory, or points outside {source}; list it in "
+                ".everstepignore, or copy the files there"
             )
         elif stat.S_ISREG(path.stat().st_mode):
             yield path
 
 
 class _Ignored:
-    """What the ignore files of a directory, of those below it, and of the repository around it
-    leave out."""
+    """The ignore files of a directory, of those below it, and of the repository around it."""
 
     def __init__(self, source: Path) -> None:
         self._specs: dict[tuple[str, Path], object] = {}
@@ -104,7 +102,7 @@ class _Ignored:
                 self.read(parent)
 
     def read(self, directory: Path) -> None:
-        """Take the ignore files of a directory into account."""
+        """Add the ignore files of a directory."""
         from pathspec import GitIgnoreSpec
 
         for name in IGNORE_FILES:
@@ -114,7 +112,8 @@ class _Ignored:
                 self._specs[name, self._absolute(directory)] = GitIgnoreSpec.from_lines(lines)
 
     def leaves_out(self, path: Path, *, is_dir: bool) -> bool:
-        """The innermost file that says something of a path decides, as git has it."""
+        """Return whether a path is ignored. As in git, the innermost file that matches it
+        decides."""
         absolute = self._absolute(path)
         for name in IGNORE_FILES:
             for parent in absolute.parents:
@@ -127,7 +126,7 @@ class _Ignored:
         return False
 
     def _absolute(self, path: Path) -> Path:
-        """Below the resolved source, without resolving links on the way."""
+        """Return the path below the resolved source, without resolving links on the way."""
         return (
             self._resolved / path.relative_to(self._source)
             if path.is_relative_to(self._source)
@@ -136,27 +135,27 @@ class _Ignored:
 
 
 def _check(source: Path, files: dict[str, Path]) -> None:
-    """Find here what the service would refuse, with the names that the user knows."""
+    """Refuse what the service would refuse, with the names that the user knows."""
     sizes = sorted(((file.stat().st_size, name) for name, file in files.items()), reverse=True)
     total_bytes = sum(size for size, _ in sizes)
     if total_bytes > MAX_UNPACKED_BYTES or len(files) > MAX_FILES:
         largest = ", ".join(f"{name} ({size >> 20} MiB)" for size, name in sizes[:3])
         raise UsageError(
-            f"{source} holds {len(files)} files, {total_bytes >> 20} MiB; at most {MAX_FILES} and "
-            f"{MAX_UNPACKED_BYTES >> 20} MiB "
-            f"can be uploaded; list data in .everstepignore. The largest: {largest}"
+            f"{source} has {len(files)} files, {total_bytes >> 20} MiB; the limit is {MAX_FILES} "
+            f"files and {MAX_UNPACKED_BYTES >> 20} MiB. List data in .everstepignore; the largest "
+            f"files are {largest}"
         )
     problems = collisions(files.keys())
     if problems:
         raise UsageError("; ".join(problems))
     if not modules(files.keys()):
         raise UsageError(
-            f"{source} holds no Python module; give the directory that holds your package"
+            f"{source} contains no Python module; give the directory that contains your package"
         )
 
 
 def _archive(files: dict[str, Path]) -> bytes:
-    """A tar.gz that depends on names, contents and the executable bit alone."""
+    """Return a tar.gz that depends only on names, contents and the executable bit."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=6, mtime=0) as stream,

@@ -1,5 +1,5 @@
-"""What uploaded code may be: how much of it, what its files may be called, and what of it can be
-imported by which name."""
+"""Rules for uploaded code: size limits, file names, and which modules can be imported by which
+name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Collection, Iterator
 
 MAX_ARCHIVE_BYTES = 64 << 20
-"""Largest archive as it is sent."""
+"""Maximum size of the archive as sent."""
 MAX_UNPACKED_BYTES = 256 << 20
-"""Most bytes in all its files together."""
+"""Maximum size of all files together."""
 MAX_FILES = 10_000
 MAX_PATH_BYTES = 512
 MAX_DEPTH = 32
-"""Most parts of a file's path."""
+"""Maximum number of parts in a file's path."""
 
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 REQUIREMENT_PATTERN = (
@@ -41,16 +41,15 @@ _STACK = frozenset(
         "yaml",
     }
 )
-"""What ranks import beside the user's code. A module of the user's stands before them on the path,
-and would take their place."""
+"""Packages that ranks import. User modules come first on the path and would shadow them."""
 
 
 def import_roots(paths: Collection[str]) -> tuple[str, ...]:
-    """Directories of an archive that are put on the path, in order; the archive's own is ``""``,
-    the others end in ``/``.
+    """Return the directories of an archive that go on the path, in order. The archive's root is
+    ``""``, the others end in ``/``.
 
-    Beside the archive's own: ``src``, unless it is a package, and, where everything lies in one
-    directory that is no package (as in archives that GitHub makes), that directory and its ``src``.
+    Besides the root these are ``src``, unless it is a package, and, if everything is in one
+    directory that is not a package (as in archives from GitHub), that directory and its ``src``.
 
     >>> import_roots(["proj/src/mine/task.py", "proj/README.md"])
     ('', 'proj/', 'proj/src/')
@@ -71,7 +70,7 @@ def import_roots(paths: Collection[str]) -> tuple[str, ...]:
 
 
 def modules(paths: Collection[str]) -> tuple[str, ...]:
-    """Dotted names of all modules.
+    """Return the dotted names of all modules.
 
     >>> modules(["src/mine/__init__.py", "src/mine/task.py", "train.py", "notes-1.py"])
     ('mine', 'mine.task', 'train')
@@ -83,8 +82,11 @@ def modules(paths: Collection[str]) -> tuple[str, ...]:
 def module_path(
     paths: Collection[str], module: str, roots: Collection[str] | None = None
 ) -> str | None:
-    """The file that ``import module`` runs; None where the archive has none. ``roots`` are its
-    ``import_roots``, where known."""
+    """Return the file that ``import module`` runs; None if the archive has none.
+
+    Args:
+        roots: the archive's ``import_roots``, if known.
+    """
     for root in import_roots(paths) if roots is None else roots:
         stem = root + module.replace(".", "/")
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
@@ -94,8 +96,8 @@ def module_path(
 
 
 def collisions(paths: Collection[str]) -> list[str]:
-    """What is wrong with the names of the archive's modules, one sentence each: they would take
-    another's place, or lose to it."""
+    """Return one message for each module whose name shadows another package, or is shadowed by
+    one."""
     found = {}
     for root in import_roots(paths):
         for path in sorted(paths):
@@ -108,15 +110,15 @@ def collisions(paths: Collection[str]) -> list[str]:
             if owner is not None:
                 place = f"{root}{first}"
                 found[place] = (
-                    f"{place}: the name {name!r} belongs to {owner}; rename it, or list it in "
+                    f"{place}: the name {name!r} is reserved for {owner}; rename it, or list it in "
                     ".everstepignore"
                 )
     return list(found.values())
 
 
 def _owner(name: str, *, regular: bool) -> str | None:
-    """Whose a module's name is; a directory without ``__init__.py`` never takes a standard module's
-    place."""
+    """Return who owns a module's name. A directory without ``__init__.py`` never shadows the
+    standard library."""
     if name in OWN_PACKAGES:
         return "Everstep itself"
     if name in _STACK:
@@ -127,8 +129,8 @@ def _owner(name: str, *, regular: bool) -> str | None:
 
 
 def _names(path: str, roots: Collection[str]) -> Iterator[str]:
-    """Names under which a file can be imported; what lies in a ``src`` goes by the name that it has
-    there."""
+    """Yield the names under which a file can be imported. Files in ``src`` only have their names
+    below it."""
     sources = [root for root in roots if root.endswith("src/") and path.startswith(root)]
     for root in sources or roots:
         if not path.endswith(".py") or not path.startswith(root):

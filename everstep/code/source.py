@@ -1,4 +1,4 @@
-"""``everstep submit --code``: code of one's own in place of a spec's task."""
+"""``everstep submit --code``: user code in place of a spec's task."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from everstep.errors import UsageError
 def with_code(
     raw: dict[str, Any] | None, path: str | None, task: str | None, train_fn: str | None
 ) -> tuple[dict[str, Any], bytes | None]:
-    """The spec with its code filled in, and the archive that is to be uploaded before the spec is
-    submitted.
+    """Return the spec with its code filled in, and the archive to upload before submitting it.
 
     Args:
-        raw: the spec's own fields; None where no file was given, which needs ``path``.
-        path: directory or archive with the code; None leaves ``raw`` as it is.
-        task, train_fn: ``module:name`` of what is run; what the spec says where neither is given.
+        raw: fields of the spec; None if no file was given, which requires ``path``.
+        path: directory or archive with the code; None leaves ``raw`` unchanged.
+        task, train_fn: entry point as ``module:name``; by default the spec's.
 
     Raises UsageError.
     """
     if path is None:
         if task or train_fn:
             raise UsageError(
-                "--task and --train-fn name something in code: give --code DIRECTORY, too"
+                "--task and --train-fn select an entry point of --code; add --code DIRECTORY"
             )
         if raw is None:
             raise UsageError("give a SPEC.yaml, or --code DIRECTORY with --task MODULE:CLASS")

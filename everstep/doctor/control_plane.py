@@ -1,4 +1,4 @@
-"""Findings about the service and the Ray cluster that it sees."""
+"""Findings about the service, and about the Ray cluster as the service sees it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ LAG_PROBLEM_S = 30.0
 
 
 def service_findings(ready: Readiness) -> list[Finding]:
-    """What ``/readyz`` says."""
+    """Return the findings from ``/readyz``."""
     found = []
     if ready.database == "down":
         remedy = (
-            "See `not_ready` in the service's log; check --database, and that the database runs "
-            "and takes connections."
+            "Read `not_ready` in the service's log; check --database, and that the database runs "
+            "and accepts connections."
         )
         found.append(problem("service", "the service cannot use its database", remedy))
     if ready.storage == "down":
         remedy = (
-            "See `not_ready` in the service's log; check --storage, that it is mounted on the "
-            "service's host, has room, and that "
+            "Read `not_ready` in the service's log; check --storage, that it is mounted on the "
+            "service's host, that it has free space, and that "
         )
         found.append(
             problem(
                 "service",
                 "the service cannot use its storage",
-                remedy + "the service's user may write there.",
+                remedy + "the service's user can write there.",
             )
         )
     if ready.ray == "down":
         remedy = (
-            "See that the head runs, that --ray-address is its dashboard's URL, and that "
-            "RAY_AUTH_TOKEN_PATH holds its token."
+            "Check that the head runs, that --ray-address is the URL of its dashboard, and that "
+            "RAY_AUTH_TOKEN_PATH names a file with its token."
         )
         found.append(problem("service", "the service cannot reach Ray", remedy))
     if ready.reconciler_lag_s is None or ready.reconciler_lag_s > LAG_PROBLEM_S:
@@ -40,21 +40,21 @@ def service_findings(ready: Readiness) -> list[Finding]:
             "never" if ready.reconciler_lag_s is None else f"not for {ready.reconciler_lag_s:.0f} s"
         )
         remedy = (
-            "No run starts or ends by it. Look for errors in the service's log; with several "
-            "replicas ask the one that leads."
+            "Without it no run starts or ends. Look for errors in the service's log; with several "
+            "replicas, in the log of the leader."
         )
-        found.append(problem("service", f"its reconciler has {since} finished a tick", remedy))
-    return found or [ok("service", "database, storage, Ray and the reconciler answer")]
+        found.append(problem("service", f"the reconciler has {since} finished a tick", remedy))
+    return found or [ok("service", "database, storage, Ray and the reconciler respond")]
 
 
 def cluster_findings(cluster: ClusterInfo) -> list[Finding]:
-    """What the cluster's list of nodes says."""
+    """Return the findings from the cluster's list of nodes."""
     if not cluster.available:
         return [
             problem(
                 "cluster",
-                "Ray does not answer the service",
-                "See that the head is up: `ray status` there.",
+                "Ray does not respond to the service",
+                "Check that the head runs: `ray status` there.",
             )
         ]
     live = [node for node in cluster.nodes if node.state != "DEAD"]
@@ -64,8 +64,8 @@ def cluster_findings(cluster: ClusterInfo) -> list[Finding]:
     found = []
     if not workers:
         remedy = (
-            "Start one: `ray start --address=HEAD:6379` with the head's token and the same "
-            "packages."
+            "Start a worker node: `ray start --address=HEAD:6379` with the head's token and the "
+            "same packages."
         )
         found.append(
             problem("cluster", "no live node offers CPUs or GPUs: no run can start", remedy)
@@ -75,13 +75,13 @@ def cluster_findings(cluster: ClusterInfo) -> list[Finding]:
             why = (
                 f" by {node.mark.by}: {node.mark.reason or 'no reason given'}"
                 if node.mark
-                else " by Ray's word"
+                else " according to Ray"
             )
-            remedy = f"Once it is well: `everstep uncordon {node.id[:12]}`."
+            remedy = f"Once it is repaired: `everstep uncordon {node.id[:12]}`."
             found.append(
                 warning(
                     "cluster", f"node {node.hostname} ({node.id[:12]}) is {node.state}{why}", remedy
                 )
             )
-    words = f"{len(live)} live nodes, {len(workers)} of them run ranks; Ray {cluster.ray_version}"
+    words = f"{len(live)} live nodes, {len(workers)} can run ranks; Ray {cluster.ray_version}"
     return [*found, ok("cluster", words)] if workers else found

@@ -1,4 +1,4 @@
-"""One finding of a check: what was checked, how bad it is, and what to do."""
+"""One finding of a deployment check: what was checked, the result and the fix."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
-    """What was looked at: service, cluster, nodes, versions, clocks, ports, network, storage,
-    memory, gpus, all_reduce."""
+    """Subject: service, cluster, nodes, versions, clocks, ports, network, storage, memory, gpus,
+    all_reduce."""
     level: Level
     message: str
     remedy: str | None = None
-    """What to do; None where nothing is to be done."""
+    """What to do; None if nothing needs to be done."""
 
 
 def ok(check: str, message: str) -> Finding:
@@ -35,5 +35,6 @@ def problem(check: str, message: str, remedy: str) -> Finding:
 
 
 def joined(words: Iterable[str]) -> str:
+    """Return words joined by commas and "and"."""
     *first, last = list(words) or ["nobody"]
     return f"{', '.join(first)} and {last}" if first else last

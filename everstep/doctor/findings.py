@@ -1,5 +1,4 @@
-"""What a check of a deployment means, in words: what is wrong, and what to do. Pure: facts in,
-findings out."""
+"""All findings of a deployment check, from the report of its job. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from everstep.wire.deployment import DeploymentCheck
 
 
 def check_findings(check: DeploymentCheck, asked_at: datetime) -> list[Finding]:
-    """What the check's job found.
+    """Return the findings from the check's job.
 
     Args:
-        check: One that is over.
-        asked_at: The service's clock when it was asked for.
+        check: a finished check.
+        asked_at: the service's clock when it was requested.
     """
     if check.report is None:
         remedy = (
-            "See the job's log on Ray's dashboard. Everstep must be installed in the environment "
-            "that `ray start` runs in."
+            "Read the job's log on Ray's dashboard. Install Everstep in the environment in which "
+            "`ray start` runs."
         )
-        return [problem("nodes", f"the check could not be made: {check.problem}", remedy)]
+        return [problem("nodes", f"the check failed: {check.problem}", remedy)]
     nodes = check.report.nodes
     names = {node.id: f"{node.hostname} ({node.id[:8]})" for node in nodes}
     up = [node for node in nodes if node.problem is None]

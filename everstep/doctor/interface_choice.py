@@ -1,4 +1,4 @@
-"""How NCCL and gloo read the variables that tell them which network interface to use."""
+"""How NCCL and gloo interpret the variables that select a network interface."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ NCCL_VARIABLE, GLOO_VARIABLE = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
 
 def lets_through(variable: str, value: str, interfaces: Iterable[str]) -> bool:
-    """Whether any of these interfaces may be used: of gloo by name; of NCCL by prefix, after ``=``
-    by name, after ``^`` not."""
+    """Return whether the variable's value allows any of these interfaces.
+
+    Gloo compares names. NCCL compares prefixes, names after ``=``, and excludes prefixes after
+    ``^``.
+    """
     return any(_chooses(variable, value, name) for name in interfaces)
 
 

@@ -11,9 +11,10 @@ from everstep.wire.deployment import AllReduceFacts, NodeFacts
 
 
 def port_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
+    """Return which nodes cannot connect to which others."""
     remedy = (
-        "Ranks meet on ports of their own choice: let the hosts of one cluster talk to each other "
-        "on all TCP ports, both ways."
+        "Ranks use arbitrary ports: allow all TCP ports between the hosts of a cluster, in both "
+        "directions."
     )
     blocked = False
     for node in nodes:
@@ -36,13 +37,14 @@ def port_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator
 
 
 def interface_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
+    """Return nodes whose address or interface variables do not match their interfaces."""
     found = False
     for node in nodes:
         if node.interface is None:
             found = True
             remedy = (
-                "Ray was told an address that the host has not (NAT?); give `ray start "
-                "--node-ip-address` one of its own."
+                "Ray uses an address that the host does not have (NAT?); set `ray start "
+                "--node-ip-address` to one of its own."
             )
             yield problem(
                 "network", f"no interface of {names[node.id]} has its address {node.ip}", remedy
@@ -50,11 +52,13 @@ def interface_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Ite
         elif node.interface == "lo" and len({node.ip for node in nodes}) > 1:
             found = True
             remedy = (
-                "Give `ray start --node-ip-address` an address that others reach; see /etc/hosts "
-                "for the host's own name."
+                "Set `ray start --node-ip-address` to an address that others can reach; check the "
+                "host's own name in /etc/hosts."
             )
             yield problem(
-                "network", f"{names[node.id]} is known by its loopback address {node.ip}", remedy
+                "network",
+                f"{names[node.id]} is registered with its loopback address {node.ip}",
+                remedy,
             )
         for variable, value in node.interface_variables.items():
             if not lets_through(variable, value, node.interfaces):
@@ -64,39 +68,41 @@ def interface_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Ite
                     "them, or unset it."
                 )
                 yield problem(
-                    "network", f"{variable}={value} names no interface of {names[node.id]}", remedy
+                    "network",
+                    f"{variable}={value} matches no interface of {names[node.id]}",
+                    remedy,
                 )
     if not found and nodes:
         interfaces = Counter(node.interface for node in nodes)
         yield ok(
             "network",
-            "ranks talk over "
+            "ranks communicate over "
             + ", ".join(f"{name} ({count})" for name, count in interfaces.items()),
         )
 
 
 def all_reduce_findings(facts: AllReduceFacts | None, names: dict[str, str]) -> Iterator[Finding]:
+    """Return the result of the all-reduce over all nodes."""
     if facts is None:
-        yield ok("all_reduce", "fewer than two nodes run ranks: nothing to add up")
+        yield ok("all_reduce", "skipped: fewer than two nodes run ranks")
     elif facts.problem is not None:
         variable = NCCL_VARIABLE if facts.backend == "nccl" else GLOO_VARIABLE
         remedy = (
-            f"Where ports are well, {facts.backend} may have picked the wrong interface: set "
-            f"{variable} in the environment of "
-            "`ray start`, see that /etc/hosts does not give the host's name a loopback address, "
-            "and try again."
+            f"If all ports are open, {facts.backend} may use the wrong interface: set {variable} "
+            "in the environment of `ray start`, check that /etc/hosts does not map the host's name "
+            "to a loopback address, and try again."
         )
         listed = joined([names[node] for node in facts.nodes])
         yield problem(
             "all_reduce",
-            f"{listed} could not add up a tensor over {facts.backend}: {facts.problem}",
+            f"the all-reduce between {listed} over {facts.backend} failed: {facts.problem}",
             remedy,
         )
     else:
         assert facts.round_s is not None
         rate = facts.size_bytes / 1e6 / facts.round_s
         words = (
-            f"{facts.rounds} sums of {facts.size_bytes / 1e6:.0f} MB over {len(facts.nodes)} "
-            f"nodes by {facts.backend}"
+            f"{facts.rounds} all-reduces of {facts.size_bytes / 1e6:.0f} MB over "
+            f"{len(facts.nodes)} nodes with {facts.backend}"
         )
         yield ok("all_reduce", f"{words}, {facts.round_s * 1000:.1f} ms each ({rate:.0f} MB/s)")

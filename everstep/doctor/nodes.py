@@ -1,4 +1,4 @@
-"""Findings about each node: whether it answers, its clock, memory and GPUs."""
+"""Findings about each node: whether it responds, its clock, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SMALL_DISK_BYTES = 1 << 30
 
 
 def answer_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
+    """Return which nodes did not respond."""
     for node in nodes:
         if node.problem is not None:
             remedy = (
-                "See that the node answers, and has Everstep, torch and Ray in the versions that "
-                "the head has."
+                "Check that the node is reachable, and has the head's versions of Everstep, torch "
+                "and Ray."
             )
-            yield problem("nodes", f"node {names[node.id]} did not answer: {node.problem}", remedy)
+            yield problem("nodes", f"node {names[node.id]} did not respond: {node.problem}", remedy)
     if all(node.problem is None for node in nodes):
-        yield ok("nodes", f"all {len(nodes)} nodes started a process and answered")
+        yield ok("nodes", f"all {len(nodes)} nodes started a process and responded")
 
 
 def clock_findings(
@@ -35,6 +36,8 @@ def clock_findings(
     service: ServiceFacts,
     asked_at: datetime,
 ) -> Iterator[Finding]:
+    """Return clocks that differ from the head's or the service's, beyond the error of the
+    measurement."""
     remedy = "Run a time service (chrony, systemd-timesyncd) on every host."
     worst = 0.0
     for node in nodes:
@@ -49,8 +52,8 @@ def clock_findings(
                 f"the clock of {names[node.id]} is {abs(node.clock_offset_s):.1f} s {way} the "
                 "head's"
             )
-            yield Finding("clocks", level, words + "; so are the times in its own logs", remedy)
-    # The report was written between these two moments of the service's clock.
+            yield Finding("clocks", level, words + ", and so are the times in its logs", remedy)
+    # The report was written between these two times of the service's clock.
     early, late = (asked_at - report.at).total_seconds(), (report.at - service.at).total_seconds()
     between = max(early, late, 0.0)
     if between > CLOCK_WARNING_S:
@@ -67,6 +70,7 @@ def clock_findings(
 
 
 def memory_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
+    """Return nodes with little shared memory or temporary space."""
     found = False
     for node in nodes:
         if (
@@ -76,41 +80,42 @@ def memory_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterat
         ):
             found = True
             remedy = (
-                "Give the container at least twice the model's state (`--shm-size`, `shm_size:`, "
-                "an emptyDir in memory)."
+                "Give the container at least twice the size of the model's state (`--shm-size`, "
+                "`shm_size:`, an emptyDir in memory)."
             )
             words = (
                 f"{names[node.id]} has {node.shared_memory_bytes / 1e6:.0f} MB of shared memory: "
-                "a death may cost steps"
+                "a lost rank may cost steps"
             )
             yield warning("memory", words, remedy)
         if node.temporary_free_bytes is not None and node.temporary_free_bytes < SMALL_DISK_BYTES:
             found = True
-            remedy = "Free some, or move Ray's files by `ray start --temp-dir` and TMPDIR."
+            remedy = "Free some space, or move Ray's files with `ray start --temp-dir` and TMPDIR."
             words = (
                 f"{names[node.id]} has {node.temporary_free_bytes / 1e6:.0f} MB left for "
                 "temporary files"
             )
             yield warning("memory", words, remedy)
     if not found and nodes:
-        yield ok("memory", "shared memory and temporary space have room")
+        yield ok("memory", "enough shared memory and temporary space")
 
 
 def gpu_findings(nodes: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[Finding]:
+    """Return nodes whose GPUs torch cannot use."""
     with_gpus = [node for node in nodes if node.gpus]
     for node in with_gpus:
         if node.cuda is False:
             remedy = (
-                "Install a CUDA build of torch and a driver that fits it; `python -c 'import "
-                "torch; torch.cuda.init()'` says more."
+                "Install a CUDA build of torch and a matching driver; `python -c 'import torch; "
+                "torch.cuda.init()'` shows the error."
             )
             yield problem(
                 "gpus",
-                f"Ray gives out {node.gpus} GPUs of {names[node.id]}, and torch cannot use them",
+                f"Ray offers {node.gpus} GPUs on {names[node.id]}, but torch cannot use them",
                 remedy,
             )
         elif node.cuda is None:
-            remedy = "Check again when one is free; NCCL was not tried."
-            yield warning("gpus", f"no GPU of {names[node.id]} was free to be tried", remedy)
+            remedy = "Check again when one is free; NCCL was not tested."
+            yield warning("gpus", f"no GPU of {names[node.id]} was free for a test", remedy)
     if with_gpus and all(node.cuda for node in with_gpus):
         yield ok("gpus", f"torch can use the GPUs of {len(with_gpus)} nodes")

@@ -1,4 +1,4 @@
-"""Findings about the storage: whether all nodes share it, and whether it fits the database."""
+"""Findings about the storage: whether all nodes share it, and whether it matches the database."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from everstep.wire.storage_status import StorageStatus
 
 
 def identity_findings(status: StorageStatus) -> list[Finding]:
-    """Return what does not fit between the service's database and its storage."""
+    """Return the differences between the service's database and its storage."""
     found = []
     if status.problem is not None:
         remedy = (
-            "See `everstep storage show`, and in docs/runbook.md: another storage, or an older "
-            "database."
+            'Run `everstep storage show`, and read "Another storage, or an older database" in '
+            "docs/runbook.md."
         )
         found.append(problem("storage", status.problem, remedy))
     for run in status.behind:
         words = (
-            f"submission {run.storage_submission} of run {run.run_id}, and the database knows "
+            f"submission {run.storage_submission} of run {run.run_id}, but the database only knows "
             f"{run.database_submission}"
         )
         remedy = (
             "Restore a newer database, or run `everstep storage adopt` once no other service uses "
             "this storage."
         )
-        found.append(problem("storage", f"the storage holds {words}", remedy))
+        found.append(problem("storage", f"the storage has {words}", remedy))
     if status.unknown_runs:
         words = (
-            f"the storage holds {len(status.unknown_runs)} runs that the database does not know, "
-            f"{status.unknown_runs[0]} for one"
+            f"the storage has {len(status.unknown_runs)} runs that the database does not know, "
+            f"for example {status.unknown_runs[0]}"
         )
         found.append(
             warning(
                 "storage",
                 words,
-                "They are of a newer database or of another service; nothing touches them.",
+                "They belong to a newer database or another service. Everstep leaves them alone.",
             )
         )
     return found
@@ -46,6 +46,7 @@ def identity_findings(status: StorageStatus) -> list[Finding]:
 def sharing_findings(
     nodes: Sequence[NodeFacts], names: dict[str, str], uri: str
 ) -> Iterator[Finding]:
+    """Return whether every node can write the storage and read what the others wrote."""
     bad = False
     for node in nodes:
         facts = node.storage
@@ -54,14 +55,14 @@ def sharing_findings(
         bad = bad or bool(facts.problem or facts.unseen or facts.differs)
         if facts.problem:
             remedy = (
-                "See that it is mounted there, that Ray's user may write, that it has room, and "
-                "that credentials are on the node."
+                "Check that it is mounted there, that Ray's user can write, that it has free "
+                "space, and that the node has its credentials."
             )
             yield problem("storage", f"{names[node.id]} cannot use {uri}: {facts.problem}", remedy)
         remedy = "Mount one shared filesystem there on every node, the head included, or use s3://."
         for others, what in (
             (facts.unseen, "does not see"),
-            (facts.differs, "reads other bytes than were written in"),
+            (facts.differs, "reads different bytes than were written to"),
         ):
             if others:
                 listed = joined([names.get(other, other[:8]) for other in others])
@@ -77,17 +78,16 @@ def sharing_findings(
     ]
     if uri.startswith("gs://"):
         words = (
-            f"{uri} cannot create a file only where there is none, as far as Everstep's client can "
-            "ask for it: of two processes that write the same name at the same moment both may be "
-            "told that they have written it"
+            f"Everstep's client for {uri} has no conditional create: if two processes write the "
+            "same name at the same time, both may be told that they created it"
         )
         remedy = (
-            "Use s3:// or a shared filesystem where runs must not depend on that; "
-            "docs/checkpoints.md (Which storage promises what) says what is left without."
+            "Use s3:// or a shared filesystem for full guarantees; docs/checkpoints.md (Which "
+            "storage promises what) lists what is missing without it."
         )
         yield warning("storage", words, remedy)
     if not bad and rates:
         yield ok(
             "storage",
-            f"all nodes read each other's bytes in {uri}; slowest write {min(rates):g} MB/s",
+            f"all nodes read each other's files in {uri}; slowest write {min(rates):g} MB/s",
         )

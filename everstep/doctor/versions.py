@@ -1,4 +1,4 @@
-"""Findings about the versions of Everstep, Ray and torch on the nodes."""
+"""Findings about versions: Python, Everstep, Ray, torch and CUDA must be the same on all nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _MUST_AGREE = ("python", "everstep", "ray", "torch", "torchvision", "cuda", "ncc
 def version_findings(
     nodes: Sequence[NodeFacts], names: dict[str, str], service: ServiceFacts
 ) -> Iterator[Finding]:
+    """Return versions that differ between nodes, or from the service."""
     wrong = 0
     for what in _MUST_AGREE:
         versions = {node.id: node.versions.get(what) for node in nodes}
-        # a head without GPUs may have the CPU build, which is the same but for its label
+        # a head without GPUs may have the CPU build of the same version
         if what.startswith("torch"):
             versions = {
                 node_id: version and version.partition("+")[0]
@@ -42,23 +43,23 @@ def version_findings(
             odd.append(f"the service on {service.hostname} has {service.versions['everstep']}")
         wrong += 1
         remedy = (
-            f"Install the same {what} everywhere (constraints.txt has the pins), or run one image "
-            "on all hosts."
+            f"Install the same {what} everywhere (constraints.txt has the versions), or use one "
+            "image on all hosts."
         )
         yield problem(
             "versions",
-            f"{what} is not the same everywhere: most have {usual or 'none'}, {joined(odd)}",
+            f"versions of {what} differ: most have {usual or 'none'}, {joined(odd)}",
             remedy,
         )
     sources = {node.id: node.source for node in nodes}
     if len({*sources.values(), service.source}) > 1 and not wrong:
         odd = [names[node_id] for node_id, source in sources.items() if source != service.source]
         remedy = (
-            "Install the same build everywhere; a version number does not tell two builds of a "
-            "checkout apart."
+            "Install the same build everywhere; two builds of a checkout can have the same "
+            "version number."
         )
         yield problem(
-            "versions", f"Everstep's own modules differ from the service's on {joined(odd)}", remedy
+            "versions", f"Everstep's modules differ from the service's on {joined(odd)}", remedy
         )
     elif not wrong and nodes:
         shown = ", ".join(

@@ -1,9 +1,9 @@
-"""What a spec may name: models, data sets, tasks, optimizers and schedules, each with its typed
+"""Catalog of what a spec can name: tasks, models, data sets, optimizers and schedules, with their
 arguments.
 
-Plain pydantic, so that the service and the client can validate a spec without importing torch;
-``train_fn`` builds what is named here, and a unit test holds the two together. Every union is
-discriminated by ``name``.
+The models are plain pydantic, so that service and client can validate a spec without torch.
+``train_fn`` builds what they name; a unit test compares the two. Every union is discriminated by
+``name``.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ TaskSpec = Annotated[ImageClassificationSpec | LanguageModelingSpec, Field(discr
 
 class CatalogEntry(Frozen):
     name: str
-    """What a spec writes in ``name``."""
+    """Value of ``name`` in a spec."""
     description: str
     """One sentence."""
     args_schema: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     task: str | None = None
-    """Of a model or a data set: the task that takes it."""
+    """For a model or a data set: the task that it belongs to."""
 
 
 class Catalog(Frozen):
-    """Answer of ``GET /v1/catalog``."""
+    """Response of ``GET /v1/catalog``."""
 
     tasks: tuple[CatalogEntry, ...]
     models: tuple[CatalogEntry, ...]
@@ -61,8 +61,8 @@ class Catalog(Frozen):
 def _entry(
     spec: type[BaseModel], name: str | None = None, *, task: str | None = None
 ) -> CatalogEntry:
-    """One entry; what belongs to a task keeps its arguments below ``args``, the others beside
-    ``name``."""
+    """Return one entry. Models and data sets of a task have their arguments below ``args``, the
+    others beside ``name``."""
     arguments: Any = spec.model_fields["args"].annotation if task else spec
     assert isinstance(arguments, type) and issubclass(arguments, BaseModel)
     schema = arguments.model_json_schema()
@@ -78,7 +78,7 @@ def _entry(
 
 
 def catalog() -> Catalog:
-    """Everything that a spec may name, in the order in which a reader looks for it."""
+    """Return everything that a spec can name."""
     images, text = "image_classification", "language_modeling"
     return Catalog(
         tasks=(_entry(ImageClassificationSpec), _entry(LanguageModelingSpec)),

@@ -1,5 +1,5 @@
-"""What is wrong with a request, in words for the person who wrote it, with the path that they
-wrote."""
+"""Turn pydantic's errors into messages for the person who wrote the request, with the path as
+written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from everstep.errors import FieldError
 from everstep.text.close_names import closest
 
 MAX_FAULTS = 50
-"""Faults that are described; of more only their number is."""
+"""Most faults that are described; further ones are only counted."""
 _MAX_SUGGESTIONS = 10
 _MAX_MESSAGE_CHARS = 2000
 _MAX_NAME_CHARS = 200
 
 
 def fields_of(annotation: Any, value: Any = None) -> dict[str, Any]:
-    """Field name -> annotation, of the model that ``annotation`` is; of a union, of those that
-    ``value``'s name chooses."""
+    """Return field name -> annotation of a model. For a union, use the models that ``name`` in
+    ``value`` selects."""
     found: dict[str, Any] = {}
     for model in models_of(annotation, value):
         found.update({field: hint for field, hint in _hints(model).items() if field not in found})
@@ -34,21 +34,23 @@ def fields_of(annotation: Any, value: Any = None) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _hints(model: type[BaseModel]) -> Mapping[str, Any]:
-    """Return field name -> annotation. To evaluate the annotations takes a millisecond and more."""
+    """Return field name -> annotation. Cached: evaluating annotations takes a millisecond or
+    more."""
     hints = typing.get_type_hints(model, include_extras=True)
     return {field: hints[field] for field in model.model_fields}
 
 
 def models_of(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
-    """The models that ``annotation`` may be: of a union, those that ``value``'s name chooses, all
-    where it chooses none."""
+    """Return the models in an annotation. For a union, return those that ``name`` in ``value``
+    selects, or all if it selects none."""
     models = list(_models(annotation))
     name = value.get("name") if isinstance(value, dict) else None
     return [model for model in models if name is not None and name in _names(model)] or models
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in an annotation: behind Annotated and unions, not in the values of a dict."""
+    """Yield the models in an annotation: inside Annotated and unions, not in the values of a
+    dict."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif typing.get_origin(annotation) not in (dict, list, tuple, typing.Literal):
@@ -64,11 +66,11 @@ def _names(model: type[BaseModel]) -> Sequence[str]:
 def field_errors(
     model: type[BaseModel], raw: Any, error: ValidationError
 ) -> tuple[FieldError, ...]:
-    """Return one entry for each fault, as ``few`` has them. The alternatives of a union, of which
-    pydantic reports each, are one.
+    """Return one entry for each fault, limited by ``few``. Pydantic reports each alternative of a
+    union; these become one entry.
 
-    The work for one fault is small and the same for all: a request that holds thousands is answered
-    at once.
+    The work per fault is small and constant, so a request with thousands of faults is answered
+    quickly.
     """
     messages: dict[tuple[str | int, ...], list[str]] = {}
     faults = error.errors(include_url=False)
@@ -87,15 +89,15 @@ def field_errors(
 
 
 def few(faults: Sequence[FieldError], num_more: int = 0) -> tuple[FieldError, ...]:
-    """Return at most MAX_FAULTS faults with names and messages cut to a readable length, and one
-    that counts the others."""
+    """Return at most MAX_FAULTS faults, with names and messages cut to a readable length, plus one
+    that counts the rest."""
     num_more += max(0, len(faults) - MAX_FAULTS)
     found = [
         FieldError(tuple(map(_short, fault.loc)), _cut(fault.msg)) for fault in faults[:MAX_FAULTS]
     ]
     if num_more:
         found.append(
-            FieldError((), f"has {num_more} more faults, which are left out: put these right first")
+            FieldError((), f"has {num_more} more faults that are not listed; fix these first")
         )
     return tuple(found)
 
@@ -115,8 +117,11 @@ def _cut(message: str) -> str:
 def _locate(
     model: type[BaseModel], raw: Any, fault: ErrorDetails
 ) -> tuple[tuple[str | int, ...], list[str]]:
-    """The path of keys that the user wrote or should have written, without the tags that pydantic
-    adds at unions; and the fields that there are beside the last of them."""
+    """Return the path of keys that the user wrote or should have written, and the fields at its
+    end.
+
+    The path leaves out the tags that pydantic adds at unions.
+    """
     path: list[str | int] = []
     siblings: list[str] = []
     node, annotation = raw, typing.cast(Any, model)
@@ -139,7 +144,7 @@ def _locate(
 
 
 def _item_of(annotation: Any) -> Any:
-    """What a list holds."""
+    """Return the annotation of a list's items; None if it is not a list."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
@@ -148,7 +153,7 @@ def _item_of(annotation: Any) -> Any:
 def _words(
     fault: ErrorDetails, loc: tuple[str | int, ...], siblings: list[str], raw: Any, *, suggest: bool
 ) -> str:
-    """The message, with the way out where pydantic's own does not say it."""
+    """Return the message for a fault, with a fix if pydantic's own message does not name one."""
     context = fault.get("ctx", {})
     match fault["type"]:
         case "string_type" if isinstance(fault["input"], bool | int | float):
@@ -159,7 +164,7 @@ def _words(
                 f'"{written}"'
             )
         case "string_type" if fault["input"] is None:
-            return 'must be text, but is empty; write "" for no text, or leave it out'
+            return 'must be text, but is empty; write "" for empty text, or remove it'
         case "extra_forbidden":
             if not suggest:
                 return "is not a field"
@@ -181,8 +186,8 @@ def _words(
 
 
 def _as_written(value: float, loc: tuple[str | int, ...], raw: Any) -> str:
-    """How a person wrote a number or boolean: in the file, where that is known, else as JSON has
-    it."""
+    """Return a number or boolean as the user wrote it in the file, or as JSON if there is no
+    file."""
     written: dict[tuple[str | int, ...], str] = getattr(raw, "written", {})
     return written.get(loc) or json.dumps(value)
 

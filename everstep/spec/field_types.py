@@ -1,4 +1,4 @@
-"""What fields of a spec share: the strict base model, number ranges, paths on the nodes."""
+"""Types that fields of a spec share: the strict base model, number ranges, and paths on nodes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class NodePath:
-    """Marks a field that names a file or directory on the nodes: the operator may say below which
-    ones it has to lie."""
+    """Mark a field as a path on the nodes. The operator can restrict which directories such paths
+    may be in."""
 
 
 class Frozen(BaseModel):
-    """Base of what a request says: immutable, unknown fields refused, no silent type coercion from
-    strings."""
+    """Base of all spec models: immutable, no unknown fields, and no coercion from strings."""
 
     model_config = ConfigDict(
         frozen=True,

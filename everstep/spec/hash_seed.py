@@ -1,5 +1,5 @@
-"""The order in which Python lists sets of strings: the same in every process that runs with one
-PYTHONHASHSEED."""
+"""Fix the order in which Python iterates over sets of strings: one PYTHONHASHSEED for all
+processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ VARIABLE, FIXED = "PYTHONHASHSEED", "0"
 
 
 def fix_hash_seed() -> None:
-    """Start this program again, in this process, where the order of its sets is drawn anew for each
-    process.
+    """Re-execute this program with a fixed PYTHONHASHSEED, unless one is set or a debugger is
+    attached.
 
-    A task that builds data or weights from a set would build others on each rank and in each
-    attempt. Python reads the variable before anything else, so that it can only be set for a
-    program that begins. Under a debugger nothing is done.
+    A task that builds data or weights from a set would otherwise build different ones on each rank
+    and in each attempt. Python reads the variable only at startup.
     """
     if os.environ.get(VARIABLE, "random") != "random" or sys.gettrace() is not None:
         return

@@ -1,4 +1,4 @@
-"""Image classification in a spec: its models, its data sets and their arguments."""
+"""Image classification: its models, data sets and their arguments."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ class MiniResNetSpec(Frozen):
 
 class TorchvisionModelArgs(Frozen):
     weights_path: Annotated[str | None, NodePath()] = None
-    """Path, on every node, of a ``state_dict`` saved by torch.save to start from, as torchvision's
-    own files hold it; a classifier for another number of classes stays random. None starts from
-    random weights."""
+    """Path on every node of a ``state_dict`` to start from, saved by torch.save in the format of
+    torchvision's own files. A classifier for another number of classes keeps its random weights.
+    Null starts from random weights."""
     image_size: PositiveInt | None = None
-    """Images are resized to this height and width in pixels; None keeps the data set's own size."""
+    """Height and width in pixels to which images are resized; null keeps the size of the data
+    set."""
 
 
 class TorchvisionModelSpec(Frozen):
@@ -87,14 +88,14 @@ ImageModelSpec = Annotated[
 
 class DigitsArgs(Frozen):
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437, 0 trains on all and
-    evaluates nothing. The split is fixed and stratified."""
+    """Share of the 1,797 images held out for validation: 0.2 trains on 1,437 images; 0 trains on
+    all and does not evaluate. The split is fixed and stratified."""
     augment: bool = True
     """Random shifts of up to one pixel, keyed by (seed, epoch, sample index)."""
 
 
 class DigitsSpec(Frozen):
-    """scikit-learn's 1,797 grey 8x8 digits; ships with the package, needs no download."""
+    """scikit-learn's 1,797 grey 8x8 digits. They are part of the package, without a download."""
 
     name: Literal["digits"]
     args: DigitsArgs = DigitsArgs()
@@ -102,8 +103,8 @@ class DigitsSpec(Frozen):
 
 class FashionMnistArgs(Frozen):
     root: Annotated[str, NodePath()] = "/usr/share/datasets/fashion-mnist"
-    """Directory with the IDX files (plain or .gz); downloaded there once a node where they are
-    missing and the network allows."""
+    """Directory with the IDX files (plain or .gz). If they are missing, each node downloads them
+    there once, if it has network access."""
     augment: bool = True
     """Random horizontal flips, keyed by (seed, epoch, sample index)."""
 
@@ -118,8 +119,8 @@ class FashionMnistSpec(Frozen):
 
 class Cifar10Args(Frozen):
     root: Annotated[str, NodePath()] = "~/.cache/everstep/cifar10"
-    """Directory with ``cifar-10-batches-py``; downloaded there once a node where it is missing and
-    the network allows it."""
+    """Directory with ``cifar-10-batches-py``. If it is missing, each node downloads it there once,
+    if it has network access."""
     augment: bool = True
     """Random flips and shifts of up to four pixels, keyed by (seed, epoch, sample index)."""
 
@@ -138,12 +139,12 @@ class ImageFolderArgs(Frozen):
     image_size: PositiveInt = 224
     """Height and width in pixels after cropping."""
     augment: bool = True
-    """Random resized crops and flips, keyed by (seed, epoch, sample index); validation takes the
-    middle."""
+    """Random resized crops and flips, keyed by (seed, epoch, sample index). Validation uses the
+    centre crop."""
 
 
 class ImageFolderSpec(Frozen):
-    """One directory a class, decoded by the loader's workers."""
+    """Images in one directory per class, decoded by the loader's workers."""
 
     name: Literal["image_folder"]
     args: ImageFolderArgs
@@ -162,4 +163,4 @@ class ImageClassificationSpec(Frozen):
     model: ImageModelSpec
     data: ImageDataSpec
     label_smoothing: Fraction = 0.0
-    """Share of the target spread evenly over all classes."""
+    """Share of the target that is spread evenly over all classes."""

@@ -20,23 +20,24 @@ from everstep.spec.field_types import (
 
 class ParameterGroupSpec(Frozen):
     parameters: Annotated[str, Field(min_length=1, max_length=512)]
-    """Shell pattern over the names of parameters as in the model's ``state_dict``, for example
+    """Shell pattern for names of parameters in the model's ``state_dict``, for example
     ``blocks.0.*``."""
     lr_scale: NonNegativeFiniteFloat = 1.0
-    """Their learning rate as a multiple of the optimizer's; 0 leaves them as they are."""
+    """Multiplier of the optimizer's learning rate; 0 freezes these parameters."""
     weight_decay: NonNegativeFiniteFloat | None = None
-    """Their weight decay, whatever their dimensions; None decays them like all others."""
+    """Weight decay of these parameters, whatever their dimensions; null applies the optimizer's
+    rule."""
 
 
 class _Optimizer(Frozen):
     lr: PositiveFiniteFloat = 1e-3
     """Peak learning rate; the schedule scales it."""
     weight_decay: NonNegativeFiniteFloat = 0.0
-    """Decay of parameters with two or more dimensions; biases and normalisation scales are not
-    decayed."""
+    """Weight decay of parameters with two or more dimensions. Biases and normalisation scales are
+    not decayed."""
     groups: list[ParameterGroupSpec] = Field(default_factory=list, max_length=256)
-    """Layers with a learning rate or weight decay of their own; the first pattern that matches a
-    parameter counts."""
+    """Parameters with their own learning rate or weight decay. The first pattern that matches a
+    parameter applies."""
 
 
 class AdamWSpec(_Optimizer):
@@ -77,7 +78,7 @@ class SgdSpec(_Optimizer):
     def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("momentum") == 0:
             raise PydanticCustomError(
-                "nesterov_without_momentum", "needs momentum > 0, but momentum is 0"
+                "nesterov_without_momentum", "needs momentum > 0, but momentum is 0; set momentum"
             )
         return value
 
@@ -91,7 +92,7 @@ class _Schedule(Frozen):
 
 
 class ConstantScheduleSpec(_Schedule):
-    """The peak learning rate after the warm-up."""
+    """Constant at the peak learning rate after the warm-up."""
 
     name: Literal["constant"] = "constant"
 
@@ -113,11 +114,11 @@ class LinearScheduleSpec(_Schedule):
 
 
 class StepScheduleSpec(_Schedule):
-    """The learning rate is multiplied by ``gamma`` every ``every_epochs`` epochs."""
+    """Multiply the learning rate by ``gamma`` every ``every_epochs`` epochs."""
 
     name: Literal["step"]
     every_epochs: PositiveInt = 30
-    """Epochs between two reductions."""
+    """Epochs between reductions."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor of each reduction."""
 

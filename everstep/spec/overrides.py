@@ -1,4 +1,4 @@
-"""``--set train.epochs=3``: any field of a spec, named by its path."""
+"""``--set train.epochs=3``: set any field of a spec by its path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from everstep.spec.yaml_file import parse_yaml
 
 
 def apply_overrides(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A copy of the spec ``raw`` with every ``path=value`` put in, in order; the values are YAML.
+    """Return a copy of the spec ``raw`` with every ``path=value`` applied in order. Values are
+    YAML.
 
-    Whether a value fits its field is for ``parse_spec`` to say. Raises UsageError for what is no
-    ``path=value``, and InvalidSpec that names the path where there is no such field.
+    ``parse_spec`` checks later whether a value fits its field. Raise UsageError for text that is
+    not ``path=value``, and InvalidSpec with the path for an unknown field.
 
     >>> apply_overrides({"name": "a"}, ["train.epochs=3", "tags.team=vision"])
     {'name': 'a', 'train': {'epochs': 3}, 'tags': {'team': 'vision'}}
@@ -48,7 +49,7 @@ def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
             default, annotation = None, _value_annotation(annotation)
             if annotation is None or typing.get_origin(annotation) is dict:
                 raise _unknown(parts, position, spec)
-            # a key of a free mapping may hold dots: env and tags do, and nothing lies deeper
+            # a key of a free mapping (env, tags) may contain dots, and nothing is nested in it
             if part != parts[-1]:
                 part = ".".join(parts[position:])
                 parts = [*parts[:position], part]
@@ -57,8 +58,7 @@ def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
             return
         inner = node.get(part)
         if not isinstance(inner, dict):
-            # What the spec leaves to its default is named, so that one field of it can be set
-            # alone.
+            # Name the default that the spec left out, so that one of its fields can be set alone.
             name = getattr(default, "name", None)
             node[part] = inner = {"name": name} if isinstance(name, str) else {}
         node = inner
@@ -72,14 +72,14 @@ def _default(annotation: Any, node: dict[str, Any], part: str) -> Any:
 
 
 def _value_annotation(annotation: Any) -> Any:
-    """Annotation of a free mapping's values; None where ``annotation`` is no such mapping."""
+    """Return the annotation of a free mapping's values; None for other annotations."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     return typing.get_args(annotation)[1] if typing.get_origin(annotation) is dict else None
 
 
 def _value(annotation: Any, text: str, parts: list[str]) -> Any:
-    """YAML, but where the field takes text and nothing else the text as it stands:
+    """Parse the value as YAML. A field that takes only text gets it unchanged, as in
     ``env.OMP_NUM_THREADS=1``."""
     bare = annotation
     while typing.get_origin(bare) is typing.Annotated:
@@ -103,13 +103,13 @@ def _unknown(parts: list[str], position: int, spec: dict[str, Any]) -> InvalidSp
     elif siblings:
         hint = f"its fields are {', '.join(ends)}"
     else:
-        hint = "nothing lies below it"
+        hint = "it has no fields"
     where = f"{inside or 'the spec'} has no field {parts[position]!r}; {hint}"
     return InvalidSpec((FieldError(tuple(parts), where),), f"--set {path}: {where}")
 
 
 def _paths(annotation: Any, node: Any, prefix: tuple[str, ...]) -> Iterator[str]:
-    """Every path of the spec, in the alternatives that it chose."""
+    """Yield every path of the spec, following the alternatives that it selects."""
     for field, inner in fields_of(annotation, node).items():
         path = (*prefix, field)
         yield ".".join(path)

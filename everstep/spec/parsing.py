@@ -1,4 +1,4 @@
-"""Parse a spec, and name every fault in it at once."""
+"""Parse a spec, and report every fault in it at once."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from everstep.spec.reserved_env import reserved_reason
 from everstep.spec.run_spec import RunSpec
 
 _LEAST_AMOUNT, _MOST_AMOUNT = 0.0001, 1e18
-"""Of a resource; Ray counts them in ten-thousandths."""
+"""Bounds of a resource amount; Ray counts resources in units of 0.0001."""
 _RAYS_OWN = {
     "cpu": "CPU",
     "gpu": "GPU",
     "memory": "memory",
     "object_store_memory": "object_store_memory",
 }
-"""Resources that every node of Ray has, by their names in lower case."""
+"""Resources that every Ray node has, keyed by their names in lower case."""
 
 
 def parse_spec(raw: Any) -> RunSpec:
-    """RunSpec from parsed JSON or YAML; raises InvalidSpec with one entry for each fault, all found
-    at once.
+    """Return the RunSpec in parsed JSON or YAML. Raise InvalidSpec with one entry for each fault,
+    all found at once.
 
-    What a run was once taken with is read by ``RunSpec`` itself, which refuses nothing that it did
-    not refuse then.
+    Use this for new requests only. Read a stored spec with ``RunSpec`` itself, so that checks added
+    later do not refuse it.
     """
     faults = (*plain_text.faults(raw), *_amount_faults(raw), *_env_faults(raw))
     try:
@@ -45,6 +45,7 @@ def parse_spec(raw: Any) -> RunSpec:
 
 
 def _env_faults(raw: Any) -> list[FieldError]:
+    """Return one fault for each reserved variable in ``env`` and ``secrets``."""
     found = []
     for field in ("env", "secrets"):
         variables = raw.get(field) if isinstance(raw, dict) else None
@@ -62,6 +63,7 @@ def _env_faults(raw: Any) -> list[FieldError]:
 
 
 def _amount_faults(raw: Any) -> list[FieldError]:
+    """Return one fault for each misspelt resource, and for each amount that Ray cannot count."""
     path = ("scaling", "resources_per_worker")
     node = raw
     for part in path:
@@ -75,7 +77,7 @@ def _amount_faults(raw: Any) -> list[FieldError]:
         FieldError(
             (*path, str(name)),
             (
-                "is no resource of Ray's, which tells upper from lower case; did you mean "
+                "is not a Ray resource; resource names are case-sensitive: did you mean "
                 f"{_RAYS_OWN[near]}?"
             ),
         )
@@ -85,7 +87,7 @@ def _amount_faults(raw: Any) -> list[FieldError]:
         FieldError(
             (*path, str(name)),
             (
-                f"must be at least {_LEAST_AMOUNT:g}, the least that Ray counts, and at most "
+                f"must be at least {_LEAST_AMOUNT:g}, Ray's smallest unit, and at most "
                 f"{_MOST_AMOUNT:g}"
             ),
         )

@@ -1,10 +1,10 @@
-"""Text that every part can keep and send on: no halves of a surrogate pair, which UTF-8 cannot say,
-and no NUL, which neither a column of PostgreSQL nor an environment variable can hold.
+"""Text that can be stored and sent on: without NUL and without lone surrogates.
 
-Both come from outside: Python makes such halves of file names that are not UTF-8, and they end up
-in messages and log lines. What users ask for is refused (``faults``); what has happened is told all
-the same, with these characters written out (``written_out``). What goes to a terminal loses more
-(``printable``, ``json_line``).
+UTF-8 cannot represent lone surrogates; PostgreSQL columns and environment variables cannot hold
+NUL. Python makes lone surrogates from file names that are not UTF-8, and they reach messages and
+log lines. Requests with such text are refused (``faults``). Text of events is kept, with these
+characters escaped (``written_out``). Terminal output is filtered further (``printable``,
+``json_line``).
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from typing import Any
 from everstep.errors import FieldError
 
 MAX_DEPTH = 64
-"""Most levels of lists and mappings in a document."""
+"""Maximum nesting of lists and mappings in a document."""
 
 _UNSAYABLE = re.compile("[\x00\ud800-\udfff]")
 _STEERING = re.compile(
-    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1, which terminals obey
-    # turn the order of what follows around, or end a line
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1: terminals act on them
+    # reverse the text direction, or end a line
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # are not seen
+    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # invisible
     "\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Return one line without characters that steer a terminal or hide what is written: names and
-    log lines come from others."""
+    """Return one line without characters that control a terminal or hide text. Names and log lines
+    come from other users."""
     return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text.replace("\t", "    "))
 
 
 def printable_lines(text: str) -> str:
-    """Return the same for a text of several lines."""
+    """Return ``printable`` of each line of a text."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def json_line(value: Any) -> str:
-    """Return a value as one line of JSON that is safe on a terminal: such characters are escaped,
-    and so nothing is lost."""
+    """Return a value as one line of JSON that is safe on a terminal. Such characters are escaped,
+    so nothing is lost."""
     return _STEERING.sub(
         lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False)
     )
 
 
 def is_sayable(text: str) -> bool:
+    """Return whether a text has neither NUL nor lone surrogates."""
     return _UNSAYABLE.search(text) is None
 
 
 def written_out(value: Any) -> Any:
-    """A JSON value with such characters in any text of it as escapes: NUL as ``\\x00``, halves as
-    ``\\udce9``."""
+    """Return a JSON value with such characters escaped in all its text: NUL as ``\\x00``,
+    surrogates as ``\\udce9``."""
     if isinstance(value, str):
         return _UNSAYABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
     if isinstance(value, dict):
@@ -64,17 +65,16 @@ def written_out(value: Any) -> Any:
 
 
 def may_need_it(line: bytes) -> bool:
-    """Whether ``written_out`` may change what this JSON, as Python writes it, holds. Cheap; true
-    for some that need nothing."""
+    """Return whether ``written_out`` may change a line of JSON that Python wrote. A cheap check,
+    with false positives."""
     return b"\\ud" in line or b"\\u0000" in line
 
 
 def parse_json(data: bytes) -> Any:
-    """Return what JSON holds that others wrote. Raises ValueError, also for what is nested more
-    than MAX_DEPTH levels deep.
+    """Parse JSON from another process. Raise ValueError, also if it is nested more than MAX_DEPTH
+    levels deep.
 
-    Deeper values could be read here, and then fail whoever writes them into an answer or a
-    database.
+    Deeper values could be read here, but writing them to a response or a database would fail.
     """
     try:
         value = json.loads(data)
@@ -104,17 +104,17 @@ def is_shallow(value: Any) -> bool:
 
 
 def loads(line: bytes) -> Any:
-    """Return what a line of JSON holds, ``written_out``. Raises ValueError as ``parse_json``."""
+    """Parse a line of JSON and apply ``written_out``. Raise ValueError as ``parse_json``."""
     value = parse_json(line)
     return written_out(value) if may_need_it(line) else value
 
 
 def faults(value: Any) -> tuple[FieldError, ...]:
-    """One entry for each text or key of a parsed document, at any depth, that holds such a
+    """Return one entry for each text or key of a parsed document, at any depth, with such a
     character."""
     found: list[FieldError] = []
     left: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
-    # a document may hold one part in many places, and mean more than memory could
+    # YAML aliases share parts: expanded, a document may be larger than memory
     seen: set[int] = set()
     while left:
         loc, item = left.pop()
@@ -127,9 +127,8 @@ def faults(value: Any) -> tuple[FieldError, ...]:
                 FieldError(
                     loc,
                     (
-                        f"holds {written_out(_UNSAYABLE.findall(item)[0])}, which is no text; "
-                        "leave "
-                        "it out"
+                        f"contains {written_out(_UNSAYABLE.findall(item)[0])}, which cannot be "
+                        "stored; remove it"
                     ),
                 )
             )
@@ -139,7 +138,7 @@ def faults(value: Any) -> tuple[FieldError, ...]:
                     found.append(
                         FieldError(
                             (*loc, written_out(key)),
-                            "is no name: a character of it is no text; leave it out",
+                            "contains a character that cannot be stored; remove it",
                         )
                     )
             left += [

@@ -1,5 +1,5 @@
-"""Variables that a spec may not set for its ranks, neither by ``env`` nor by ``secrets``, and what
-to do in place of it."""
+"""Environment variables that a spec may not set, in ``env`` or ``secrets``, and what to do
+instead."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Reserved(NamedTuple):
-    """Names that one reason covers, in capitals; ``*`` stands for any end of a name."""
+    """Variable names with one reason, in capitals; a trailing ``*`` matches any suffix."""
 
     names: tuple[str, ...]
     reason: str
-    """In words, with the way out."""
+    """Message for the user, with the fix."""
 
 
 RESERVED = (
@@ -28,9 +28,8 @@ RESERVED = (
             "GCONV_PATH",
             "BASH_ENV",
         ),
-        "may not be set: Ray, Everstep, the loader, Python and pip read it before your code runs. "
-        "Leave it out; where ranks need "
-        "it, the operator sets it on the nodes",
+        "is reserved: Ray, Everstep, the dynamic loader, Python or pip reads it before your code "
+        "runs. Remove it; if ranks need it, ask the operator to set it on the nodes",
     ),
     Reserved(
         (
@@ -43,15 +42,12 @@ RESERVED = (
             "WORLD_SIZE",
             "LOCAL_WORLD_SIZE",
         ),
-        "may not be set: Everstep tells each rank its place. Leave it out",
+        "is reserved: Everstep sets it for each rank. Remove it",
     ),
     Reserved(
         ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-        (
-            "may not be set: Ray deals out the devices. Leave it out, and say in scaling what a "
-            "rank "
-            "needs"
-        ),
+        "is reserved: Ray assigns the devices. Remove it, and set the resources of a rank in "
+        "scaling",
     ),
     Reserved(
         (
@@ -65,16 +61,14 @@ RESERVED = (
             ),
             *("CLOUD_STORAGE_*", "STORAGE_EMULATOR_HOST"),
         ),
-        "may not be set: a spec is shown to others, and ranks write checkpoints with it: to "
-        "another place, or as somebody else. "
-        "The operator sets the storage's credentials and endpoint on the nodes; give your own "
-        "code its settings under other names",
+        "is reserved: it selects the credentials and endpoint with which ranks write checkpoints, "
+        "and others can read the spec. The operator sets it on the nodes. Remove it, and pass "
+        "settings of your own code under other names",
     ),
     Reserved(
         ("HOME", "XDG_CONFIG_HOME"),
-        "may not be set: credentials of the storage are looked for below it. Leave it out; for "
-        "caches set XDG_CACHE_HOME, "
-        "TORCH_HOME or HF_HOME",
+        "is reserved: the storage's credentials are searched below it. Remove it; for caches set "
+        "XDG_CACHE_HOME, TORCH_HOME or HF_HOME",
     ),
 )
 

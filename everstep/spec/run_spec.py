@@ -1,5 +1,5 @@
-"""RunSpec: everything that a training request says. Frozen, and validated completely at the
-edge."""
+"""RunSpec: a training request. It is frozen; this module also checks fields against each other
+across sections."""
 
 from __future__ import annotations
 
@@ -47,51 +47,53 @@ class RunSpec(Frozen):
     ] = Field(default_factory=dict, max_length=64)
     """Free labels to filter by."""
     code: CodeSpec | None = None
-    """Own code, in place of ``task``."""
+    """User code that replaces ``task``."""
     task: TaskSpec | None = None
-    """What is trained on what; null where ``code`` brings it."""
+    """Model and data to train; null if ``code`` is set."""
     optimizer: OptimizerSpec = AdamWSpec()
-    """The optimizer and its arguments."""
+    """Optimizer and its arguments."""
     schedule: ScheduleSpec = ConstantScheduleSpec()
-    """Learning rate over steps."""
+    """Learning-rate schedule."""
     train: TrainSpec = TrainSpec()
-    """The training loop."""
+    """Training loop."""
     scaling: ScalingSpec = ScalingSpec()
-    """Ranks and their resources."""
+    """Number of ranks and the resources of each."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """When state is saved and what is kept."""
+    """When to save, and which checkpoints to keep."""
     recovery: RecoverySpec = RecoverySpec()
-    """Budgets and time-outs."""
+    """Error budgets and timeouts."""
     resume_from: ResumeFrom | None = None
-    """Begin from a checkpoint of another run: at its step, with its weights, optimizer and place in
+    """Start from a checkpoint of another run: same step, weights, optimizer state and position in
     the data."""
     env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=dict, max_length=256
     )
-    """Environment of every rank, set before the process group exists."""
+    """Environment variables of every rank, set before the process group starts."""
     secrets: dict[EnvName, SecretName] = Field(default_factory=dict, max_length=64)
-    """Variables of every rank that are read from files which the operator put on the nodes:
-    variable to name of the file."""
+    """Environment variables that are read from files which the operator placed on the nodes. Maps
+    the variable to the file's name."""
     notify: NotifySpec | None = None
-    """A webhook; null tells nobody."""
+    """Webhook for status changes; null sends none."""
     runtime_env: RuntimeEnvSpec | None = None
-    """Packages that ``code`` needs beside those of the nodes; denied unless the operator allows
+    """Packages that ``code`` needs and the nodes do not have. Refused unless the operator allows
     it."""
 
     @field_validator("task")
     @classmethod
     def _task_or_code(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a spec with neither or both of ``task`` and ``code``."""
         if value is None and info.data.get("code", "faulty") is None:
-            raise PydanticCustomError("task_or_code", "is required, or code in its place")
+            raise PydanticCustomError("task_or_code", "is required; set either task or code")
         if value is not None and info.data.get("code") is not None:
             raise PydanticCustomError(
-                "task_and_code", "code takes its place; leave one of the two out"
+                "task_and_code", "cannot be set together with code; remove task or code"
             )
         return value
 
     @field_validator("optimizer", "schedule", "train")
     @classmethod
     def _loop_has_use_for_it(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse settings of Everstep's loop if a ``train_fn`` replaces that loop."""
         code: CodeSpec | None = info.data.get("code")
         if (
             code is not None
@@ -100,7 +102,7 @@ class RunSpec(Frozen):
         ):
             raise PydanticCustomError(
                 "not_used",
-                "says nothing to code.train_fn, which trains by itself; put it into code.config",
+                "has no effect with code.train_fn, which runs its own loop; move it to code.config",
             )
         return value
 
@@ -112,7 +114,7 @@ class RunSpec(Frozen):
         if value is not None and info.data.get("code", "faulty") is None:
             raise PydanticCustomError(
                 "runtime_env_without_code",
-                "is for code of your own; leave it out, or set it to null",
+                "only applies to runs with code; remove it, or set it to null",
             )
         return value
 
@@ -124,7 +126,7 @@ class RunSpec(Frozen):
             names = " and ".join(twice)
             raise PydanticCustomError(
                 "secret_in_env",
-                "{names}: in env, too; set each in one of the two",
+                "{names}: also set in env; set each in only one of the two",
                 {"names": names},
             )
         return value
@@ -132,6 +134,7 @@ class RunSpec(Frozen):
     @field_validator("scaling")
     @classmethod
     def _workers_have_micro_batches(cls, value: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        """Refuse a minimum world size at which some ranks would have no micro-batch."""
         train: TrainSpec | None = info.data.get("train")
         code: CodeSpec | None = info.data.get("code")
         if train is None or (code is not None and code.train_fn is not None):
@@ -140,21 +143,20 @@ class RunSpec(Frozen):
         if value.min_workers > num_micro:
             raise PydanticCustomError(
                 "more_workers_than_micro_batches",
-                "min_workers {workers} ranks would share {num_micro} micro-batches of a global "
-                "batch; "
-                "lower scaling.min_workers or train.micro_batch_size",
+                "min_workers is {workers}, but a global batch has only {num_micro} "
+                "micro-batches; lower scaling.min_workers or train.micro_batch_size",
                 {"workers": value.min_workers, "num_micro": num_micro},
             )
         return value
 
     @property
     def runs_own_function(self) -> bool:
-        """Whether a Ray Train function of the user's trains, and not Everstep's loop."""
+        """Return whether a user's Ray Train function replaces Everstep's training loop."""
         return self.code is not None and self.code.train_fn is not None
 
     @property
     def micro_batch_size(self) -> int:
-        """The micro-batch size in samples, with ``auto`` resolved."""
+        """Return the micro-batch size in samples, with ``auto`` resolved."""
         return _micro_batch_size(self.train, self.scaling)
 
 
@@ -165,12 +167,11 @@ def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:
 
 
 def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
-    """Samples per micro-batch that divide evenly over as many of the likely world sizes as is
-    cheap.
+    """Return a micro-batch size that shares evenly over the likely world sizes.
 
-    Takes the count of micro-batches that divides by max_workers and by as many smaller world sizes
-    as possible, at most four micro-batches a rank at full size, so that a shrunk group still shares
-    evenly.
+    Choose a number of micro-batches that is a multiple of max_workers, at most four per rank at
+    full size. Prefer the number that also divides by the most smaller world sizes, so that a group
+    that lost ranks still shares evenly.
     """
     candidates = [
         max_workers * factor for factor in (1, 2, 3, 4) if max_workers * factor <= global_batch_size

@@ -1,4 +1,4 @@
-"""Language modelling in a spec: its model, its data and their arguments."""
+"""Language modelling: its model, data and their arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class GptArgs(Frozen):
     num_heads: Annotated[int, Field(ge=1, le=256)] = 4
     """Attention heads of each block."""
     width: Annotated[int, Field(ge=1, le=65_536)] = 128
-    """Features of a token; divides by ``num_heads``."""
+    """Width of a token's features; must be a multiple of ``num_heads``."""
     context_length: Annotated[int, Field(ge=1, le=1 << 20)] = 128
-    """Tokens that the model looks back on; the text is packed into sequences of this length, which
-    are the samples."""
+    """Context length in tokens. The text is packed into sequences of this length, which are the
+    samples."""
     dropout: Fraction = 0.0
     """Dropout probability of embeddings, attention and residual branches."""
 
@@ -31,7 +31,7 @@ class GptArgs(Frozen):
         if num_heads is not None and value % num_heads:
             raise PydanticCustomError(
                 "width_not_divisible",
-                "width {width} does not divide by num_heads {num_heads}; make it a multiple",
+                "width {width} is not a multiple of num_heads {num_heads}; change one of them",
                 {"width": value, "num_heads": num_heads},
             )
         return value
@@ -49,24 +49,25 @@ class TextFilesArgs(Frozen):
     path: Annotated[str, Field(min_length=1), NodePath()]
     """A text file, or a directory of them, on every node."""
     pattern: Annotated[str, Field(min_length=1)] = "*.txt"
-    """Shell pattern of the files that are read below a directory, at any depth; ``*`` reads all."""
+    """Shell pattern of the files to read below a directory, at any depth; ``*`` reads all."""
     level: Literal["byte", "char"] = "byte"
-    """Tokens: ``byte`` reads any file, ``char`` the characters of UTF-8 text that occur in it."""
+    """Tokens: ``byte`` works with any file; ``char`` uses the characters that occur in the UTF-8
+    text."""
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the tokens held out for validation, from the end; 0 evaluates nothing."""
+    """Share of the tokens, from the end, held out for validation; 0 does not evaluate."""
 
 
 class TextFilesSpec(Frozen):
-    """Text files one after another in the order of their paths, each with an end-of-text token,
-    packed into whole sequences."""
+    """Text files, concatenated in the order of their paths with an end-of-text token after each,
+    and packed into whole sequences."""
 
     name: Literal["text_files"]
     args: TextFilesArgs
 
 
 class LanguageModelingSpec(Frozen):
-    """Next-token prediction; reports ``loss`` in nats a token, ``accuracy`` and ``bits_per_token``
-    on the text that is held out."""
+    """Next-token prediction; reports ``loss`` in nats per token, ``accuracy`` and
+    ``bits_per_token`` on the held-out text."""
 
     name: Literal["language_modeling"]
     model: GptSpec

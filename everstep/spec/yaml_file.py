@@ -1,4 +1,4 @@
-"""A spec from a YAML (or JSON) file: what is wrong with it is said with its line."""
+"""Read a spec from a YAML or JSON file; errors name the line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_SPEC_BYTES = 4 << 20
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2, as JSON has them, and keys that stand once.
+    """Load YAML safely, with the scalars of YAML 1.2 and JSON, and without duplicate keys.
 
     In YAML 1.1 ``on``, ``yes`` and ``no`` are booleans, ``010`` is 8, ``12:30`` is 750, 1e-3 is
-    text, and a date is no text.
+    text, and a date is not text.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - as its base has it
@@ -52,8 +52,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 class WrittenSpec(dict[str, Any]):
-    """A spec from a file. ``written`` has how a person wrote the numbers and booleans of its inner
-    mappings: 1.10 is not 1.1."""
+    """A spec from a file. ``written`` holds the original text of numbers and booleans in its
+    sections: 1.10 is not 1.1."""
 
     written: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
@@ -66,7 +66,7 @@ def _mapping_without_doubles(
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"the key {key.value!r} occurs twice; remove one", key.start_mark
                 )
             seen.add(key.value)
     return yaml.SafeLoader.construct_mapping(loader, node, deep)
@@ -81,7 +81,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that ``text`` says. Raises UsageError with the line."""
+    """Return the value in YAML text. Raise UsageError with the line."""
     try:
         loader = _Loader(text)
         try:
@@ -109,8 +109,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _written(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Path and text of every scalar in a mapping of a mapping's that YAML takes for something else
-    than text."""
+    """Yield path and text of every scalar two levels deep that YAML does not parse as text."""
     for key, inner in node.value if isinstance(node, yaml.MappingNode) else ():
         for name, value in inner.value if isinstance(inner, yaml.MappingNode) else ():
             if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:str":
@@ -118,14 +117,14 @@ def _written(node: yaml.Node) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def read_spec(path: str) -> dict[str, Any]:
-    """The spec in a file, as plain data; ``-`` reads standard input. Raises UsageError."""
+    """Return the spec in a file as plain data; ``-`` reads standard input. Raise UsageError."""
     source = "standard input" if path == "-" else path
     value = parse_yaml(_text(path, source), source)
     if value is None:
         raise UsageError(f"{source} is empty; it should hold a spec (see examples/digits.yaml)")
     if not isinstance(value, dict):
         raise UsageError(
-            f"{source} holds a {type(value).__name__}; a spec is a mapping of fields to values, "
+            f"{source} contains a {type(value).__name__}; write a mapping of fields to values, "
             "such as `name: digits`"
         )
     return value
@@ -139,7 +138,9 @@ def _text(path: str, source: str) -> str:
             else _read(Path(path).expanduser())
         )
         if len(data) > MAX_SPEC_BYTES:
-            raise UsageError(f"{source} is larger than {MAX_SPEC_BYTES >> 20} MiB; that is no spec")
+            raise UsageError(
+                f"{source} is larger than {MAX_SPEC_BYTES >> 20} MiB, the limit for a spec"
+            )
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         raise UsageError(f"{source} is not UTF-8 text (byte {exc.start})") from exc

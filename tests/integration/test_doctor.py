@@ -22,7 +22,7 @@ def test_every_node_is_asked_and_nothing_is_wrong(service: ServiceProcess) -> No
     }
     assert "all 4 nodes" in found["nodes"]
     assert "over 3 nodes by gloo" in found["all_reduce"]
-    assert "torch" in found["versions"] and "read each other's bytes" in found["storage"]
+    assert "torch" in found["versions"] and "read each other's files" in found["storage"]
     [check_id] = [entry.name for entry in (service.home / "storage/cluster/checks").iterdir()]
     with service.client() as client:
         check = client.wait_deployment_check(check_id)

@@ -434,7 +434,10 @@ async def test_checkpoints_and_download(
         json.loads(best.stdout)["checkpoint"]["step"] == 10
         and (tmp_path / "best" / "manifest.json").exists()
     )
-    for which, words in (("newest", "names no checkpoint"), ("77", "no checkpoint of step 77")):
+    for which, words in (
+        ("newest", "is not a checkpoint; use a step"),
+        ("77", "no checkpoint of step 77"),
+    ):
         refused = await everstep("download", run_id, which, tmp_path / "none")
         assert (
             refused.exit_code == 2 and words in refused.stderr and not (tmp_path / "none").exists()
@@ -479,7 +482,7 @@ async def test_cluster(api: ApiService) -> None:
         json.loads((await everstep("cluster", "--json")).stdout)["nodes"][0]["hostname"] == "host"
     )
     api.cluster.available = False
-    assert "does not answer" in (await everstep("cluster")).stderr
+    assert "Ray does not respond" in (await everstep("cluster")).stderr
 
 
 # ---------------------------------------------------------------- as a process

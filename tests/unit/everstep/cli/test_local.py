@@ -132,7 +132,7 @@ def test_without_local_or_torch_the_way_out_is_said(
     result = run_cli("run", spec_file, "--local")
     assert result.exit_code == 2
     assert (
-        "needs torch, which this Python has not; run: pip install 'everstep[server]'"
+        "needs torch, not installed in this Python; run: pip install 'everstep[server]'"
         in result.stderr
     )
 

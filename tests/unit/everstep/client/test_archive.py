@@ -111,7 +111,7 @@ def test_a_checkpoint_of_schema_version_1_is_verified_by_its_own_digests(target:
     receive(tar_of({"manifest.json": manifest, **FILES}), target, digest_of(manifest))
     assert (target / "model.pt").read_bytes() == FILES["model.pt"]
     with pytest.raises(
-        CorruptDownload, match=r"train_state\.pt has sha256 [0-9a-f]{64}; the manifest promises"
+        CorruptDownload, match=r"train_state\.pt has sha256 [0-9a-f]{64}, but the manifest states"
     ):
         receive(
             tar_of({"manifest.json": manifest, **FILES, "train_state.pt": b"stale"}),
@@ -223,10 +223,10 @@ def changed(name: str, data: bytes | None) -> dict[str, bytes]:
         (changed("model.pt", b"x" * 70_000), "model.pt has blake3"),
         (
             changed("model.pt", FILES["model.pt"][:-1]),
-            "model.pt has 69999 bytes; the manifest promises 70000",
+            "model.pt has 69999 bytes, but the manifest states 70000",
         ),
         (changed("train_state.pt", None), "train_state.pt is missing"),
-        (changed("extra", b"y"), "extra, which the manifest does not name"),
+        (changed("extra", b"y"), "extra, which is not in the manifest"),
         (dict(FILES), "no manifest.json"),
         ({**FILES, "manifest.json": b"{"}, "not a manifest"),
         ({**FILES, "manifest.json": b"[]"}, "not a manifest"),
@@ -235,7 +235,10 @@ def changed(name: str, data: bytes | None) -> dict[str, bytes]:
             {**FILES, "manifest.json": MANIFEST.replace(b'"step":150', b'"step":151')},
             "states digest",
         ),
-        ({**FILES, "manifest.json": manifest_of(FILES, step=151)}, "by the service"),
+        (
+            {**FILES, "manifest.json": manifest_of(FILES, step=151)},
+            "according to the service, digest",
+        ),
         ({"a": b"1", "a/b": b"2"}, "damaged"),
     ],
 )

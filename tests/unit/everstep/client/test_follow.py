@@ -184,7 +184,7 @@ def test_an_event_of_many_megabytes_and_every_separator_passes(server: ScriptedS
 
 def test_an_answer_that_is_no_stream_is_named(server: ScriptedServer) -> None:
     server.script[EVENTS] = [reply({"items": [], "next_cursor": None})]
-    with pytest.raises(ServiceError, match="not a stream"):
+    with pytest.raises(ServiceError, match="not an event stream"):
         seqs(run_of(server))
 
 

@@ -110,10 +110,12 @@ def test_what_cannot_be_uploaded_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         pack(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="no Python module"):
         pack(write(tmp_path / "texts", "a.txt"))
-    with pytest.raises(UsageError, match="'train_fn' belongs to Everstep itself"):
+    with pytest.raises(UsageError, match="'train_fn' is reserved for Everstep itself"):
         pack(write(tmp_path / "taken", "train_fn.py"))
     monkeypatch.setattr("everstep.code.pack.MAX_UNPACKED_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"list data in \.everstepignore\. The largest: data\.bin"):
+    with pytest.raises(
+        UsageError, match=r"List data in \.everstepignore; the largest files are data\.bin"
+    ):
         pack(write(tmp_path / "large", "a.py", **{"data.bin": "x" * 2000}))
 
 
@@ -185,8 +187,8 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
     assert spec["code"]["config"] == {"epochs": 3}
     for arguments, words in (
         (("--code", root, "--train-fn", "train:nothing"), "train.py has no function 'nothing'"),
-        (("--code", root), "give either task or train_fn"),
-        (("--task", "a:B"), "give --code DIRECTORY, too"),
+        (("--code", root), "set exactly one of task and train_fn"),
+        (("--task", "a:B"), "add --code DIRECTORY"),
         ((), "give a SPEC.yaml"),
     ):
         result = await everstep("submit", *arguments)

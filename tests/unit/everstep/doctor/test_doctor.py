@@ -125,17 +125,17 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
         (
             {"problem": "ModuleNotFoundError: No module named 'train_fn'"},
             "nodes",
-            "host-b (b) did not answer: ModuleNotFoundError",
+            "host-b (b) did not respond: ModuleNotFoundError",
         ),
         (
             {"versions": VERSIONS | {"torch": "2.12.0"}},
             "versions",
-            "torch is not the same everywhere: most have 2.13.0, host-b (b) has 2.12",
+            "versions of torch differ: most have 2.13.0, host-b (b) has 2.12",
         ),
         (
             {"source": "abd"},
             "versions",
-            "Everstep's own modules differ from the service's on host-b (b)",
+            "Everstep's modules differ from the service's on host-b (b)",
         ),
         (
             {"clock_offset_s": -45.0},
@@ -156,12 +156,12 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
         (
             {"interface": "lo", "ip": "127.0.1.1"},
             "network",
-            "host-b (b) is known by its loopback address",
+            "host-b (b) is registered with its loopback address",
         ),
         (
             {"interface_variables": {"NCCL_SOCKET_IFNAME": "ib0"}},
             "network",
-            "NCCL_SOCKET_IFNAME=ib0 names no interface of host-b (b)",
+            "NCCL_SOCKET_IFNAME=ib0 matches no interface of host-b (b)",
         ),
         (
             {"storage": StorageFacts(problem="disk full")},
@@ -176,7 +176,7 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
         (
             {"storage": StorageFacts(differs=("a",))},
             "storage",
-            "reads other bytes than were written in the file of host-a (a)",
+            "reads different bytes than were written to the file of host-a (a)",
         ),
         ({"shared_memory_bytes": 64 << 20}, "memory", "host-b (b) has 67 MB of shared memory"),
         (
@@ -187,7 +187,7 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
         (
             {"gpus": 8, "cuda": False},
             "gpus",
-            "Ray gives out 8 GPUs of host-b (b), and torch cannot use them",
+            "Ray offers 8 GPUs on host-b (b), but torch cannot use them",
         ),
         ({"gpus": 8, "cuda": None}, "gpus", "no GPU of host-b (b) was free"),
     ],
@@ -246,7 +246,7 @@ def test_a_store_that_cannot_create_exclusively_is_warned_of() -> None:
     nodes = node("head"), node("a")
     assert wrong(findings(*nodes, storage="s3://bucket/runs")) == []
     [(check, words)] = wrong(findings(*nodes, storage="gs://bucket/runs"))
-    assert check == "storage" and "gs://bucket/runs cannot create a file only where" in words
+    assert check == "storage" and "gs://bucket/runs has no conditional create" in words
     assert "storage" in {
         finding.check
         for finding in findings(*nodes, storage="gs://bucket/runs")

@@ -55,7 +55,7 @@ def test_each_fault_is_named_by_its_place() -> None:
         {"env": {"A": "x\x00", "B\ud800": "y"}, "tags": ["fine", "\udce9"], "name": "fine"}
     )
     assert [fault.loc for fault in found] == [("env", "B\\ud800"), ("env", "A"), ("tags", 1)]
-    assert "\\x00" in found[1].msg and all("leave it out" in fault.msg for fault in found)
+    assert "\\x00" in found[1].msg and all("remove it" in fault.msg for fault in found)
 
 
 STEERING = [

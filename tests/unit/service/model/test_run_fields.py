@@ -85,7 +85,7 @@ def test_a_stored_spec_of_another_version_can_be_read(changes: dict[str, Any]) -
 
 def test_a_run_with_an_old_spec_is_listed_and_scheduled(runs: RunStore, database: Database) -> None:
     run = runs.create(parse_spec(spec()), "tok")[0]
-    old = OLD | {"resume_from": {"run_id": "run_0", "step": 12}}
+    old = OLD | {"resume_from": {"run_id": "run_0", "step": 12, "of_the_future": True}}
     with database.write() as connection:
         connection.execute(update(tables.runs).values(spec=old))
     listed, _ = runs.listed([run.id])[run.id]

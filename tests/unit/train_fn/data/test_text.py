@@ -152,6 +152,6 @@ def test_heads_must_share_the_width() -> None:
         },
     }
     with pytest.raises(
-        InvalidSpec, match=r"task\.model\.args\.width: width 16 does not divide by num_heads 3"
+        InvalidSpec, match=r"task\.model\.args\.width: width 16 is not a multiple of num_heads 3"
     ):
         parse_spec(spec)
