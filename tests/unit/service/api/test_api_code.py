@@ -66,10 +66,10 @@ async def test_what_is_refused_says_why(api: ApiService, monkeypatch: pytest.Mon
         await upload(api, b"nothing"), 422, "invalid_archive", "neither a zip nor a tar.gz"
     )
     await refused(
-        await upload(api, tar_gz({"../a.py": ""})), 422, "invalid_archive", "paths must be relative"
+        await upload(api, tar_gz({"../a.py": ""})), 422, "invalid_archive", "use relative paths"
     )
     await refused(
-        await upload(api, tar_gz({"torch.py": ""})), 422, "invalid_archive", "'torch' belongs to"
+        await upload(api, tar_gz({"torch.py": ""})), 422, "invalid_archive", "'torch' is reserved for"
     )
     await refused(
         await upload(api, tar_gz(FILES), field="code"), 422, "invalid_request", "file: is required"
