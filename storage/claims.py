@@ -1,10 +1,10 @@
-"""Who owns a run: every submission and every attempt claims it by a file of its own, and marks
-older claims as succeeded.
+"""Ownership of a run: each submission and attempt claims it with a file, and marks older claims as
+succeeded.
 
-An attempt does both before it looks for a state to go on from. So an attempt whose own claim is not
-marked was still the newest when it read the claim, whatever messages it missed: even a rank that
-reaches nothing but the storage knows. The claim is opened by name, since a listing of a network
-filesystem may be a minute old.
+An attempt does both before it looks for a state to resume from. So if an attempt reads its own
+claim and it is not marked, that attempt was still the newest at that time, whatever messages it
+missed. Even a rank that reaches only the storage can check this. Claims are opened by name, since a
+directory listing of a network filesystem may be a minute old.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ from storage.run_dir import RunDir
 from storage.run_names import Origin
 
 _GAP = 3
-"""How many submissions, or attempts, in a row may have died before they claimed anything."""
+"""Maximum number of consecutive submissions, or attempts, that died before they claimed the run."""
 
 
 def claim_submission(run_dir: RunDir, submission: int) -> None:
     """Claim a submission's number for this process.
 
     Raises:
-        AlreadyClaimed: another process has it.
-        InvalidStorage: the storage does not refuse to create a file twice.
+        AlreadyClaimed: another process has claimed it.
+        InvalidStorage: the storage does not support exclusive creation.
     """
     path = run_dir.claim_path((submission, 0))
     require_exclusive_creates(run_dir.files, path.rpartition("/")[0])
     if not run_dir.files.create_new(path, _claim()):
         found = _read(run_dir, (submission, 0))
         raise AlreadyClaimed(
-            f"submission {submission} of run {run_dir.run_id} was begun before, by process "
-            f"{found.get('pid')} on "
-            f"{found.get('host')}; the run goes on with a submission of a higher number"
+            f"submission {submission} of run {run_dir.run_id} was already started by process "
+            f"{found.get('pid')} on {found.get('host')}; the run continues with a later submission"
         )
 
 
 def succeed_submission(run_dir: RunDir, submission: int) -> None:
-    """Mark older submissions as succeeded by this one: their remaining processes commit and delete
-    nothing any more."""
+    """Mark older submissions as succeeded by this one: their remaining processes no longer commit
+    or delete anything."""
     for older in range(submission - 1, max(0, submission - 1 - _GAP), -1):
         if _is_succeeded(run_dir, (older, 0), submission):
             return
 
 
 def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
-    """Claim an attempt for this process, and mark the older ones of its submission as succeeded.
+    """Claim an attempt for this process, and mark older attempts of its submission as succeeded.
 
     Raises AlreadyClaimed if a newer attempt has succeeded it, or another process has claimed it.
     """
@@ -63,8 +62,8 @@ def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
             else f"process {found.get('pid')} on {found.get('host')}"
         )
         raise AlreadyClaimed(
-            f"attempt {attempt} of run {run_dir.run_id} is not this process's any more: {by} has "
-            "taken over"
+            f"attempt {attempt} of run {run_dir.run_id} no longer belongs to this process: {by} "
+            "has taken over"
         )
     for older in range(attempt - 1, max(0, attempt - 1 - _GAP), -1):
         if _is_succeeded(run_dir, (submission, older), attempt):
@@ -72,15 +71,18 @@ def claim_attempt(run_dir: RunDir, origin: Origin) -> None:
 
 
 def newest_attempt(run_dir: RunDir, submission: int, known: int) -> int:
-    """Return the newest attempt of a submission. It may have claimed the run and died before the
-    journal knew: ``known`` is the newest in the journal."""
+    """Return the newest attempt of a submission.
+
+    It may have claimed the run and died before it reached the journal, whose newest attempt is
+    ``known``.
+    """
     while run_dir.files.exists(run_dir.claim_path((submission, known + 1))):
         known += 1
     return known
 
 
 def successor(run_dir: RunDir, origin: Origin) -> str | None:
-    """Return what has taken over from an attempt, as text for people; None while it is the newest.
+    """Return a text that names what has taken over from an attempt; None if it is the newest.
     Raises StorageError."""
     for claim, what in (((origin[0], 0), "submission"), (origin, "attempt")):
         number = _read(run_dir, claim).get("successor")
@@ -93,16 +95,16 @@ def successor(run_dir: RunDir, origin: Origin) -> str | None:
 
 
 def _claim() -> bytes:
-    """Return the content of this process's claim, always the same: claiming twice is no second
-    claim (``Files.create_new``)."""
+    """Return the content of this process's claim. It is constant, so claiming twice succeeds
+    (``Files.create_new``)."""
     return json.dumps(
         {"writer": process_nonce(), "host": os.uname().nodename, "pid": os.getpid()}
     ).encode()
 
 
 def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:
-    """Return whether a claim was marked before, and mark it. A claim that does not exist is
-    created: nobody can claim it any more."""
+    """Return whether a claim was already marked, and mark it. A missing claim is created, so that
+    nobody can claim it later."""
     found = _read(run_dir, claim)
     if "successor" in found:
         return True
@@ -111,7 +113,7 @@ def _is_succeeded(run_dir: RunDir, claim: Origin, by: int) -> bool:
 
 
 def _read(run_dir: RunDir, claim: Origin) -> dict[str, Any]:
-    """Return a claim's content; {} where there is none, or it is just being written."""
+    """Return a claim's content; {} if it does not exist or is being written."""
     try:
         found = json.loads(run_dir.files.read(run_dir.claim_path(claim)))
     except (StorageNotFound, ValueError):

@@ -1,22 +1,22 @@
-"""The error tree of storage, and the one place where errors of the OS and of pyarrow become ours.
+"""Errors of storage, and the mapping of errors of the OS and of pyarrow to ours.
 
 StorageError
-├── InvalidStorage         a URI, a name or a cursor that cannot be right
-├── InvalidArchive         uploaded code that is not a safe archive of it
-├── StorageNotFound        a file, run or checkpoint that is not there
+├── InvalidStorage         an invalid URI, name or cursor
+├── InvalidArchive         uploaded code that is not a safe archive
+├── StorageNotFound        a file, run or checkpoint that does not exist
 ├── StorageDenied          permissions or credentials do not allow it
 ├── StorageFull            no space or quota left
-├── StorageUnreadable      the medium failed to give back what it holds
-├── StorageUnavailable     the filesystem did not answer, or answered with something else
-├── StorageMismatch        the storage is not the one that is known, or holds less than is known
+├── StorageUnreadable      the medium failed to return its data
+├── StorageUnavailable     the filesystem did not respond, or responded with something else
+├── StorageMismatch        not the storage that the database knows, or it lacks known data
 ├── LogTakenOver           another process writes the same log
-├── AlreadyClaimed         another process has this submission or attempt, or a newer one has begun
+├── AlreadyClaimed         another process has this submission or attempt, or a newer one exists
 ├── CorruptFile            complete, but not what was written
-│   ├── NotRegularFile     a FIFO, a directory or a device where a file is expected
-│   │   └── LinkedFile     a link, which also counts as StorageDenied
+│   ├── NotRegularFile     a FIFO, a directory or a device instead of a file
+│   │   └── LinkedFile     a link; also a StorageDenied
 │   └── FileTooLarge       more bytes than such a file can have
 ├── CheckpointExists       committed checkpoints are never overwritten
-├── CheckpointReplaced     another writer began the same checkpoint
+├── CheckpointReplaced     another writer started the same checkpoint
 └── CorruptCheckpoint      a file of a committed checkpoint is missing or differs
 """
 
@@ -37,7 +37,7 @@ _DENIED_CODES = (
     "SIGNATURE_DOES_NOT_MATCH",
 )
 _NO_TOKEN = "Could not create a OAuth2 access token"
-"""Google's client, where it finds no credentials."""
+"""Message of Google's client if it finds no credentials."""
 
 
 class StorageError(Exception):
@@ -100,15 +100,14 @@ class NotRegularFile(CorruptFile):
 
 
 class LinkedFile(NotRegularFile, StorageDenied):
-    """A link: damage to a reader that can do without the file, missing permission to one that
-    cannot."""
+    """A link. Readers that can do without the file treat it as damage, others as missing
+    permission."""
 
 
 class FileTooLarge(CorruptFile):
     def __init__(self, path: str, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"{path} has {size_bytes} bytes or more, over the limit of {limit_bytes}; remove what "
-            "was put there"
+            f"{path} has at least {size_bytes} bytes, over the limit of {limit_bytes}; remove it"
         )
 
 
@@ -117,27 +116,26 @@ class AlreadyClaimed(StorageError):
 
 
 class CheckpointExists(StorageError):
-    """``name`` is committed and verifies. Its manifest names the writer; only that process may take
-    it for its own save."""
+    """``name`` is committed and verifies. Its manifest names the writer; only that process may
+    treat it as its own save."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"checkpoint {name} is committed already; committed checkpoints are never overwritten"
+            f"checkpoint {name} is already committed; committed checkpoints are never overwritten"
         )
         self.name = name
 
 
 class CheckpointReplaced(StorageError):
-    """A later writer of the same attempt began the same checkpoint; this one must not commit."""
+    """A later writer of the same attempt started the same checkpoint; this one must not commit."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"checkpoint {name} was begun again by another writer; this one is void")
+        super().__init__(f"checkpoint {name} was started again by another writer; this one is void")
         self.name = name
 
 
 class CorruptCheckpoint(StorageError):
-    """``path`` in checkpoint ``name`` is not what its manifest says: ``expected`` against
-    ``found``."""
+    """``path`` in checkpoint ``name`` differs from its manifest: ``expected`` and ``found``."""
 
     def __init__(self, name: str, path: str, expected: str, found: str) -> None:
         super().__init__(f"checkpoint {name}: {path}: expected {expected}, found {found}")
@@ -148,7 +146,8 @@ class CorruptCheckpoint(StorageError):
 
 
 def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | None:
-    """Return our error for one of the OS or of pyarrow; None for anything else, which is a bug."""
+    """Return our error for an error of the OS or of pyarrow; None for anything else, which is a
+    bug."""
     if not isinstance(exc, OSError) and not type(exc).__module__.startswith("pyarrow"):
         return None
     number = getattr(exc, "errno", None)
@@ -163,9 +162,9 @@ def from_foreign(exc: BaseException, action: str, path: str) -> StorageError | N
         )
     if _NO_TOKEN in str(exc):
         return StorageDenied(
-            f"cannot {action} {path}: there are no Google credentials here; set "
-            "GOOGLE_APPLICATION_CREDENTIALS to a service "
-            f"account's key file on every node, or give the machines a role ({str(exc)[-200:]})"
+            f"cannot {action} {path}: no Google credentials found; set "
+            "GOOGLE_APPLICATION_CREDENTIALS to a service account's key file on every node, or give "
+            f"the machines a role ({str(exc)[-200:]})"
         )
     if number in _FULL:
         return StorageFull(f"{text}; free some space, or choose another storage URI")
@@ -178,7 +177,7 @@ class mapped:
     """Raise errors of the OS and of pyarrow as ours. ``action`` and ``path`` complete "cannot
     ACTION PATH".
 
-    A class, since a generator costs several times as much, and a save enters this block forty
+    A class, because a generator costs several times as much, and a save enters this block forty
     times.
     """
 

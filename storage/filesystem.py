@@ -1,4 +1,5 @@
-"""The storage of all runs: one root, named by a URI, on a local filesystem or an object store."""
+"""The storage of all runs: a root directory on a local filesystem or an object store, named by a
+URI."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ _OBJECT_SCHEMES = ("s3", "gs")
 
 @dataclass(frozen=True)
 class Storage:
-    """The root of all runs. Picklable: unpickling opens the URI again, with the credentials of that
+    """The root of all runs. Picklable: unpickling opens the URI again, with credentials from that
     process's environment."""
 
     uri: str
 
     @cached_property
     def files(self) -> Files:
-        """The filesystem below the root. pyarrow is imported only when an object store is first
-        used."""
+        """Return the files below the root. pyarrow is imported only for an object store, on first
+        use."""
         if self.is_local:
             return LocalFiles(Path(self.uri))
         from storage.files.object_store import open_object_files
@@ -43,13 +44,16 @@ class Storage:
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether a file can be created under the condition that there is none. Google's store has
-        such a condition, which pyarrow cannot ask for: there a look comes before the put."""
+        """Return whether a file can be created only if it does not exist.
+
+        Google's store supports this condition, but pyarrow cannot send it; there an existence check
+        comes before the put.
+        """
         return not self.uri.startswith("gs://")
 
     @property
     def batch_s(self) -> float:
-        """Return how many seconds a log's writer should gather lines: on an object store every
+        """Return for how many seconds a log's writer should gather lines. On an object store every
         append is a new object."""
         return 0.25 if self.can_append else 2.0
 
@@ -59,7 +63,7 @@ class Storage:
         return f"{head.rstrip('/')}/{relpath}{mark}{query}"
 
     def probe(self) -> None:
-        """Write, read back and delete a small file. Raises StorageError, which says what to do."""
+        """Write, read back and delete a small file. Raises StorageError with what to do."""
         relpath, data = f".probe-{secrets.token_hex(6)}", secrets.token_bytes(32)
         try:
             self.files.write(relpath, data)
@@ -72,7 +76,7 @@ class Storage:
             raise type(exc)(f"storage {self.uri} cannot be used: {exc}") from exc
         if found != data:
             raise StorageUnavailable(
-                f"storage {self.uri} returned other bytes than were written; choose another "
+                f"storage {self.uri} returned different bytes than were written; choose another "
                 "storage URI"
             )
 
@@ -81,7 +85,7 @@ class Storage:
 
 
 def require_exclusive_creates(files: Files, directory: str) -> None:
-    """Raise InvalidStorage if the storage creates a file that exists already: two processes would
+    """Raise InvalidStorage if the storage creates a file that already exists: processes would
     overwrite each other's files."""
     relpath = f"{directory}/.create-{secrets.token_hex(6)}".lstrip("/")
     try:
@@ -90,17 +94,17 @@ def require_exclusive_creates(files: Files, directory: str) -> None:
         files.delete_file(relpath)
     if not honoured:
         raise InvalidStorage(
-            f"{files.path(directory)} overwrites a file instead of refusing to create it twice: "
-            "this object store ignores If-None-Match: * on a put, so that processes would "
-            "overwrite each other's journals; use a store that honours it, or a filesystem"
+            f"{files.path(directory)} does not support exclusive creation: this object store "
+            "ignores If-None-Match: * on a put, so processes would overwrite each other's "
+            "journals; use a store that supports it, or a filesystem"
         )
 
 
 def open_storage(uri: str) -> Storage:
     """Open ``/path``, ``file:///path``, ``s3://bucket/prefix?endpoint_override=…`` or ``gs://…``,
-    without access to it yet.
+    without accessing it yet.
 
-    Raises InvalidStorage for a URI that cannot work.
+    Raises InvalidStorage for an invalid URI.
     """
     scheme, separator, _ = uri.partition("://")
     if not separator:
@@ -118,7 +122,7 @@ def open_storage(uri: str) -> Storage:
         return Storage(str(Path(unquote(parts.path)).absolute()))
     if scheme not in _OBJECT_SCHEMES:
         raise InvalidStorage(
-            f"storage scheme {scheme!r} is not known; use a path, file://, s3:// or gs://"
+            f"storage scheme {scheme!r} is not supported; use a path, file://, s3:// or gs://"
         )
     from storage.files.object_store import check_object_uri
 

@@ -1,7 +1,7 @@
-"""``python -m storage.make_bucket URI``: create the bucket of an object store's URI, if it does not
-exist.
+"""``python -m storage.make_bucket URI``: create the bucket of an S3 URI if it does not exist.
 
-Exit code 0 when it exists then, 1 when the store does not answer or refuses, with the reason.
+Exit code 0 if the bucket exists afterwards, 1 with the reason if the store refuses or does not
+respond.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from storage.filesystem import open_storage
 
 
 def make_bucket(uri: str) -> None:
-    """Create the bucket, unless it exists. Raises StorageError, also for a path or a store that is
-    not S3."""
+    """Create the bucket if it does not exist. Raises StorageError, also for a path or a store other
+    than S3."""
     from storage.errors import InvalidStorage
     from storage.files.object_store import make_s3_bucket
 
     open_storage(uri)
     parts = urlsplit(uri)
     if parts.scheme != "s3":
-        raise InvalidStorage(f"only a bucket of s3:// can be made, not {uri}")
+        raise InvalidStorage(f"cannot create a bucket for {uri}; use an s3:// URI")
     make_s3_bucket(parts)
 
 

@@ -1,5 +1,4 @@
-"""A name that no other process ever has: by it a process tells its own files from another's of the
-same name."""
+"""A unique name of this process, with which it recognises its own files."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ _nonce: str | None = None
 
 
 def process_nonce() -> str:
-    """Return the name, the same for the life of this process. A forked child has another one."""
+    """Return the nonce, constant for the life of this process. A forked child has a different
+    one."""
     global _nonce
     if _nonce is None:
         _nonce = secrets.token_hex(8)

@@ -1,4 +1,5 @@
-"""What the service tells a run's driver and ranks: small files in the run's ``control/``."""
+"""Control files of a run: requests from the service to the driver and the ranks, in
+``control/``."""
 
 from __future__ import annotations
 
@@ -27,24 +28,24 @@ STOPS: tuple[Stop, ...] = ("cancel", "pause")
 
 @dataclass(frozen=True)
 class DrillOrder:
-    """A drill that the service orders from a submission's driver."""
+    """A drill that the service requests from a submission's driver."""
 
     id: str
     kind: DrillKind
     rank: int
     attempt: int
-    """The attempt that is meant; no other one may be hit."""
+    """Attempt to hit; no other one may be."""
 
 
 @dataclass(frozen=True)
 class ProfileOrder:
-    """A profile that the service orders from a rank."""
+    """A profile that the service requests from a rank."""
 
     id: str
     rank: int
     steps: int
     attempt: int
-    """The attempt that is meant; the same rank of another one is not recorded."""
+    """Attempt to profile; the same rank of another attempt is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ class Kept:
     """What the service tells a run's retention about its checkpoints."""
 
     steps: frozenset[int] = frozenset()
-    """Steps of the checkpoints that other runs are to begin from."""
+    """Steps of checkpoints that other runs will start from."""
     corrupt: frozenset[str] = frozenset()
-    """Names of checkpoints that were damaged when they were read back."""
+    """Names of checkpoints that were corrupt when they were read back."""
 
 
 class RunControl(ABC):
-    """The control files of a run: stop requests, drills, profiles, deadline, limits and probes."""
+    """The control files of a run: stop requests, drills, profiles, deadline, limits and storage
+    probes."""
 
     run_id: str
 
@@ -78,7 +80,8 @@ class RunControl(ABC):
         self._write_control(_stop_file(submission), {"stop": stop})
 
     def stop_requested(self, submission: int) -> Stop | None:
-        """Return the stop that was requested of a submission's driver. Raises CorruptFile."""
+        """Return the stop requested from a submission's driver; None if there is none. Raises
+        CorruptFile."""
 
         def read(found: Any) -> Stop:
             for stop in STOPS:
@@ -89,11 +92,11 @@ class RunControl(ABC):
         return self._read_control(_stop_file(submission), read, "is not a stop request")
 
     def order_drill(self, submission: int, order: DrillOrder) -> None:
-        """Order a drill from a submission's driver. It replaces an earlier order."""
+        """Request a drill from a submission's driver. It replaces an earlier request."""
         self._write_control(_drill_file(submission), asdict(order))
 
     def drill_ordered(self, submission: int) -> DrillOrder | None:
-        """Return the newest drill ordered from a submission's driver, also if it was carried out.
+        """Return the last drill requested from a submission's driver, even if already carried out.
         Raises CorruptFile."""
 
         def read(found: Any) -> DrillOrder:
@@ -107,11 +110,11 @@ class RunControl(ABC):
         return self._read_control(_drill_file(submission), read, "is not a drill")
 
     def order_profile(self, submission: int, order: ProfileOrder) -> None:
-        """Order a profile from a submission's ranks. It replaces an earlier order."""
+        """Request a profile from a submission's ranks. It replaces an earlier request."""
         self._write_control(_profile_file(submission), asdict(order))
 
     def profile_ordered(self, submission: int) -> ProfileOrder | None:
-        """Return the newest profile ordered, also if it is done. Raises CorruptFile."""
+        """Return the last profile requested, even if already recorded. Raises CorruptFile."""
 
         def read(found: Any) -> ProfileOrder:
             return ProfileOrder(
@@ -121,20 +124,20 @@ class RunControl(ABC):
         return self._read_control(_profile_file(submission), read, "is not an order for a profile")
 
     def write_deadline(self, at: float) -> None:
-        """Write when the run must have ended, in unix seconds. Its driver keeps to it also while
-        the service is down."""
+        """Write the time (unix seconds) by which the run must have ended. Its driver enforces it
+        while the service is down."""
         self._write_control(_DEADLINE, {"at": at})
 
     def deadline(self) -> float | None:
-        """Return when the run must have ended, in unix seconds; None for a run without a deadline.
+        """Return the time (unix seconds) by which the run must have ended; None for no deadline.
         Raises CorruptFile."""
         return self._read_control(
             _DEADLINE, lambda found: float(found["at"]), "does not hold a deadline"
         )
 
     def keep_steps(self, steps: Collection[int], corrupt: Collection[str] = ()) -> None:
-        """Make retention keep the checkpoints of exactly these steps, from which other runs are to
-        begin.
+        """Make retention keep the checkpoints of exactly these steps, which other runs will start
+        from.
 
         Args:
             corrupt: names of checkpoints that retention must not count as sound.
@@ -155,22 +158,21 @@ class RunControl(ABC):
         return self.kept().steps
 
     def write_probe(self, submission: int, name: str) -> None:
-        """Write a file by which other nodes check that they see the same storage. ``name`` is a
-        node's id or DRIVER_PROBE."""
+        """Write a file with which other nodes verify that they see the same storage. ``name`` is a
+        node id or DRIVER_PROBE."""
         self.files.write(self._probe_path(submission, name), probe_bytes(self, submission, name))
 
     def read_probe(self, submission: int, name: str) -> bytes:
-        """Return a probe, which should equal ``probe_bytes``. Raises StorageNotFound where this
-        node does not see it."""
+        """Return a probe, to compare with ``probe_bytes``. Raises StorageNotFound if this node does
+        not see it."""
         return self.files.read(self._probe_path(submission, name), _PROBE_BYTES)
 
     def write_workers_limit(self, limit: int | None) -> None:
-        """Limit the run to fewer ranks than its spec asks for; None is no limit."""
+        """Limit the run to fewer ranks than its spec allows; None is no limit."""
         self._write_control(_WORKERS, {"limit": limit})
 
     def workers_limit(self) -> int | None:
-        """Return how many ranks the run may use; None for as many as its spec asks for. Raises
-        CorruptFile."""
+        """Return the maximum number of ranks; None for the spec's own. Raises CorruptFile."""
 
         def read(found: Any) -> int | None:
             return None if found["limit"] is None else int(found["limit"])
@@ -181,10 +183,10 @@ class RunControl(ABC):
         self.files.write(self._path(f"control/{name}"), json.dumps(content).encode())
 
     def _read_control(self, name: str, read: Callable[[Any], T], problem: str) -> T | None:
-        """Return what ``read`` makes of a small JSON file's content; None where there is no file.
+        """Return what ``read`` makes of a small JSON file; None if the file does not exist.
 
-        Raises CorruptFile, with ``problem`` in its text, where ``read`` raises ValueError, KeyError
-        or TypeError.
+        Raises CorruptFile, with ``problem`` in its text, if ``read`` raises ValueError, KeyError or
+        TypeError.
         """
         path = self._path(f"control/{name}")
         try:
@@ -201,7 +203,7 @@ class RunControl(ABC):
 
 
 def probe_bytes(run: RunControl, submission: int, name: str) -> bytes:
-    """Return a probe's content, which every reader can compute."""
+    """Return the content of a probe, which every reader can compute."""
     return hashlib.shake_128(f"{run.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
 
 

@@ -1,5 +1,5 @@
-"""A run's directory: the only module that knows where its files are (contract, "Files in a run
-directory")."""
+"""A run's directory: with ``run_control`` and ``run_names`` the only place that knows its
+layout."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DRIVER_ATTEMPT = 0
 
 @dataclass(frozen=True)
 class RunDir(RunControl):
-    """One run's directory below ``STORAGE/runs/``, whether or not it exists. Picklable. It is also
-    Ray Train's experiment directory."""
+    """One run's directory, ``STORAGE/runs/RUN_ID``, whether or not it exists. Picklable. Ray Train
+    uses it as its experiment directory."""
 
     storage: Storage
     run_id: str
@@ -45,13 +45,13 @@ class RunDir(RunControl):
 
     @property
     def uri(self) -> str:
-        """Return the URI of the run's directory."""
+        """Return the URI of the directory."""
         return self.storage.child_uri(self._path())
 
     @property
     def parent_uri(self) -> str:
-        """Return the URI of the directory of all runs: Ray Train's ``storage_path``, with
-        ``run_id`` as its ``name``."""
+        """Return the URI of the directory of all runs. Ray Train gets it as ``storage_path``, with
+        ``run_id`` as ``name``."""
         return self.storage.child_uri("runs")
 
     @property
@@ -67,7 +67,8 @@ class RunDir(RunControl):
         self.files.write(self._path("spec.json"), spec.model_dump_json(indent=2).encode())
 
     def read_spec(self) -> RunSpec:
-        """Return the resolved spec. Raises StorageNotFound, or CorruptFile if it is not a spec."""
+        """Return the resolved spec. Raises StorageNotFound; CorruptFile if it is not a valid
+        spec."""
         from pydantic import ValidationError
 
         from everstep.spec.run_spec import RunSpec
@@ -113,8 +114,8 @@ class RunDir(RunControl):
         return sorted(found)
 
     def rank_logs_of(self, submission: int, attempt: int) -> list[RankLog]:
-        """Return every part of every rank's log of one attempt, by rank and part; the driver's for
-        attempt 0."""
+        """Return every part of every rank's log in one attempt, by rank and part. Attempt 0 has the
+        driver's."""
         entries = self.files.list(self._path(f"logs/s{submission:03d}-a{attempt:03d}"))
         matches = {match for entry in entries if (match := RANK_LOG.fullmatch(entry.name))}
         return sorted(
@@ -131,7 +132,7 @@ class RunDir(RunControl):
         return self._path(f"control/holds/{name}" if name else "control/holds")
 
     def claim_path(self, origin: Origin) -> str:
-        """Return the path of an attempt's claim, or with attempt 0 of a submission's."""
+        """Return the path of an attempt's claim; attempt 0 is the claim of the submission."""
         submission, attempt = origin
         return self._path(
             f"control/claims/s{submission:03d}" + (f".a{attempt:03d}" if attempt else "") + ".json"

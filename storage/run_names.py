@@ -1,14 +1,9 @@
-"""Names in a run's directory: of checkpoints, and of ranks' logs."""
+"""Names in a run's directory: checkpoints and logs of ranks."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 Origin = tuple[int, int]
 """Submission and attempt: later ones compare as greater."""
@@ -25,8 +20,8 @@ _CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})(?:\.a([0-9]{3,}))?")
 
 @dataclass(frozen=True, order=True)
 class RankLog:
-    """One rank's log in one attempt. ``rank`` -1 is the driver's, whose attempt is 0. A long log
-    has several parts, counted from 1."""
+    """One part of a rank's log in one attempt. The driver has ``rank`` -1 and attempt 0. Parts are
+    numbered from 1."""
 
     submission: int
     attempt: int
@@ -42,14 +37,14 @@ class RankLog:
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """A parsed name such as ``step-000000150.s002.a003``, whether or not there is such a
-    checkpoint. Ordered by step."""
+    """A parsed name such as ``step-000000150.s002.a003``, whether or not the checkpoint exists.
+    Ordered by step."""
 
     step: int
     submission: int
     attempt: int = 0
-    """Who writes it; 0 in the names of older versions (``step-000000150.s002``), which say only the
-    submission."""
+    """Attempt that writes it; 0 in names of older versions (``step-000000150.s002``), which have
+    only the submission."""
 
     def __str__(self) -> str:
         attempt = f".a{self.attempt:03d}" if self.attempt else ""
@@ -61,7 +56,7 @@ class CheckpointName:
 
     @staticmethod
     def parse(name: str) -> CheckpointName | None:
-        """Parse a name; None where it is not a checkpoint's, or not in the form that is written."""
+        """Parse a name. Return None if it is not a checkpoint's, or not in canonical form."""
         match = _CHECKPOINT.fullmatch(name)
         found = CheckpointName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
         return found if str(found) == name else None

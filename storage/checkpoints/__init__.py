@@ -1,4 +1,5 @@
-"""Checkpoints: the commit protocol, manifests, lineage and retention, verified reads.
+"""Checkpoints: the commit protocol, manifests, lineage, retention and verified reads.
 
-The one place where a checkpoint becomes durable. Imports `storage.files` and the run directory.
+The one place where a checkpoint becomes durable. Imports `storage.files`, the run directory, claims
+and the journal.
 """

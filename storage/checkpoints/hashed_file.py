@@ -1,4 +1,4 @@
-"""A file of a checkpoint: hashed and counted while it is written."""
+"""A file of a checkpoint, hashed and counted while it is written."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 _BESIDE_BYTES = 1 << 20
-"""Blocks from this size on are hashed beside their write; for smaller ones handing over costs more
-than it saves."""
+"""Blocks of at least this size are hashed in parallel to their write; for smaller ones the
+hand-over costs more than it saves."""
 
 
 _BUFFER_BYTES = 1 << 20
 
 
 class _HashedStream(io.RawIOBase):
-    """A file's bytes on their way to the storage: hashed and counted. Writes after a failed one are
+    """Hashes and counts a file's bytes on their way to the storage. Writes after a failed one are
     dropped."""
 
     def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class _HashedStream(io.RawIOBase):
         self._on_write = on_write
         self._size_bytes = 0
         self.spoilt = False
-        """Whether not all that was written got there."""
+        """Whether some written bytes did not reach the storage."""
         self.problem: StorageError | None = None
 
     def writable(self) -> bool:
@@ -47,8 +47,8 @@ class _HashedStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         if self.spoilt:
             return len(view)
-        # The digest of a large block is taken while it is written: both let go of the interpreter.
-        # Neither keeps the caller's memory, so both must be done on return.
+        # Hash a large block while it is written: both release the interpreter lock. Both must be
+        # done on return, since neither copies the caller's memory.
         hashed = (
             self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
         )
@@ -86,10 +86,10 @@ class _HashedStream(io.RawIOBase):
 
 
 class CheckpointFile(io.BufferedWriter):
-    """A binary file that is hashed and counted as it is written. It is whole and durable once
-    closed without an exception.
+    """A binary file, hashed and counted as it is written. It is complete and durable once closed
+    without an exception.
 
-    Small pieces are gathered: torch writes five per tensor, and their overhead was a third of a
+    Small writes are buffered: torch writes five per tensor, and their overhead was a third of a
     small save.
     """
 
@@ -105,7 +105,7 @@ class CheckpointFile(io.BufferedWriter):
         super().__init__(self._bytes, _BUFFER_BYTES)
 
     def close(self) -> None:
-        """Make the file durable. On StorageError it is not part of the checkpoint."""
+        """Make the file durable. After a StorageError it is not part of the checkpoint."""
         if self.closed:
             return
         super().close()
@@ -122,8 +122,8 @@ class CheckpointFile(io.BufferedWriter):
             self.close()
             return
         self._bytes.spoilt = True
-        with suppress(StorageError):  # the exception under way says more
+        with suppress(StorageError):  # the current exception says more
             self.close()
         problem = self._bytes.problem
         if problem is not None and exc is not problem:
-            raise problem from exc  # torch.save says only that a write failed
+            raise problem from exc  # torch.save only reports that a write failed

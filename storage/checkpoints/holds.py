@@ -1,5 +1,4 @@
-"""Holds: a reader of a checkpoint renews a small file beside it, and retention keeps the checkpoint
-until the reader is done or stops renewing."""
+"""Holds: renewable leases that keep retention from deleting a checkpoint while it is read."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from storage.run_dir import RunDir
 from storage.run_names import CheckpointName
 
 HOLD_S = 300.0
-"""A hold that was not renewed for so long counts no more: its holder died."""
+"""A hold that was not renewed for this long has expired: its holder died."""
 _RENEW_S = 60.0
 _MAX_BYTES = 4096
 
 SeenHolds = dict[str, tuple[bytes, float]]
-"""By file name: what a hold held, and since when by this process's monotonic clock."""
+"""By file name: content of a hold, and since when, by this process's monotonic clock."""
 
 
 class CheckpointHold:
-    """One reader's hold on a checkpoint. If the storage cannot take a hold (full, read-only),
-    reading goes on without."""
+    """A reader's hold on a checkpoint. If the storage cannot store it (full, read-only), reading
+    continues without."""
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
-        """Take the hold at once: a checkpoint that exists after this stays."""
+        """Take the hold at once: a checkpoint that exists afterwards stays."""
         self._files = run_dir.files
         self._path = run_dir.holds_path(f"{name}.{secrets.token_hex(6)}")
         self._renewed_at = float("-inf")
@@ -35,7 +34,7 @@ class CheckpointHold:
         self.renew()
 
     def renew(self) -> None:
-        """Renew the hold if it is due. Call it often while reading; most calls cost nothing."""
+        """Renew the hold if due. Call it often while reading; most calls do nothing."""
         now = time.monotonic()
         if now - self._renewed_at >= _RENEW_S:
             self._renewed_at = now
@@ -46,19 +45,18 @@ class CheckpointHold:
                 self._files.write(self._path, json.dumps(content).encode())
 
     def release(self) -> None:
-        with suppress(StorageError):  # it ends by itself
+        with suppress(StorageError):  # it expires by itself
             self._files.delete_file(self._path)
 
 
 def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
-    """Return the names of checkpoints that somebody reads, and remove holds that ended. Raises
-    StorageError.
+    """Return the names of checkpoints with a hold, and delete expired holds. Raises StorageError.
 
-    A hold ends when its file has not changed for HOLD_S by this process's own monotonic clock:
-    reader and deleter are on different hosts, whose clocks may differ by more than that.
+    A hold expires when its file has not changed for HOLD_S by this process's monotonic clock.
+    Reader and deleter are on different hosts, whose clocks may differ by more than that.
 
     Args:
-        seen: what the caller's earlier calls saw; updated here.
+        seen: state of the caller's earlier calls; updated here.
     """
     found: set[str] = set()
     before, now = dict(seen), time.monotonic()
@@ -67,13 +65,13 @@ def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
         name = entry.name.rpartition(".")[0]
         path = run_dir.holds_path(entry.name)
         if CheckpointName.parse(name) is None:
-            continue  # a hold that is just being written
+            continue  # a hold that is being written
         try:
             content = run_dir.files.read(path, _MAX_BYTES)
         except StorageNotFound:
             continue  # released since it was listed
         except CorruptFile:
-            content = b""  # a FIFO or the like, which holds nothing
+            content = b""  # a FIFO or the like
         known, since = before.get(entry.name, (content, now))
         if known != content:
             since = now

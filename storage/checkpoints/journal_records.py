@@ -1,4 +1,4 @@
-"""What a run's journals say of its checkpoints: where each attempt began, and which ones were
+"""What a run's journals record about checkpoints: where each attempt started, and what was
 committed."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _BATCH = 5000
 
 
 class RestorePoints:
-    """Where each attempt of a run began, by (submission, attempt). Attempts that never trained are
-    left out."""
+    """Where each attempt of a run started, by (submission, attempt). Attempts that never trained
+    are left out."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -22,7 +22,7 @@ class RestorePoints:
         self.found: dict[Origin, RestorePoint] = {}
 
     def update(self) -> dict[Origin, RestorePoint]:
-        """Read what is new in all journals since the last call, and return all restore points.
+        """Read new events of all journals since the last call, and return all restore points.
         Raises StorageError."""
         for submission in self._run_dir.submissions():
             while True:
@@ -44,15 +44,15 @@ class RestorePoints:
 
 
 def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
-    """Return where each attempt of the run began. Reads all journals."""
+    """Return where each attempt of the run started. Reads all journals."""
     return RestorePoints(run_dir).update()
 
 
 def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
-    """Return checkpoints that the journals report as committed and not as deleted: what a listing
-    of the storage should show.
+    """Return the checkpoints that the journals report as committed and not as deleted. A listing of
+    the storage should contain them.
 
-    Reads all journals. An older one may be missing nevertheless, if the process that deleted it
+    Reads all journals. An older checkpoint may still be missing, if the process that deleted it
     died before it could report that.
     """
     kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)

@@ -1,11 +1,11 @@
-"""Which checkpoints count, and which of them is the best.
+"""Rules for which checkpoints are in the committed lineage, and which of them is the best.
 
 Pure: storage, ranks and the service share these rules.
 
-What a newer attempt did not go on from is void (invariant I1). An attempt's restore point is its
-``restored`` event, which is durable before the attempt takes a step. An older attempt that was slow
-rather than dead may commit checkpoints after that; they lie beyond the restore point and are
-ignored.
+States from which a newer attempt did not continue are void (invariant I1). An attempt's restore
+point is its ``restored`` event, which is durable before the attempt takes a step. An older attempt
+that was slow rather than dead may commit checkpoints after that; they are beyond the restore point
+and are ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from storage.run_names import CheckpointName, Origin
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """Where an attempt went on from."""
+    """Where an attempt started."""
 
     step: int
-    """Steps done; nothing older that lies beyond it counts."""
+    """Steps done; older states beyond it do not count."""
     fresh: bool
-    """It began anew, or again from another run's checkpoint: nothing older counts at all."""
+    """It started from scratch, or from another run's checkpoint: no older state counts."""
 
 
 class Scored(Protocol):
@@ -46,18 +46,18 @@ S = TypeVar("S", bound=Scored)
 
 
 def restore_point(data: Mapping[str, Any]) -> RestorePoint:
-    """Return the restore point that a ``restored`` event's data names."""
+    """Return the restore point in the data of a ``restored`` event."""
     return RestorePoint(int(data["step"]), data.get("source") in BEGINNINGS)
 
 
 def in_lineage(
     names: Iterable[CheckpointName], restore_points: Mapping[Origin, RestorePoint]
 ) -> list[CheckpointName]:
-    """Return the names that count, oldest first.
+    """Return the names in the committed lineage, oldest first.
 
     Args:
-        restore_points: by (submission, attempt); attempts without one have not chosen yet and void
-            nothing.
+        restore_points: by (submission, attempt). Attempts without one have not restored yet and
+            void nothing.
     """
     return sorted(name for name in names if voided_by(name, restore_points) is None)
 
@@ -65,10 +65,11 @@ def in_lineage(
 def voided_by(
     name: CheckpointName, restore_points: Mapping[Origin, RestorePoint]
 ) -> RestorePoint | None:
-    """Return the restore point that voids a state: a fresh one if any does, else the lowest. None
-    where the state counts.
+    """Return the restore point that voids a state: a fresh one if there is any, else the lowest;
+    None if the state counts.
 
-    A state counts if every newer attempt began at its step or beyond, and none began anew.
+    A state counts if every newer attempt started at its step or beyond, and none started from
+    scratch.
     """
     voiding = [
         point
@@ -81,23 +82,23 @@ def voided_by(
 def is_newer(origin: Origin, name: CheckpointName) -> bool:
     """Return whether an attempt comes after the one that wrote a state.
 
-    A name of an older version says no attempt: no attempt of its own submission is newer then.
+    A name from an older version has no attempt; then no attempt of its own submission is newer.
     """
     return origin > name.origin if name.attempt else origin[0] > name.submission
 
 
 def is_better(value: float, best: float | None, mode: Literal["min", "max"]) -> bool:
-    """Return whether a metric's value beats the best one so far (None: there is none). An equal
-    value does not, nor does NaN."""
+    """Return whether a metric's value is better than the best so far (None: there is none). Equal
+    values and NaN are not."""
     if value != value:
         return False
     return best is None or (value > best if mode == "max" else value < best)
 
 
 def best_of(found: Iterable[S], metric: str, mode: Literal["min", "max"]) -> S | None:
-    """Return the checkpoint with the best value of a validation metric; None where none has it.
+    """Return the checkpoint with the best value of a validation metric; None if none has it.
 
-    Of equal values the lowest step wins, as during training, and of one step the newest attempt.
+    Of equal values the lowest step wins, as during training; of one step the newest attempt.
     """
     best: tuple[float, S] | None = None
     for each in sorted(found, key=_earliest_step_newest_attempt):
@@ -108,8 +109,8 @@ def best_of(found: Iterable[S], metric: str, mode: Literal["min", "max"]) -> S |
 
 
 def origin_of(checkpoint: Scored) -> Origin:
-    """Return the submission and attempt that wrote a checkpoint, attempt 0 where its name says
-    none: of an older version, or of a user's function."""
+    """Return the submission and attempt that wrote a checkpoint. The attempt is 0 if the name has
+    none: from an older version, or a user's function."""
     parsed = CheckpointName.parse(checkpoint.name)
     return parsed.origin if parsed else (checkpoint.submission, 0)
 

@@ -26,21 +26,22 @@ from storage.errors import CorruptFile
 from storage.run_names import CheckpointName
 
 SCHEMA_VERSION = 3
-"""1 had files' SHA-256; 1 and 2 had neither ``writer`` nor the attempt in the checkpoint's name."""
+"""Version 1 had SHA-256 digests of files; 1 and 2 had neither ``writer`` nor the attempt in the
+checkpoint's name."""
 _ATTEMPT_IN_NAME = 3
 MANIFEST = "manifest.json"
 
 MAX_MANIFEST_BYTES = 8 << 20
-"""Room for tens of thousands of files."""
+"""Enough for tens of thousands of files."""
 
 
 def check_file_name(name: str) -> str:
-    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for a
-    name that is not allowed."""
+    """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for an
+    invalid name."""
     if fault := relative_names.fault_of(name):
         raise ValueError(f"the file name {name[:200]!r} {fault}")
     if name == MANIFEST:
-        raise ValueError(f"the file name {name!r} is the manifest's own: use another name")
+        raise ValueError(f"the file name {name!r} is reserved for the manifest: use another name")
     return name
 
 
@@ -53,7 +54,7 @@ class _Frozen(BaseModel):
 
 
 class Hash(Protocol):
-    """Takes a file's bytes in order. Both kinds release the interpreter meanwhile."""
+    """Hashes a file's bytes in order. Both kinds release the interpreter lock."""
 
     def update(self, data: Any, /) -> object: ...
 
@@ -61,7 +62,7 @@ class Hash(Protocol):
 
 
 def new_hash() -> Hash:
-    """Return the hash for new files: BLAKE3, which is as fast as memory; SHA-256 would be slower
+    """Return the hash for new files: BLAKE3, which is as fast as memory. SHA-256 would be slower
     than a disk."""
     return blake3_module.blake3()
 
@@ -74,7 +75,7 @@ class FileEntry(_Frozen):
     sha256: HexDigest | None = None
 
     def new_hash(self) -> Hash:
-        """Return a hash of the kind of ``digest``."""
+        """Return a hash of the same kind as ``digest``."""
         return new_hash() if self.blake3 else hashlib.sha256()
 
     @property
@@ -82,8 +83,8 @@ class FileEntry(_Frozen):
         return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
 
     def digest_of(self, hashed: Hash) -> str:
-        """Return the digest to compare with ``digest``. ``hashed`` comes from ``new_hash`` and has
-        taken the whole file."""
+        """Return the digest to compare with ``digest``. ``hashed`` is from ``new_hash`` and has
+        hashed the whole file."""
         return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
 
     @model_validator(mode="after")
@@ -98,32 +99,33 @@ class FileEntry(_Frozen):
 
 
 class Manifest(_Frozen):
-    """What a committed checkpoint is, and the size and digest of every file in it."""
+    """What a committed checkpoint contains: its state's position, and size and digest of every
+    file."""
 
     schema_version: int = SCHEMA_VERSION
     run_id: str
     step: Annotated[int, Field(ge=0)]
     """Optimizer steps done."""
     epoch: Annotated[int, Field(ge=0)]
-    """Epoch in progress, from 0."""
+    """Current epoch, from 0."""
     submission: Annotated[int, Field(ge=1)]
     attempt: Annotated[int, Field(ge=0)]
     writer: str | None = None
-    """The process that wrote it (``process_nonce``)."""
+    """Process that wrote it (``process_nonce``)."""
     parent: str | None
-    """Checkpoint that the state descends from; None where it began afresh."""
+    """Checkpoint from which the state descends; None if training started from scratch."""
     world_size: Annotated[int, Field(ge=1)]
     sample_digest: str | None
     """Hash chain over the sample indices used so far."""
     metrics: dict[str, FiniteFloat]
-    """Of the evaluation of this very state; none where it was not evaluated."""
+    """From the evaluation of this state; empty if it was not evaluated."""
     created_at: AwareDatetime
     files: dict[Annotated[str, AfterValidator(check_file_name)], FileEntry]
     """By path relative to the checkpoint's directory."""
 
     @property
     def name(self) -> str:
-        """The checkpoint's directory below ``checkpoints/``."""
+        """Return the checkpoint's directory below ``checkpoints/``."""
         return str(
             CheckpointName(
                 self.step,
@@ -134,8 +136,8 @@ class Manifest(_Frozen):
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out ``writer`` where it is None: manifests of older versions have none, and neither
-        has their digest."""
+        """Leave out ``writer`` if it is None: manifests of older versions have no such field, and
+        neither does their digest."""
         return {
             name: value
             for name, value in handler(self).items()
@@ -149,31 +151,33 @@ class Manifest(_Frozen):
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the manifest's canonical JSON, which has every file's digest."""
+        """Return the SHA-256 of the manifest's canonical JSON, which includes every file's
+        digest."""
         return _digest(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
-        """Return the content of ``manifest.json``: canonical JSON with its own digest beside the
-        fields."""
+        """Return the content of ``manifest.json``: canonical JSON with its own digest as an
+        additional field."""
         fields = self.model_dump(mode="json")
         return _canonical({**fields, "digest": _digest(fields)})
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Parse ``manifest.json``. Raises CorruptFile if one byte differs from what was written."""
+    """Parse ``manifest.json``. Raises CorruptFile if a single byte differs from what was
+    written."""
     try:
         raw = plain_text.parse_json(data)
         version = raw.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise CorruptFile(
-                f"schema version {version} is of a newer Everstep; this one reads up to "
+                f"schema version {version} is from a newer Everstep; this one reads up to "
                 f"{SCHEMA_VERSION}"
             )
         raw.pop("digest", None)
         manifest = Manifest.model_validate_json(json.dumps(raw))
     except (ValueError, AttributeError, ValidationError) as exc:
         raise CorruptFile(f"not a manifest: {exc}") from exc
-    if data != manifest.to_bytes():  # the digest is part of it
+    if data != manifest.to_bytes():  # includes the digest
         raise CorruptFile("its content does not match its digest")
     return manifest
 

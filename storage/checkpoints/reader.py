@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class CheckpointReader:
-    """Reads the checkpoints of one run, each by its name."""
+    """Reads the checkpoints of one run by name."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
 
     def manifest(self, name: str) -> Manifest:
-        """Return a checkpoint's manifest. Raises StorageNotFound for no such checkpoint,
-        CorruptCheckpoint for a manifest that is not valid."""
+        """Return a checkpoint's manifest. Raises StorageNotFound if there is no such checkpoint,
+        CorruptCheckpoint if its manifest is invalid."""
         path = f"{self.directory(name)}/{MANIFEST}"
         try:
             manifest = parse_manifest(self._files.read(path, MAX_MANIFEST_BYTES))
@@ -55,10 +55,10 @@ class CheckpointReader:
 
     def verify(self, name: str, on_block: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Read back every file. Raises CorruptCheckpoint for the first that differs,
-        StorageNotFound for no checkpoint.
+        StorageNotFound.
 
         Args:
-            on_block: called with the size of every block read. It may wait, to limit the rate, or
+            on_block: called with the size of every block read. It may block, to limit the rate, or
                 raise, to stop.
         """
         manifest = self.manifest(name)
@@ -79,12 +79,11 @@ class CheckpointReader:
         return b"".join(self._blocks(manifest, relpath))
 
     def load_file(self, name: str, relpath: str, load: Callable[[IO[bytes]], T]) -> T:
-        """Return what ``load`` (such as torch.load) makes of a file, verified. Damage raises
-        CorruptCheckpoint, also where it made ``load`` fail first.
+        """Return the result of ``load`` (such as torch.load) for a file, verified. Damage raises
+        CorruptCheckpoint, even if it made ``load`` fail first.
 
-        On a local filesystem ``load`` reads from the file straight into its own memory. If it did
-        not read front to back, it is called again with a copy of the verified bytes, as on an
-        object store.
+        On a local filesystem ``load`` reads straight from the file. If it does not read front to
+        back, it is called again with a verified copy, as on an object store.
 
         Raises CorruptCheckpoint, StorageNotFound, StorageError.
         """
@@ -109,7 +108,7 @@ class CheckpointReader:
         return Archive(manifest, partial(self._blocks, manifest))
 
     def path(self, name: str) -> str:
-        """Return the checkpoint's directory as the filesystem names it."""
+        """Return the checkpoint's directory in the filesystem's own form."""
         return self._files.path(self.directory(name))
 
     def entries(self) -> set[str]:
@@ -117,7 +116,7 @@ class CheckpointReader:
         return {entry.name for entry in self._files.list(self._run_dir.checkpoints_path())}
 
     def committed(self, entries: Iterable[str]) -> builtins.list[CheckpointName]:
-        """Return the names of directories with a manifest, valid or not, oldest first."""
+        """Return the names of directories that have a manifest, valid or not, oldest first."""
         return [name for name in named(entries) if self._files.exists(self.manifest_path(name))]
 
     def _verify_file(
@@ -127,7 +126,8 @@ class CheckpointReader:
             on_block(len(block))
 
     def _blocks(self, manifest: Manifest, relpath: str, offset: int = 0) -> Iterator[bytes]:
-        """Yield as ``file_blocks``, with a missing or unreadable file reported as damage."""
+        """Yield blocks as ``file_blocks``; a missing or unreadable file raises
+        CorruptCheckpoint."""
         with self._as_damage(manifest, relpath):
             yield from file_blocks(
                 self._files, self.directory(manifest.name), manifest, relpath, offset
@@ -135,13 +135,13 @@ class CheckpointReader:
 
     @contextmanager
     def _as_damage(self, manifest: Manifest, relpath: str) -> Iterator[None]:
-        """Raise CorruptCheckpoint for a file that is missing or unreadable; StorageNotFound where
-        the whole checkpoint was deleted."""
+        """Raise CorruptCheckpoint for a file that is missing or unreadable; StorageNotFound if the
+        whole checkpoint was deleted."""
         entry = manifest.files[relpath]
         try:
             yield
         except StorageNotFound as exc:
-            self.manifest(manifest.name)  # deleted while it was read: says so
+            self.manifest(manifest.name)  # raises StorageNotFound if deleted while it was read
             raise CorruptCheckpoint(
                 manifest.name, relpath, f"{entry.size_bytes} bytes", "no file"
             ) from exc
@@ -158,7 +158,7 @@ class CheckpointReader:
         """Return a checkpoint's directory below the storage. Raises InvalidStorage."""
         if CheckpointName.parse(name) is None:
             raise InvalidStorage(
-                f"{name!r} is not a checkpoint's name, such as {CheckpointName(150, 2, 3)}"
+                f"{name!r} is not a checkpoint name; use a name such as {CheckpointName(150, 2, 3)}"
             )
         return self._run_dir.checkpoints_path(name)
 
@@ -168,5 +168,5 @@ class CheckpointReader:
 
 
 def named(entries: Iterable[str]) -> list[CheckpointName]:
-    """Return those of these directories that are named as checkpoints, oldest first."""
+    """Return those of these directories that have a checkpoint's name, oldest first."""
     return sorted(filter(None, map(CheckpointName.parse, entries)))

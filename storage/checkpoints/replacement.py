@@ -1,4 +1,4 @@
-"""Begin a checkpoint in place of what an earlier writer left under its name."""
+"""Start a checkpoint in place of what an earlier writer left under its name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from storage.run_names import CheckpointName
 def begin_checkpoint(
     run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]
 ) -> CheckpointWriter:
-    """Remove what an earlier writer left under this name, and begin to write.
+    """Remove what an earlier writer left under this name, and start to write.
 
     Args:
-        is_sound: returns whether a checkpoint of this name is committed and verifies; called only
-            where there is a manifest.
+        is_sound: returns whether the checkpoint of this name is committed and verifies; only called
+            if there is a manifest.
 
     Raises:
-        CheckpointExists: there is one.
-        CheckpointReplaced: on an object store, another process has begun it.
+        CheckpointExists: it does.
+        CheckpointReplaced: on an object store, another process has started it.
     """
     files, directory = run_dir.files, run_dir.checkpoints_path(str(name))
     manifest = f"{directory}/{MANIFEST}"
@@ -42,15 +42,14 @@ def begin_checkpoint(
             raise CheckpointExists(str(name))
         writer.clear_leavings(is_corrupt=is_there)
         return writer
-    # a slow writer cannot commit after this
+    # after this a slow writer cannot commit
     for entry in files.list(run_dir.checkpoints_path()):
         if entry.name.startswith(f"{BEGUN}{name}-"):
             _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
     judged = read_or_empty(files, manifest)
     if judged and is_sound():
         raise CheckpointExists(str(name))
-    # Renamed before it is deleted, and judged by what was renamed: another writer may have
-    # committed in between.
+    # Rename before deleting, and check what was renamed: another writer may have committed since.
     aside = _aside(run_dir, name)
     if files.set_aside(directory, aside):
         if read_or_empty(files, f"{aside}/{MANIFEST}") != judged:
@@ -64,7 +63,7 @@ def begin_checkpoint(
 def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
     """Move a committed checkpoint that was set aside back to its place, if that is free.
 
-    Return whether it is a committed checkpoint. If so it must not be removed, even if its place was
+    Return whether it is a committed checkpoint. If so, do not delete it, even if its place was
     taken meanwhile.
     """
     files = run_dir.files

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run are kept, and how the others are deleted."""
+"""Retention: which checkpoints of a run to keep, and how to delete the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BestBy = tuple[str, Literal["min", "max"]]
 
 
 class Retention:
-    """Deletes the checkpoints of one run that need not be kept."""
+    """Deletes checkpoints of one run that are no longer needed."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Retention:
         self._run_dir = run_dir
         self._points = points
         self._rejected = rejected
-        """Checkpoints that were found to be corrupt; grows as they are found."""
+        """Checkpoints found to be corrupt; the caller adds to it."""
         self._known: dict[CheckpointName, Manifest] = {}
-        """Manifests that were read or given; nobody changes a manifest."""
+        """Manifests that were read or passed in; a manifest never changes."""
         self._holds: SeenHolds = {}
 
     def forget(self, name: CheckpointName) -> None:
@@ -52,20 +52,20 @@ class Retention:
         written: Manifest | None = None,
         best_by: BestBy | None = None,
     ) -> list[str]:
-        """Delete checkpoints that need not be kept, and what dead writers left. Return the names of
-        deleted checkpoints, oldest first.
+        """Delete checkpoints that are no longer needed, and leftovers of dead writers. Return the
+        names of deleted checkpoints, oldest first.
 
-        Kept are: the ``keep_latest`` of the lineage (at least one) that were committed last and are
-        not known to be corrupt; ``written``; ``best``; those that other runs begin from; and those
-        that are being read (``CheckpointHold``). A corrupt one goes once all sound ones that are
-        kept are newer. Call it only from the one process that saves, between saves.
+        Kept are: the ``keep_latest`` checkpoints of the lineage (at least one) that were committed
+        last and are not known to be corrupt; ``written``; ``best``; those that other runs start
+        from; and those with a hold (``CheckpointHold``). A corrupt one is deleted once all sound
+        ones that are kept are newer. Only the process that saves may call this, between saves.
 
         Args:
-            origin: submission and attempt of the caller. Where a newer one has begun, or begins
-                meanwhile, nothing is deleted: it may go on from just this checkpoint.
+            origin: submission and attempt of the caller. If a newer one has started, or starts
+                meanwhile, nothing is deleted: it may resume from this very checkpoint.
             written: the checkpoint that the caller has just committed; it is not read back.
-            best_by: metric and mode. The best checkpoint that exists is kept too: ``best`` itself
-                may never have been committed, if its rank died first.
+            best_by: metric and mode. The best existing checkpoint is kept too: ``best`` itself may
+                never have been committed, if its rank died first.
         """
         if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
             return []
@@ -97,16 +97,16 @@ class Retention:
     def _lineage(
         self, committed: Mapping[CheckpointName, Manifest | None], origin: Origin | None
     ) -> list[Manifest]:
-        """Return the checkpoints that count, oldest first, without those that are not valid."""
-        # Who has begun knows where all before it began: their journals are read once in an attempt,
-        # not with every save.
+        """Return the valid checkpoints of the committed lineage, oldest first."""
+        # Once this attempt's start is known, so are all before it: read the journals once per
+        # attempt, not with every save.
         points = self._points.found if origin in self._points.found else self._points.update()
         return [manifest for name in in_lineage(committed, points) if (manifest := committed[name])]
 
     def _kept(
         self, lineage: Sequence[Manifest], keep_latest: int, best_by: BestBy | None
     ) -> set[str | None]:
-        """Return the names of the checkpoints in the lineage that must stay."""
+        """Return the names of the checkpoints in the lineage that must be kept."""
         told = self._run_dir.kept()
         corrupt = {*self._rejected, *told.corrupt}
         sound = [manifest for manifest in lineage if manifest.name not in corrupt] or lineage
@@ -124,10 +124,9 @@ class Retention:
         return kept
 
     def collect_orphans(self) -> list[str]:
-        """Remove directories of a run that has ended that are not checkpoints. Return their names.
+        """Remove directories of a run that has ended which are not checkpoints. Return their names.
 
-        Nobody who counts writes there any more. A slow writer finds its marker gone and cannot
-        commit.
+        No valid writer is left. A slow one finds its marker gone and cannot commit.
         """
         entries = self._reader.entries()
         rest = entries - {str(name) for name in self._reader.committed(entries)}
@@ -139,14 +138,14 @@ class Retention:
     def _delete_unless_held(
         self, name: CheckpointName, manifest: Manifest | None, origin: Origin | None
     ) -> bool:
-        """Delete a checkpoint and return True, unless a hold was taken, or a newer attempt began,
+        """Delete a checkpoint and return True, unless a hold was taken or a newer attempt started
         since the listing: its reader may have found a valid manifest."""
         path = self._reader.manifest_path(name)
         self._run_dir.files.delete_file(path)
         if manifest is not None and (
             str(name) in held_checkpoints(self._run_dir, self._holds) or self._is_replaced(origin)
         ):
-            # the bytes that it was read from
+            # restore the same bytes
             self._run_dir.files.write(path, manifest.to_bytes())
             return False
         self._run_dir.files.delete_dir(self._reader.directory(str(name)))
@@ -163,8 +162,11 @@ class Retention:
                 self._clear(each)
 
     def _clear(self, entry: str) -> None:
-        """Remove a directory that is not a checkpoint. One that was set aside and is a checkpoint
-        after all is put back: the process that set it aside died before it could."""
+        """Remove a directory that is not a checkpoint.
+
+        If it was set aside but is a checkpoint, put it back: the process that set it aside died
+        before it could.
+        """
         path = self._run_dir.checkpoints_path(entry)
         if entry.startswith(TRASH) and put_back(
             self._run_dir, path, entry.removeprefix(TRASH).rpartition("-")[0]
@@ -174,12 +176,12 @@ class Retention:
 
     @staticmethod
     def _is_past(name: CheckpointName, newest: CheckpointName) -> bool:
-        """Return whether no writer that counts can still be writing it: the newest attempt's steps
-        only rise."""
+        """Return whether no valid writer can still be writing it: steps of the newest attempt only
+        increase."""
         return (name.origin, name.step) < (newest.origin, newest.step)
 
     def _read_committed(self, entries: Iterable[str]) -> dict[CheckpointName, Manifest | None]:
-        """Return as ``_committed``, with their manifests; None for one that is not valid. Each
+        """Return the committed checkpoints with their manifests; None for an invalid one. Each
         manifest is read once; later calls only check that it exists."""
         found: dict[CheckpointName, Manifest | None] = {}
         for name in named(entries):
@@ -204,7 +206,7 @@ def _name_of(manifest: Manifest) -> CheckpointName:
 
 
 def _unfinished(entry: str) -> CheckpointName | None:
-    """Return the name of the checkpoint that was begun in a directory; None where none was."""
+    """Return the name of the checkpoint that was started in a directory; None if there was none."""
     return CheckpointName.parse(
         entry.removeprefix(BEGUN).rpartition("-")[0] if entry.startswith(BEGUN) else entry
     )
@@ -213,8 +215,8 @@ def _unfinished(entry: str) -> CheckpointName | None:
 def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
     """Return a key that sorts checkpoints by the order of their commits.
 
-    It uses no clock, since attempts may run on hosts with different ones. The step alone would not
-    do: an attempt that fell back past a corrupt checkpoint commits sound ones below its step.
-    Within an attempt steps only rise.
+    It uses no clock, since attempts may run on hosts with different ones. The step alone is not
+    enough: an attempt that fell back past a corrupt checkpoint commits sound ones below its step.
+    Within an attempt steps only increase.
     """
     return manifest.submission, manifest.attempt, manifest.step

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: begin one, list them, find the newest that can be trusted."""
+"""The checkpoints of a run: start one, list them, find the newest that is valid, delete."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Rejected:
 class CheckpointStore(CheckpointReader):
     """All checkpoints of one run. Picklable. Do not delete in one thread while another reads.
 
-    A store remembers which checkpoints it found to be corrupt: code that restores and code that
-    deletes share one store in a process.
+    A store remembers which checkpoints it found corrupt: in a process, code that restores and code
+    that deletes share one store.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -47,8 +47,8 @@ class CheckpointStore(CheckpointReader):
         return CheckpointStore, (self._run_dir,)
 
     def begin(self, step: int, submission: int, attempt: int) -> CheckpointWriter:
-        """Begin to write ``step-STEP.sSUBMISSION.aATTEMPT``. Replace what an earlier writer left
-        there unfinished or corrupt.
+        """Start to write ``step-STEP.sSUBMISSION.aATTEMPT``. Replace unfinished or corrupt files of
+        an earlier writer.
 
         Raises:
             CheckpointExists: it is committed and verifies. Its manifest names the writer.
@@ -68,20 +68,20 @@ class CheckpointStore(CheckpointReader):
 
     def list(self) -> builtins.list[Manifest]:
         """Return every checkpoint with a valid manifest, oldest first (step, submission, attempt).
-        Their files are not read."""
+        Files are not read."""
         return self._manifests(named(self.entries()))
 
     def lineage(self) -> builtins.list[Manifest]:
-        """Return the checkpoints of ``list`` that count, oldest first: all but those that a newer
-        attempt did not go on from."""
+        """Return the checkpoints of the committed lineage, oldest first: all but those from which a
+        newer attempt did not continue."""
         return self._manifests(self._lineage_names())
 
     def newest_valid(self) -> tuple[Manifest | None, builtins.list[Rejected]]:
         """Return the newest checkpoint of the lineage that verifies, and the newer ones that do
         not. Every file is read back.
 
-        Raises StorageError where the storage itself fails: that must not send a run back to an
-        older checkpoint.
+        Raises StorageError if the storage itself fails: that must not send a run back to an older
+        checkpoint.
         """
         newest, _, rejected = self.read_newest(lambda manifest: self.verify(manifest.name))
         return newest, rejected
@@ -91,18 +91,19 @@ class CheckpointStore(CheckpointReader):
         read: Callable[[Manifest], T],
         told: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
-        """Return the newest checkpoint that verifies, what ``read`` made of it, and the newer ones
-        that do not. Each file is read once.
+        """Return the newest checkpoint that verifies, the result of ``read`` for it, and the newer
+        ones that do not verify. Each file is read once.
 
         Args:
-            read: raises CorruptCheckpoint if the checkpoint is not what its manifest says, as
+            read: raises CorruptCheckpoint if the checkpoint differs from its manifest, as
                 ``read_file`` does.
             told: checkpoints that must exist (``told_checkpoints``), listed or not. Missing ones
-                are rejected like damaged ones.
+                are rejected like corrupt ones.
 
         Raises:
             StorageUnavailable: all of ``told`` are missing and there is no other checkpoint. The
-                storage has lost its content, and the run must not begin anew for that.
+                storage has lost its content, and the run must not start from scratch because of
+                that.
         """
         rejected: builtins.list[Rejected] = []
         num_missing = 0
@@ -111,12 +112,12 @@ class CheckpointStore(CheckpointReader):
                 manifest = self.manifest(str(name))
                 return manifest, read(manifest), rejected
             except StorageNotFound:
-                if name in told:  # else it was deleted since it was listed
+                if name in told:  # otherwise it was deleted since it was listed
                     num_missing += 1
                     rejected.append(
                         Rejected(
                             str(name),
-                            "the journal says it was committed, but it does not exist any more",
+                            "the journal says it was committed, but it no longer exists",
                         )
                     )
             except CorruptCheckpoint as exc:
@@ -124,24 +125,24 @@ class CheckpointStore(CheckpointReader):
                 rejected.append(Rejected(str(name), str(exc)))
         if num_missing and num_missing == len(rejected):
             raise StorageUnavailable(
-                f"run {self._run_dir.run_id} committed {rejected[0].name}, its journal says, but "
-                f"{self._run_dir.uri} holds no checkpoint at all; mount or restore what is missing "
-                "there. To begin again, submit the spec as a new run"
+                f"run {self._run_dir.run_id} committed {rejected[0].name} according to its "
+                f"journal, but {self._run_dir.uri} has no checkpoint at all; mount or restore "
+                "what is missing. To start from scratch, submit the spec as a new run"
             )
         return None, None, rejected
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint, the manifest first: a crash leaves no checkpoint rather than half of
-        one."""
+        """Delete a checkpoint, its manifest first: after a crash there is no checkpoint, rather
+        than half of one."""
         directory = self.directory(name)
         self._files.delete_file(f"{directory}/{MANIFEST}")
         self._files.delete_dir(directory)
 
     def damage(self, name: str) -> str:
-        """Flip one byte of a checkpoint's smallest file, as a failing disk would: for drills.
-        Return the file's relative path.
+        """Flip one byte of a checkpoint's smallest file, like a failing disk; for drills. Return
+        the file's relative path.
 
-        Raises StorageNotFound, CorruptCheckpoint for one whose manifest is damaged already.
+        Raises StorageNotFound; CorruptCheckpoint if its manifest is already damaged.
         """
         sizes = {
             relpath: entry.size_bytes
@@ -171,8 +172,8 @@ class CheckpointStore(CheckpointReader):
         return self._retention.collect_orphans()
 
     def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
-        """Return which of these reported checkpoints do not exist, oldest first. One that is newer
-        than all that exist is left out: it may not be listed yet."""
+        """Return which of these reported checkpoints do not exist, oldest first. One newer than all
+        existing ones is left out: it may not be listed yet."""
         there = set(self.committed(self.entries()))
         return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
 
@@ -188,5 +189,5 @@ class CheckpointStore(CheckpointReader):
             try:
                 found.append(self.manifest(str(name)))
             except (CorruptCheckpoint, StorageNotFound):
-                continue  # newest_valid() reports it; or it was deleted since it was listed
+                continue  # newest_valid() reports it, or it was deleted since it was listed
         return found

@@ -1,7 +1,7 @@
-"""A checkpoint as an uncompressed tar file, made in constant memory and verified as it passes.
+"""Stream a checkpoint as an uncompressed tar file, in constant memory, verified as it passes.
 
-Its bytes follow from the manifest alone, so that an interrupted download resumes at the byte where
-it stopped.
+Its bytes depend only on the manifest, so an interrupted download resumes at the byte where it
+stopped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from storage.files.protocol import Files
 _BLOCK_BYTES = 1 << 20
 
 Blocks = Callable[[str, int], Iterator[bytes]]
-"""(a file's relative path, offset) -> its bytes from there on."""
+"""(relative path of a file, offset) -> its bytes from there."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A stretch of the archive; ``read`` returns its bytes from an offset within it."""
+    """A part of the archive; ``read`` returns its bytes from an offset within it."""
 
     size_bytes: int
     read: Callable[[int], Iterator[bytes]]
@@ -32,8 +32,8 @@ class Archive:
     """``manifest.json``, then every file, at the archive's root.
 
     Args:
-        blocks: returns a file's bytes from an offset on, verified if that is 0. The stream ends
-            where it raises.
+        blocks: returns a file's bytes from an offset, verified if that is 0. If it raises, the
+            stream ends.
     """
 
     def __init__(self, manifest: Manifest, blocks: Blocks) -> None:
@@ -42,10 +42,10 @@ class Archive:
         self.size_bytes = sum(part.size_bytes for part in self._parts)
 
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes from ``start`` up to ``stop`` (exclusive; None is the end).
+        """Yield the bytes from ``start`` to ``stop`` (exclusive; None is the end).
 
-        A file that is not wholly in that range is not compared with its digest: the client that
-        joins the pieces does that.
+        A file that is only partly in that range is not compared with its digest; the client that
+        joins the parts does that.
         """
         stop = self.size_bytes if stop is None else max(start, min(stop, self.size_bytes))
         begin = 0
@@ -57,8 +57,7 @@ class Archive:
                     yield block[: stop - place]
                     place += len(block)
                     if place >= stop and stop < end:
-                        # a file that is to be sent whole is read to its end, where its digest is
-                        # compared
+                        # a whole file is read to its end, where its digest is compared
                         break
             begin = end
 
@@ -84,9 +83,9 @@ def _file(relpath: str, size_bytes: int, blocks: Blocks) -> _Part:
 def file_blocks(
     files: Files, directory: str, manifest: Manifest, relpath: str, offset: int = 0
 ) -> Iterator[bytes]:
-    """Yield a file's bytes from ``offset`` on in blocks, never more than the manifest says.
+    """Yield a file's bytes from ``offset`` in blocks, never more than the manifest states.
 
-    Raises CorruptCheckpoint, after the last block at the latest, if the size differs, or, with
+    Raises CorruptCheckpoint, at the latest after the last block, if the size differs or, with
     ``offset`` 0, the digest.
     """
     entry = manifest.files[relpath]

@@ -1,4 +1,4 @@
-"""A checkpoint's file that is verified while a reader loads it into its own memory."""
+"""A checkpoint's file that is verified while a reader loads it into memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _SMALL_BYTES = 16 << 10
-"""Shorter reads are copied and compared later, since readers jump about for them: a zip file's
+"""Shorter reads are copied and compared later, because readers seek for them: a zip file's
 directory is at its end."""
 _BLOCK_BYTES = 512 << 10
-"""Hashed at once, while the processor's cache still has it."""
+"""Hashed in blocks that are still in the processor's cache."""
 
 
 class VerifiedFile(io.RawIOBase):
     """A file for use in a ``with``. Trust what was read only after the block ended without an
     exception.
 
-    Every byte is read once and hashed where it was read to. That requires large reads at rising
-    offsets, as torch.load makes them. ``came_back`` is True where a reader went another way and got
+    Every byte is read once and hashed in the reader's buffer. This requires large reads at
+    increasing offsets, as torch.load does. ``came_back`` is True if a reader seeked back and got
     bytes that were not verified.
     """
 
@@ -39,11 +39,11 @@ class VerifiedFile(io.RawIOBase):
         )
         self._hash = entry.new_hash()
         self._at = 0
-        """Where the reader is."""
+        """Offset of the reader."""
         self._hashed_bytes = 0
-        """All before this offset went into the digest."""
+        """Everything before this offset is hashed."""
         self._ahead: list[tuple[int, bytes]] = []
-        """What was read beyond that offset: a heap of offset and bytes."""
+        """Data read beyond that offset: a heap of (offset, bytes)."""
         self._scratch = bytearray(_BLOCK_BYTES)
         self._problem: StorageError | None = None
         self.came_back = False
@@ -100,13 +100,13 @@ class VerifiedFile(io.RawIOBase):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Compare the digest. Raises CorruptCheckpoint, also in place of an error that damaged
-        bytes caused in the reader; StorageError."""
+        """Compare the digest. Raises StorageError; CorruptCheckpoint, also in place of a reader's
+        error that damaged bytes caused."""
         try:
             if kind is not None and not issubclass(kind, Exception):
                 return
             if self._problem is not None:
-                raise self._problem from exc  # readers in C++ say only that a read failed
+                raise self._problem from exc  # readers in C++ only report that a read failed
             self._hash_up_to(self._entry.size_bytes)
             if (found := self._entry.digest_of(self._hash)) != self._entry.digest:
                 raise self._corrupt(self._entry.digest, found) from exc
@@ -139,7 +139,7 @@ class VerifiedFile(io.RawIOBase):
         while self._ahead and self._ahead[0][0] < end:
             offset, data = heapq.heappop(self._ahead)
             if data[: end - offset] != block[offset - begin : offset - begin + len(data)]:
-                raise self._corrupt("the same bytes whenever they are read", "others")
+                raise self._corrupt("the same bytes on every read", "different ones")
             if offset + len(data) > end:
                 heapq.heappush(self._ahead, (end, data[end - offset :]))
         self._hashed_bytes = end

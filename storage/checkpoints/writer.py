@@ -1,5 +1,5 @@
-"""Write one checkpoint: first the files, each hashed as it is written, then the manifest, which
-commits them."""
+"""Write one checkpoint: first its files, hashed as they are written, then the manifest, which
+commits."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ from storage.run_dir import RunDir
 from storage.run_names import CheckpointName
 
 BEGUN, TRASH = ".begun-", ".trash-"
-"""How names of directories begin that are being written, or were set aside; the checkpoint's name
-and a random part follow."""
+"""Name prefixes of directories that are being written, or were set aside. The checkpoint's name and
+a random part follow."""
 
 
 class CheckpointWriter:
-    """One checkpoint in the making. It is no checkpoint before ``commit``; leaving the context
-    without a commit aborts it."""
+    """A checkpoint being written. It does not exist before ``commit``; leaving the context without
+    a commit aborts it."""
 
     def __init__(self, run_dir: RunDir, name: CheckpointName) -> None:
         self._run_dir = run_dir
         self._name = name
-        # A directory of its own, which becomes the checkpoint's by the commit: nobody else ever
-        # writes there.
+        # A private directory, which the commit renames to the checkpoint's: nobody else writes it.
         self._directory = run_dir.checkpoints_path(f"{BEGUN}{name}-{secrets.token_hex(6)}")
         self._marker = f"{self._directory}/{MANIFEST}.tmp"
         self._entries: dict[str, FileEntry | None] = {}
@@ -52,39 +51,41 @@ class CheckpointWriter:
     def _begin(self) -> None:
         self._files.make_dir(self._run_dir.checkpoints_path())
         with self._as_replaced():
-            self._files.touch(self._marker)  # fences the living; commit makes the directory durable
+            self._files.touch(self._marker)  # fences live writers; commit makes it durable
 
     def _may_go_on(self) -> bool:
-        """Return whether nobody has begun the same checkpoint again."""
+        """Return whether no other writer has started the same checkpoint since."""
         return self._files.exists(self._marker)
 
     def _promote(self, manifest: str, data: bytes) -> bool:
-        """Commit, unless somebody has begun the same checkpoint again."""
+        """Commit, unless another writer has started the same checkpoint."""
         return self._files.promote(self._marker, manifest, data)
 
     @property
     def name(self) -> str:
-        """The checkpoint's directory below ``checkpoints/``."""
+        """Return the checkpoint's directory below ``checkpoints/``."""
         return str(self._name)
 
     def write_file(
         self, relpath: str, on_write: Callable[[], None] = lambda: None
     ) -> CheckpointFile:
-        """Begin a file, for use in a ``with``.
+        """Start a file, for use in a ``with``.
 
         Args:
-            on_write: called whenever the storage took bytes of it.
+            on_write: called whenever the storage has taken bytes of it.
 
-        Raises InvalidStorage for a path that is not allowed, CheckpointReplaced.
+        Raises InvalidStorage for an invalid path, CheckpointReplaced.
         """
         if fault := relative_names.fault_of(relpath):
             raise InvalidStorage(
-                f"{relpath!r} is not a plain path below a checkpoint's directory: it {fault}"
+                f"{relpath!r} is not a valid path in a checkpoint's directory: it {fault}"
             )
         if relpath.startswith(MANIFEST):
-            raise InvalidStorage(f"{relpath!r} is the manifest's own name; choose another")
+            raise InvalidStorage(f"{relpath!r} is reserved for the manifest; choose another name")
         if relpath in self._entries:
-            raise InvalidStorage(f"{relpath!r} was written to checkpoint {self.name} already")
+            raise InvalidStorage(
+                f"{relpath!r} was already written to checkpoint {self.name}; choose another name"
+            )
         if not self._may_go_on():
             raise CheckpointReplaced(self.name)
         self._entries[relpath] = None
@@ -106,22 +107,23 @@ class CheckpointWriter:
         metrics: Mapping[str, float],
         created_at: datetime | None = None,
     ) -> Manifest:
-        """Write the manifest last. From then on this is a checkpoint, also after a crash of the
+        """Write the manifest last. From then on this is a checkpoint, even after a crash of the
         machine.
 
         Args:
-            metrics: of this state's own evaluation; values that are not finite are left out.
+            metrics: from the evaluation of this state; values that are not finite are left out.
 
         Raises:
-            CheckpointReplaced: another writer began the same checkpoint; this one is not committed.
-            StorageError: the commit failed, or its result is not known.
+            CheckpointReplaced: another writer started the same checkpoint; this one is not
+                committed.
+            StorageError: the commit failed, or its result is unknown.
         """
         entries = {relpath: entry for relpath, entry in self._entries.items() if entry is not None}
         unfinished = sorted(self._entries.keys() - entries.keys())
         if unfinished or not entries:
             raise InvalidStorage(
-                f"checkpoint {self.name} cannot be committed: {unfinished or 'no file'} was "
-                "written whole"
+                f"checkpoint {self.name} cannot be committed: "
+                f"{f'incomplete files {unfinished}' if unfinished else 'it has no files'}"
             )
         manifest = Manifest(
             run_id=self._run_dir.run_id,
@@ -137,8 +139,7 @@ class CheckpointWriter:
             created_at=created_at or datetime.now(UTC),
             files=entries,
         )
-        # The files' bytes are durable since they were closed; now their names, innermost
-        # directories first.
+        # Closing made the files' bytes durable; now sync their names, innermost directories first.
         with self._as_replaced():
             for directory in sorted(
                 {str(PurePosixPath(relpath).parent) for relpath in entries}, reverse=True
@@ -163,7 +164,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _as_replaced(self) -> Iterator[None]:
-        """Raise CheckpointReplaced for a missing directory: whoever begins the same checkpoint
+        """Raise CheckpointReplaced if the directory is missing: whoever starts the same checkpoint
         removes this writer's."""
         try:
             yield
@@ -183,7 +184,7 @@ class CheckpointWriter:
         if kind is None:
             self.abort()
             return
-        # the exception under way says more; who begins next clears away what is left
+        # the current exception says more; the next writer removes what is left
         with suppress(StorageError):
             self.abort()
 
@@ -193,9 +194,9 @@ class CheckpointWriter:
 
 
 class ObjectCheckpointWriter(CheckpointWriter):
-    """Write a checkpoint where nothing can be renamed and a put overwrites another's.
+    """Write a checkpoint on a store that cannot rename, and where a put overwrites.
 
-    Everything is written in its final place. The place belongs to the first process that begins
+    Everything is written in its final place. The place belongs to the first process that starts
     there, as long as its marker exists.
     """
 
@@ -210,7 +211,7 @@ class ObjectCheckpointWriter(CheckpointWriter):
             return
         if read_or_empty(self._files, self._marker).partition(b" ")[0] != process_nonce().encode():
             raise CheckpointReplaced(self.name)
-        # an earlier save of this process's, which is void from now on
+        # an earlier save of this process, which is void from now on
         self._files.write(self._marker, self._owner)
 
     def _may_go_on(self) -> bool:
@@ -223,7 +224,7 @@ class ObjectCheckpointWriter(CheckpointWriter):
         return True
 
     def clear_leavings(self, *, is_corrupt: bool) -> None:
-        """Remove what an earlier writer left in this place."""
+        """Remove the files of an earlier writer."""
         if is_corrupt:
             self._files.delete_file(f"{self._directory}/{MANIFEST}")
         for entry in self._files.list(self._directory):
@@ -235,20 +236,20 @@ class ObjectCheckpointWriter(CheckpointWriter):
     def _clear_away(self) -> None:
         if not self._may_go_on():
             return
-        # The manifest first: where the answer to its put was lost, it may be there. The marker
-        # last: then others may begin.
+        # The manifest first: it may exist if the response to its put was lost. The marker last:
+        # then others may start.
         for relpath in (MANIFEST, *self._entries):
             self._files.delete_file(f"{self._directory}/{relpath}")
         self._files.delete_file(self._marker)
 
     def release(self) -> None:
-        """Give up the place without a checkpoint, and keep what is there."""
+        """Release the place without a checkpoint, and keep the files there."""
         self._ended = True
         self._files.delete_file(self._marker)
 
 
 def read_or_empty(files: Files, relpath: str) -> bytes:
-    """Return a file's bytes; b"" where there is no such file, or the medium cannot read it."""
+    """Return a file's bytes; b"" if it does not exist or the medium cannot read it."""
     try:
         return files.read(relpath)
     except (StorageNotFound, StorageUnreadable):

@@ -1,4 +1,5 @@
-"""Files that concern the whole cluster, not one run: marks of nodes and reports of checks.
+"""Files about the whole cluster, not one run: node marks, deployment checks and the storage's
+identity.
 
-Imports the file system only.
+Imports every other room of `storage`; nothing here imports it.
 """

@@ -1,4 +1,4 @@
-"""Files of deployment checks: ``cluster/checks/ID/`` with a probe for each node, and the report."""
+"""Files of deployment checks: ``cluster/checks/ID/`` with one probe per node, and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = "cluster/checks"
 
 
 def probe(check_id: str, node_id: str) -> bytes:
-    """Return what a node writes, which every reader can compute."""
+    """Return the content of a node's probe, which every reader can compute."""
     return hashlib.shake_128(f"{check_id} {node_id}".encode()).digest(PROBE_BYTES)
 
 
@@ -23,7 +23,7 @@ def write_probe(storage: Storage, check_id: str, node_id: str, data: bytes) -> N
 
 
 def read_probe(storage: Storage, check_id: str, node_id: str) -> bytes:
-    """Return a node's probe. Raises StorageNotFound where this machine does not see it,
+    """Return a node's probe. Raises StorageNotFound if this machine does not see it,
     StorageError."""
     return storage.files.read(f"{_ROOT}/{check_id}/probes/{node_id}")
 
@@ -32,14 +32,14 @@ def write_report(storage: Storage, check_id: str, data: bytes) -> None:
     """Write the report, and delete the probes and old checks. Raises StorageError."""
     storage.files.write(f"{_ROOT}/{check_id}/report.json", data)
     storage.files.delete_dir(f"{_ROOT}/{check_id}/probes")
-    # sorted, which is by time
+    # sorted by name, which is by time
     checks = [entry.name for entry in storage.files.list(_ROOT) if entry.is_dir]
     for old in checks[:-KEPT]:
         storage.files.delete_dir(f"{_ROOT}/{old}")
 
 
 def read_report(storage: Storage, check_id: str) -> bytes | None:
-    """Return the report; None where there is none. Raises StorageError."""
+    """Return the report; None if there is none. Raises StorageError."""
     try:
         return storage.files.read(f"{_ROOT}/{check_id}/report.json")
     except StorageNotFound:

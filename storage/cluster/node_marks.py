@@ -1,7 +1,6 @@
-"""Which nodes may take no rank: one small file of the storage, ``cluster/nodes.json``, from the
-service to drivers.
+"""Marks of nodes that may take no rank: ``cluster/nodes.json``, from the service to drivers.
 
-The service is its only writer and replaces it whole. Without the file no node is marked.
+Only the service writes it, and always as a whole. Without the file no node is marked.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ MarkState = Literal["cordoned", "draining"]
 
 @dataclass(frozen=True)
 class NodeMark:
-    """One node that takes no new rank. Ranks leave a node that is ``draining``. Times are unix
+    """A node that takes no new ranks. Ranks also leave a node that is ``draining``. Times are unix
     seconds."""
 
     node_id: str
     state: MarkState
     reason: str | None
     by: str
-    """Who said so."""
+    """Name of whoever set the mark."""
     at: float
     deadline: float | None = None
-    """When a draining node is to be taken away; None where nobody said."""
+    """When a draining node will be removed; None if unknown."""
 
 
 def encode_marks(marks: Iterable[NodeMark]) -> bytes:
-    """Return the file's bytes, equal for equal marks."""
+    """Return the file's bytes; equal marks give equal bytes."""
     nodes = {}
     for mark in sorted(marks, key=lambda mark: mark.node_id):
         fields = asdict(mark)
@@ -49,7 +48,7 @@ NO_MARKS = encode_marks(())
 
 
 def read_marks_file(storage: Storage) -> bytes:
-    """Return the file's bytes; NO_MARKS where there is no file. Raises StorageError."""
+    """Return the file's bytes; NO_MARKS if it does not exist. Raises StorageError."""
     try:
         return storage.files.read(PATH)
     except StorageNotFound:
@@ -57,14 +56,14 @@ def read_marks_file(storage: Storage) -> bytes:
 
 
 def write_marks_file(storage: Storage, data: bytes) -> None:
-    """Replace the file at once: readers see the old marks or the new ones. Raises StorageError."""
+    """Replace the file atomically. Raises StorageError."""
     storage.files.write(PATH, data)
 
 
 def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
     """Return the marks by node id. Fields of a newer service are ignored.
 
-    Raises StorageError: CorruptFile if the file is something else.
+    Raises StorageError; CorruptFile if the file has other content.
     """
     data = read_marks_file(storage)
     try:
@@ -72,14 +71,14 @@ def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
         return {node_id: _mark(node_id, fields) for node_id, fields in nodes.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CorruptFile(
-            f"{storage.files.path(PATH)} does not say which nodes are marked: {data[:80]!r}"
+            f"{storage.files.path(PATH)} does not contain node marks: {data[:80]!r}"
         ) from exc
 
 
 def _mark(node_id: str, fields: dict[str, object]) -> NodeMark:
     state, deadline = fields["state"], fields.get("deadline")
     if state not in ("cordoned", "draining"):
-        raise ValueError(f"state {state!r} is not known")
+        raise ValueError(f"unknown state {state!r}")
     return NodeMark(
         node_id=node_id,
         state="draining" if state == "draining" else "cordoned",

@@ -1,4 +1,4 @@
-"""Archives of users' code, named by their digest: reading within limits, and keeping.
+"""Archives of user code, named by their digest: read within limits, and stored.
 
 Imports the file system only.
 """

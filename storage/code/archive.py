@@ -1,5 +1,4 @@
-"""Archives of users' code, read without trust: file by file, within limits that no header can
-evade."""
+"""Read untrusted archives of user code, file by file, within limits that no header can evade."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ from storage.errors import InvalidArchive, StorageFull, StorageUnreadable, from_
 
 _BLOCK_BYTES = 1 << 20
 _MAX_TAR_BYTES = MAX_UNPACKED_BYTES + MAX_FILES * 2048
-"""A tar stream within the limits: the files, and a header and padding for each."""
+"""Maximum size of a tar stream within the limits: the files, plus a header and padding for each."""
 _MAX_DIRECTORY_BYTES = MAX_FILES * (MAX_PATH_BYTES + 256)
-"""A zip file's directory within the limits: zipfile reads all of it before anything can be
-counted."""
+"""Maximum size of a zip file's directory within the limits. zipfile reads all of it before anything
+can be counted."""
 _BROKEN = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error),
     *(EOFError, OSError, ValueError, LookupError, ArithmeticError, RuntimeError),
 )
-"""What Python's readers raise for bytes that are not what they say."""
+"""Errors that Python's readers raise for malformed bytes."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One file of an archive. ``path`` is relative, with ``/``, and stays inside."""
+    """One file of an archive. ``path`` is relative, with ``/``, and does not lead outside."""
 
     path: str
     data: bytes
@@ -51,13 +50,12 @@ class Member:
 def read_members(data: bytes) -> Iterator[Member]:
     """Yield every file of a zip or tar.gz, in the archive's order. Nothing is written.
 
-    Raises InvalidArchive, at the end at the latest: for another format, a broken or too large
-    archive, or anything but files and directories with plain relative paths.
+    Raises InvalidArchive, at the latest at the end: for another format, a broken or too large
+    archive, or entries other than files and directories with plain relative paths.
     """
     if len(data) > MAX_ARCHIVE_BYTES:
         raise InvalidArchive(
-            f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and weights "
-            "out of it"
+            f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave out data and weights"
         )
     checked = _Checked()
     try:
@@ -73,7 +71,7 @@ def read_members(data: bytes) -> Iterator[Member]:
             raise error from exc
         raise InvalidArchive(f"the archive is broken: {exc}") from exc
     if not checked.files:
-        raise InvalidArchive("the archive holds no file")
+        raise InvalidArchive("the archive contains no file")
 
 
 def unpack(data: bytes, directory: Path) -> dict[str, int]:
@@ -91,7 +89,7 @@ def unpack(data: bytes, directory: Path) -> dict[str, int]:
 
 
 class _Checked:
-    """What was read so far, and how much room is left."""
+    """Tracks what was read, and how much may still be."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -100,7 +98,7 @@ class _Checked:
         self._bytes_left = MAX_UNPACKED_BYTES
 
     def path(self, name: str) -> str:
-        """Return the path that a file's entry means. Raises InvalidArchive."""
+        """Return the path of a file's entry. Raises InvalidArchive."""
         self._count()
         path = _plain_path(name)
         parents = ["/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 1)]
@@ -109,7 +107,7 @@ class _Checked:
             or path in self._directories
             or any(parent in self.files for parent in parents)
         ):
-            raise InvalidArchive(f"the archive holds {path!r} twice")
+            raise InvalidArchive(f"the archive contains {path!r} twice")
         self.files.add(path)
         self._directories.update(parents)
         return path
@@ -120,7 +118,7 @@ class _Checked:
             _plain_path(name.rstrip("/"))
 
     def read(self, stream: IO[bytes], path: str, declared_bytes: int) -> bytes:
-        """Return a file's bytes. It reads no more than there is room for, whatever the header
+        """Return a file's bytes. Reads no more than the limits allow, whatever the header
         declares."""
         if declared_bytes > self._bytes_left:
             raise InvalidArchive(_too_large(path))
@@ -129,7 +127,7 @@ class _Checked:
             raise InvalidArchive(_too_large(path))
         if len(content) != declared_bytes:
             raise InvalidArchive(
-                f"the archive is broken: {path!r} has {len(content)} bytes and declares "
+                f"the archive is broken: {path!r} has {len(content)} bytes, but declares "
                 f"{declared_bytes}"
             )
         self._bytes_left -= len(content)
@@ -139,32 +137,31 @@ class _Checked:
         self._num_entries += 1
         if self._num_entries > MAX_FILES:
             raise InvalidArchive(
-                f"the archive holds more than {MAX_FILES} files and directories; leave data out "
-                "of it"
+                f"the archive contains more than {MAX_FILES} files and directories; leave out data"
             )
 
 
 def _plain_path(name: str) -> str:
-    """Return ``name`` without leading ``./``. Raises InvalidArchive for one that leads outside, or
-    that systems read differently."""
+    """Return ``name`` without leading ``./``. Raises InvalidArchive for a path that leads outside,
+    or that systems interpret differently."""
     parts = [part for part in name.split("/") if part != "."]
     path = "/".join(parts)
     if relative_names.fault_of(path) or name[1:2] == ":" or not name.isprintable():
         raise InvalidArchive(
-            f"the archive holds {name[:200]!r}; paths must be relative, without .., backslashes "
-            "or control characters"
+            f"the archive contains {name[:200]!r}; use relative paths without .., backslashes or "
+            "control characters"
         )
     if len(parts) > MAX_DEPTH or len(path.encode()) > MAX_PATH_BYTES:
         raise InvalidArchive(
-            f"the archive holds a path that is too long or too deep: {path[:80]!r}…"
+            f"the archive contains a path that is too long or too deep: {path[:80]!r}…"
         )
     return path
 
 
 def _too_large(path: str) -> str:
     return (
-        f"the archive unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB (at {path!r}); leave "
-        "data and weights out of it"
+        f"the archive unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB (at {path!r}); leave out "
+        "data and weights"
     )
 
 
@@ -179,7 +176,7 @@ def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
                     continue
                 if not info.isreg() or info.issparse():
                     raise InvalidArchive(
-                        f"the archive holds {info.name[:200]!r}, which is neither a file nor a "
+                        f"the archive contains {info.name[:200]!r}, which is neither a file nor a "
                         "directory"
                     )
                 path = checked.path(info.name)
@@ -189,8 +186,8 @@ def _tar_members(data: bytes, checked: _Checked) -> Iterator[Member]:
 
 
 def _gunzip(data: bytes, plain: IO[bytes]) -> None:
-    """Decompress into a file, so that a tar's headers cannot ask for more memory than there are
-    bytes."""
+    """Decompress into a file, so that a tar header cannot make the reader allocate more memory than
+    there are bytes."""
     size_bytes = 0
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -204,7 +201,7 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
     _check_directory(data)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for info in archive.infolist():
-            if info.filename.startswith("__MACOSX/"):  # what macOS's packer adds about each file
+            if info.filename.startswith("__MACOSX/"):  # macOS adds metadata of each file
                 continue
             kind = stat.S_IFMT(info.external_attr >> 16)
             if info.is_dir():
@@ -212,7 +209,7 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
                 continue
             if kind not in (0, stat.S_IFREG):
                 raise InvalidArchive(
-                    f"the archive holds {info.filename[:200]!r}, which is neither a file nor a "
+                    f"the archive contains {info.filename[:200]!r}, which is neither a file nor a "
                     "directory"
                 )
             if info.flag_bits & 0x1:
@@ -221,8 +218,7 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
                 )
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise InvalidArchive(
-                    f"{info.filename[:200]!r} is packed by a method other than deflate; pack it "
-                    "anew"
+                    f"{info.filename[:200]!r} is not compressed with deflate; compress it again"
                 )
             path = checked.path(info.filename)
             with archive.open(info) as stream:
@@ -234,14 +230,14 @@ def _zip_members(data: bytes, checked: _Checked) -> Iterator[Member]:
 
 
 def _check_directory(data: bytes) -> None:
-    """Refuse a directory over the limits, before zipfile makes an object of each of its entries."""
+    """Refuse a directory over the limits, before zipfile creates an object for each entry."""
     end = data.rfind(b"PK\x05\x06")
     if end < 0 or len(data) < end + 22:
         raise InvalidArchive("the archive is broken: its directory is missing")
     if data[max(0, end - 20) : end].startswith(b"PK\x06\x07"):
-        raise InvalidArchive("the archive is a zip64; its files must be fewer and smaller")
+        raise InvalidArchive("the archive is a zip64; pack fewer or smaller files")
     [size_bytes] = struct.unpack_from("<L", data, end + 12)
     if size_bytes > _MAX_DIRECTORY_BYTES:
         raise InvalidArchive(
-            f"the archive holds more than {MAX_FILES} files and directories; leave data out of it"
+            f"the archive contains more than {MAX_FILES} files and directories; leave out data"
         )

@@ -1,5 +1,5 @@
-"""Uploaded code: archives in storage, named by their digest, so that every node can fetch them and
-none is stored twice."""
+"""Store uploaded code: archives named by their digest, so that each is stored once and every node
+can fetch it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage.filesystem import Storage
 
 @dataclass(frozen=True)
 class StoredCode:
-    """What an archive is."""
+    """Digest, size and modules of an archive."""
 
     digest: str
     """``sha256:`` and 64 hex digits, over the archive's bytes."""
@@ -25,14 +25,15 @@ class StoredCode:
 
 
 class CodeStore:
-    """``STORAGE/code/sha256-…``. A file is written whole or not at all, and never changes."""
+    """Archives in ``STORAGE/code/sha256-…``. A file is written whole or not at all, and never
+    changes."""
 
     def __init__(self, storage: Storage) -> None:
         self._files = storage.files
 
     def put(self, data: bytes) -> StoredCode:
-        """Store an archive; one that exists stays as it is. Raises InvalidArchive if it is unsafe
-        or useless."""
+        """Store an archive, unless it exists. Raises InvalidArchive if it is unsafe or has no
+        module."""
         looked_at = look_at(data)
         self.keep(looked_at, data)
         return looked_at
@@ -43,14 +44,15 @@ class CodeStore:
             self._files.write(_path(looked_at.digest), data)
 
     def read(self, digest: str) -> bytes:
-        """Return the archive's bytes, verified. Raises StorageNotFound, or CorruptFile if they are
-        not those that were stored."""
+        """Return the archive's bytes, verified. Raises StorageNotFound; CorruptFile if the digest
+        differs."""
         path = _path(digest)
         data = self._files.read(path, MAX_ARCHIVE_BYTES)
         found = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if found != digest:
             raise CorruptFile(
-                f"{self._files.path(path)} holds {found}; upload the code again to replace it"
+                f"{self._files.path(path)} has the digest {found}; upload the code again to "
+                "replace it"
             )
         return data
 
@@ -63,15 +65,15 @@ class CodeStore:
 
 
 def look_at(data: bytes) -> StoredCode:
-    """Return what an archive holds, without storing it. Raises InvalidArchive if it is unsafe or
-    useless."""
+    """Return digest, size and modules of an archive, without storing it. Raises InvalidArchive if
+    it is unsafe or has no module."""
     paths = {member.path for member in read_members(data)}
     if problems := collisions(paths):
         raise InvalidArchive("; ".join(problems))
     names = modules(paths)
     if not names:
         raise InvalidArchive(
-            "the archive holds no Python module; pack the directory that holds yours"
+            "the archive contains no Python module; pack the directory that contains yours"
         )
     return StoredCode(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data), names)
 

@@ -1,4 +1,4 @@
-"""Bytes in a place: the protocol of four methods, a local disk and an object store.
+"""File access: the `Files` protocol, a local directory and an object store.
 
 Imports `storage.errors`. Every other room is built on it.
 """

@@ -1,8 +1,8 @@
-"""Create an object only if it does not exist: what pyarrow cannot ask of an object store.
+"""Create an object only if it does not exist, which pyarrow cannot do.
 
-S3 has it as ``If-None-Match: *`` since August 2024; MinIO and others have it as well. A store that
-ignores the condition is refused (``storage.filesystem.require_exclusive_creates``): there two
-writers would both believe that they have written.
+S3 has supported ``If-None-Match: *`` since August 2024, and so do MinIO and others. A store that
+ignores the condition is refused (``storage.filesystem.require_exclusive_creates``): two writers
+would both believe that they created the object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MISSING = {"NoSuchBucket", "404"}
 
 
 class S3ConditionalPuts:
-    """Conditional puts by botocore, which finds the same credentials as pyarrow."""
+    """Conditional puts with botocore, which finds the same credentials as pyarrow."""
 
     def __init__(
         self, options: Mapping[str, str], connect_timeout_s: float, request_timeout_s: float
@@ -39,7 +39,8 @@ class S3ConditionalPuts:
         self._timeouts = (connect_timeout_s, request_timeout_s)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """Put ``bucket/key`` unless it exists; False where it does. Raises StorageError."""
+        """Put ``bucket/key`` if it does not exist; return whether it was put. Raises
+        StorageError."""
         bucket, _, key = path.partition("/")
         for _ in range(_ATTEMPTS):
             try:
@@ -47,10 +48,10 @@ class S3ConditionalPuts:
             except _Conflict as exc:
                 if str(exc) == _EXISTS:
                     return False
-                continue  # two puts met, of which neither may have won
+                continue  # two puts collided; neither may have succeeded
             return True
         raise StorageUnavailable(
-            f"cannot create {bucket}/{key}: other processes keep putting it at the same time; try "
+            f"cannot create {bucket}/{key}: other processes keep writing it at the same time; try "
             "again later"
         )
 
@@ -99,7 +100,7 @@ class S3ConditionalPuts:
 
 
 class _Conflict(Exception):
-    """The condition did not hold; the text is its code. Only for this module."""
+    """The condition was not met; the text is its code. Only used in this module."""
 
 
 def _mapped(response: Mapping[str, Any], path: str) -> StorageError | _Conflict:

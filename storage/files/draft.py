@@ -1,4 +1,5 @@
-"""A file that is written beside its place and then put there, so that nobody reads half of it."""
+"""Write a file under a temporary name and then move it into place, so that nobody reads half of
+it."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def draft_beside(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Name a hidden file beside ``path``, to be written and then renamed or linked to it.
+    """Yield the name of a hidden file beside ``path``, to write and then rename or link to
+    ``path``.
 
-    What is there by that name afterwards is removed, whatever happened: a draft never outlives a
-    write that failed.
+    The file is removed at the end in any case: a draft never outlives a failed write.
     """
     directory, name = os.path.split(path)
     draft = os.path.join(directory, f".{name}.{secrets.token_hex(6)}.tmp")

@@ -1,4 +1,4 @@
-"""A directory of a mounted filesystem: POSIX renames and fsync make writes atomic and durable."""
+"""A directory of a mounted filesystem. POSIX renames and fsync make writes atomic and durable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from storage.files.regular_file import READ_LIMIT_BYTES, linked, open_regular, r
 from storage.files.synced_file import SyncedFile, sync_path, write_all
 
 _MAX_ENTRIES = 100_000
-"""Most names in a directory of a run."""
+"""Maximum number of names in a directory of a run."""
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -32,10 +32,10 @@ def _is_dir(path: str) -> bool:
 
 
 class LocalFiles:
-    """Files below a local directory, which is made when something is first written.
+    """Files below a local directory, which is created on the first write.
 
-    Paths are plain text here: a save names forty of them, and to make a ``Path`` of each costs as
-    much as what is then asked.
+    Paths are plain text: a save uses forty of them, and making a ``Path`` of each costs as much as
+    the call itself.
     """
 
     can_append = True
@@ -44,8 +44,8 @@ class LocalFiles:
         self._root = str(root)
         self._prefix = os.path.join(self._root, "")
         self._places: dict[str, str] = {}
-        """Where the directories below the root really lie: an operator may have put one of them
-        elsewhere by a link."""
+        """Real paths of the directories below the root: an operator may have replaced one by a
+        link."""
 
     def path(self, relpath: str) -> str:
         return self._prefix + relpath if relpath not in ("", ".") else self._root
@@ -53,7 +53,7 @@ class LocalFiles:
     def exists(self, relpath: str) -> bool:
         path = self.path(relpath)
         try:
-            with mapped("look at", path):
+            with mapped("access", path):
                 # os.path hides EACCES and EIO
                 return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
         except StorageNotFound:
@@ -78,17 +78,17 @@ class LocalFiles:
             return cast(ReadStream, file)
 
     def _refuse_outside(self, fd: int, relpath: str) -> None:
-        """Refuse a file or directory that a link in its path led to, out of the storage or into
+        """Refuse a file or directory reached through a link that leads out of the storage, or into
         another run's directory.
 
-        A run's code writes beside us, and readers such as the service have more rights than it.
-        Asked of what is open, which nobody can exchange any more. Raises LinkedFile.
+        User code can write to the storage, and readers such as the service have more permissions.
+        The check uses the open descriptor, which nobody can replace. Raises LinkedFile.
         """
         if sys.platform != "linux":
             return
         top, _, rest = relpath.partition("/")
         if not rest:
-            return  # the root and what lies there are the operator's
+            return  # the root and its entries belong to the operator
         place = self._places.get(top)
         if place is None:
             place = self._places[top] = os.path.realpath(self.path(top))
@@ -108,8 +108,8 @@ class LocalFiles:
             return []
 
     def _entries(self, path: str, relpath: str) -> builtins.list[Entry]:
-        """Raises LinkedFile, CorruptFile for a directory with more names than any of a run has,
-        OSError."""
+        """Return the sorted entries of a directory. Raises LinkedFile, OSError; CorruptFile for
+        more names than any run needs."""
         in_run = "/" in relpath
         if in_run and os.path.islink(path):
             raise linked(path)
@@ -125,8 +125,7 @@ class LocalFiles:
             os.close(fd)
         if in_run and len(found) > _MAX_ENTRIES:
             raise CorruptFile(
-                f"{path} holds more than {_MAX_ENTRIES} names, which no run needs; remove what "
-                "was put there"
+                f"{path} has more than {_MAX_ENTRIES} entries, the limit; remove the surplus files"
             )
         return sorted(found)
 
@@ -144,7 +143,7 @@ class LocalFiles:
         with mapped("create", path), draft_beside(path) as draft:
             self._write_synced(draft, data, os.O_CREAT | os.O_EXCL, relpath)
             try:
-                # unlike a rename it fails where there is a file, and readers never see half of one
+                # a link fails if the file exists, unlike a rename; readers never see half of a file
                 os.link(draft, path)
             except FileExistsError:
                 return self.read(relpath) == data
@@ -156,8 +155,8 @@ class LocalFiles:
         return True
 
     def _create_in_place(self, relpath: str, data: bytes) -> bool:
-        """As ``create_new``, on a filesystem without hard links: a reader may see half of the file
-        for a moment."""
+        """Create the file as ``create_new`` on a filesystem without hard links. A reader may
+        briefly see half of it."""
         path = self.path(relpath)
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
@@ -166,7 +165,7 @@ class LocalFiles:
         try:
             self._write_synced(path, data, 0, relpath)
         except BaseException:
-            os.unlink(path)  # half of a file would be taken for somebody's
+            os.unlink(path)  # half of a file would count as somebody's claim
             raise
         sync_path(os.path.dirname(path))
         return True
@@ -213,10 +212,9 @@ class LocalFiles:
         return True
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
-        # The marker is the temporary file itself, opened without O_CREAT and then renamed: whoever
-        # removed it in the meantime makes one of the two fail, so a writer that was replaced cannot
-        # commit. To rename a directory over one that is not empty fails: of several writers one
-        # commits.
+        # The marker is the temporary file itself, opened without O_CREAT and then renamed. If it
+        # was removed meanwhile, one of the two fails: a replaced writer cannot commit. Renaming a
+        # directory over a non-empty one fails: of several writers one commits.
         (begun, _), (directory, name) = (
             os.path.split(self.path(marker)),
             os.path.split(self.path(relpath)),
@@ -250,7 +248,7 @@ class LocalFiles:
         path = self.path(relpath)
         with mapped("delete", path):
             while _is_dir(path):
-                # somebody else deletes something in it, which would end this in the middle
+                # another process may delete files in it at the same time
                 with suppress(FileNotFoundError):
                     shutil.rmtree(path)
 

@@ -1,4 +1,5 @@
-"""An object store through pyarrow: objects appear whole; none is appended, renamed or locked.
+"""An object store, accessed with pyarrow. Objects appear whole; none can be appended, renamed or
+locked.
 
 Credentials come from the environment (AWS_ACCESS_KEY_ID and so on, or the machine's role), never
 from the URI.
@@ -31,7 +32,7 @@ def open_object_files(parts: SplitResult) -> ObjectFiles:
     with mapped("open", f"{parts.scheme}://{base}"):
         if parts.scheme == "s3":
             return ObjectFiles(
-                # A small file is one PUT only when the upload may begin late.
+                # With a delayed open, a small file is a single PUT.
                 fs.S3FileSystem(
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     request_timeout=_REQUEST_TIMEOUT_S,
@@ -55,8 +56,8 @@ def check_object_uri(parts: SplitResult) -> None:
 def _options(parts: SplitResult) -> dict[str, str]:
     if parts.username or parts.password:
         raise InvalidStorage(
-            "the storage URI holds credentials; put them in the environment (AWS_ACCESS_KEY_ID, "
-            "…) instead"
+            "the storage URI contains credentials; set them in the environment "
+            "(AWS_ACCESS_KEY_ID, …) instead"
         )
     if not parts.netloc:
         raise InvalidStorage(
@@ -67,7 +68,8 @@ def _options(parts: SplitResult) -> dict[str, str]:
     unknown = sorted(set(given) - allowed)
     if unknown:
         raise InvalidStorage(
-            f"the storage URI has unknown options {unknown}; {parts.scheme} takes {sorted(allowed)}"
+            f"the storage URI has unknown options {unknown}; {parts.scheme} supports "
+            f"{sorted(allowed)}"
         )
     options = {name: values[-1] for name, values in given.items()}
     endpoint = options.get("endpoint_override", "")
@@ -77,7 +79,7 @@ def _options(parts: SplitResult) -> dict[str, str]:
 
 
 def make_s3_bucket(parts: SplitResult) -> None:
-    """Create the bucket of an ``s3://`` URI, if it does not exist. Raises StorageError."""
+    """Create the bucket of an ``s3://`` URI if it does not exist. Raises StorageError."""
     from pyarrow import fs
 
     with mapped("make bucket", parts.netloc):
@@ -90,7 +92,7 @@ def make_s3_bucket(parts: SplitResult) -> None:
 
 
 class _ObjectUpload:
-    """A new object, which appears when it is closed."""
+    """A new object. It appears when it is closed."""
 
     def __init__(self, stream: Any, path: str) -> None:
         self._stream = stream
@@ -111,8 +113,8 @@ class ObjectFiles:
     can_append = False
 
     def __init__(self, filesystem: Any, base: str, puts: S3ConditionalPuts | None = None) -> None:
-        """``puts`` is None for Google's store, whose conditions pyarrow does not support; there
-        a check comes before the put."""
+        """``puts`` is None for Google's store, where pyarrow cannot send conditions; there an
+        existence check comes before the put."""
         self._fs = filesystem
         self.base = base
         self._puts = puts
@@ -121,11 +123,10 @@ class ObjectFiles:
         return f"{self.base}/{relpath}" if relpath not in ("", ".") else self.base
 
     def exists(self, relpath: str) -> bool:
-        # Not get_file_info: for a missing object it lists the prefix to see whether it is a
-        # directory.
+        # Not get_file_info, which lists the prefix of a missing object to check for a directory.
         path = self.path(relpath)
         try:
-            with mapped("look at", path):
+            with mapped("access", path):
                 self._fs.open_input_file(path).close()
         except StorageNotFound:
             return False
@@ -176,15 +177,14 @@ class ObjectFiles:
         """Do nothing: an object store has no directories."""
 
     def sync_dir(self, relpath: str) -> None:
-        """Do nothing: an object that was closed is durable."""
+        """Do nothing: a closed object is durable."""
 
     def set_aside(self, relpath: str, aside: str) -> bool:
         return False
 
     def promote(self, marker: str, relpath: str, data: bytes) -> bool:
         raise InvalidStorage(
-            f"{self.path(marker)} cannot be renamed on an object store; create {relpath} there "
-            "instead"
+            f"{self.path(marker)} cannot be renamed on an object store; create {relpath} instead"
         )
 
     def delete_file(self, relpath: str) -> None:

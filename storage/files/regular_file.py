@@ -1,9 +1,8 @@
-"""Open files that other processes write: never wait for one, never follow a link, never read more
-than a limit.
+"""Open files that other processes write: never wait for one, follow a link, or read beyond a limit.
 
-Ranks run users' code beside everything that a run's directory holds. A FIFO in the place of a
-journal would keep its reader waiting for ever, a link would lead it elsewhere, and a sparse file of
-some terabytes costs its writer nothing.
+Ranks run user code that can write to a run's directory. A FIFO in place of a journal would block
+its reader for ever, a link would redirect it, and a sparse file of some terabytes costs nothing to
+make.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 from storage.errors import FileTooLarge, LinkedFile, NotRegularFile
 
 READ_LIMIT_BYTES = 16 << 20
-"""Largest file that is read whole, where its reader names no other limit."""
+"""Maximum size of a file that is read whole, unless the reader sets another limit."""
 _BLOCK_BYTES = 1 << 20
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -65,7 +64,7 @@ def open_regular(
 
 
 def linked(path: str | os.PathLike[str], target: str | None = None) -> LinkedFile:
-    """Return the error for a link where a file is expected."""
+    """Return the error for a link in place of a file."""
     if target is None:
         try:
             target = str(Path(path).readlink())
@@ -78,14 +77,14 @@ def linked(path: str | os.PathLike[str], target: str | None = None) -> LinkedFil
 
 
 def read_whole(stream: _Reader, path: str, size_bytes: int, limit_bytes: int) -> bytes:
-    """Return all bytes of an open file. Raises FileTooLarge for more than the limit, before or
-    while it is read."""
+    """Return all bytes of an open file. Raises FileTooLarge if it is over the limit, before or
+    during reading."""
     if size_bytes > limit_bytes:
         raise FileTooLarge(path, size_bytes, limit_bytes)
     data = stream.read(size_bytes + 1)
     if len(data) <= size_bytes:
         return data
-    parts, left_bytes = [data], limit_bytes - len(data)  # it grows meanwhile
+    parts, left_bytes = [data], limit_bytes - len(data)  # it grew meanwhile
     while left_bytes >= 0 and (block := stream.read(min(_BLOCK_BYTES, left_bytes + 1))):
         parts.append(block)
         left_bytes -= len(block)

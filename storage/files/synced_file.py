@@ -12,7 +12,7 @@ _WRITE_BACK_BYTES = 8 << 20
 
 
 def sync_path(path: str | Path) -> None:
-    """fsync a file or a directory by name."""
+    """fsync a file or a directory by path."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -21,18 +21,17 @@ def sync_path(path: str | Path) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """os.write may write less than it was given."""
+    """Write all bytes; os.write may write fewer."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 class SyncedFile:
-    """A new file whose close() makes its bytes durable; the directory's entry is the caller's to
-    sync.
+    """A new file. ``close`` makes its bytes durable; the caller syncs the directory entry.
 
-    The system begins to bring pages to the medium as soon as they are written. Otherwise all of a
-    checkpoint would wait in memory for the fsync at its end, and the medium would idle meanwhile.
+    Writing dirty pages back starts with each write. Otherwise a whole checkpoint would wait in
+    memory for the final fsync while the medium is idle.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,8 +49,7 @@ class SyncedFile:
         with mapped("write", self._path):
             while written < len(view):
                 count = os.write(self._fd, view[written : written + _WRITE_BACK_BYTES])
-                # begins to write dirty pages back that are to be dropped, and drops none before
-                # that
+                # starts the write-back of these dirty pages; drops only clean ones
                 if sys.platform == "linux":
                     os.posix_fadvise(self._fd, self._offset_bytes, count, os.POSIX_FADV_DONTNEED)
                 self._offset_bytes += count

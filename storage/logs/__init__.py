@@ -1,4 +1,5 @@
-"""Append-only files: the event journal, ranks' logs, and event files.
+"""Append-only files: the event journal, logs of ranks, and TensorBoard's event files.
 
-Imports `storage.files`. The driver's journal writes them, the service reads them.
+Imports `storage.files` and the run directory. The driver's journal writes them, the service reads
+them.
 """

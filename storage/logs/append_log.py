@@ -1,8 +1,8 @@
-"""One append-only log of JSON lines, in two forms that are read alike.
+"""An append-only log of JSON lines, in two forms with one interface.
 
-Where the filesystem can append, ``STEM.jsonl`` grows. Where it cannot, ``STEM/000001.jsonl``,
-``STEM/000002.jsonl`` … are sealed segments with consecutive names: a reader opens the next name and
-never lists. A log has one writer at a time; a writer that finds another's lines stops with
+If the filesystem can append, ``STEM.jsonl`` grows. Otherwise ``STEM/000001.jsonl``,
+``STEM/000002.jsonl`` … are sealed segments with consecutive names, so a reader opens the next name
+and never lists. A log has one writer at a time; a writer that finds lines of another one stops with
 LogTakenOver.
 """
 
@@ -19,11 +19,11 @@ from storage.logs.segmented_log import SegmentedLog, last_segments, read_segment
 
 
 def open_log(files: Files, stem: str, *, durable: bool) -> LogWriter:
-    """Open a log to continue it, or begin it. A torn last line of a dead writer is cut off.
+    """Open a log to continue it, or create it. A torn last line of a dead writer is cut off.
 
     Args:
-        durable: append() returns only once the lines survive a crash of the machine (object stores:
-            always).
+        durable: append() returns only once the lines survive a crash of the machine. Always true on
+            object stores.
     """
     return (
         AppendedLog(files, stem, durable=durable) if files.can_append else SegmentedLog(files, stem)
@@ -31,10 +31,10 @@ def open_log(files: Files, stem: str, *, durable: bool) -> LogWriter:
 
 
 def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[LogLine]:
-    """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or
-    where there is no such log (yet).
+    """Return up to ``limit`` complete lines after ``cursor``, oldest first; none at the end, or if
+    the log does not exist (yet).
 
-    Raises CorruptFile for a line or a segment that is longer than any writer's.
+    Raises CorruptFile for a line or segment that is longer than any writer's.
     """
     if limit <= 0:
         return []
@@ -46,10 +46,10 @@ def read_log(files: Files, stem: str, cursor: LogCursor, limit: int) -> list[Log
 
 
 def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
-    """Return a cheap stamp (inode, size, mtime) that changes whenever a growing log does; None
-    where there is no such log (yet), or it does not grow.
+    """Return a cheap change stamp (inode, size, mtime) of a growing log; None if it does not exist
+    (yet), or has segments.
 
-    The file is opened for it: on NFS only that is sure to see other hosts' writes; a stat may be a
+    The file is opened: on NFS only that shows other hosts' writes for certain; a stat may be a
     minute old.
     """
     if not files.can_append:
@@ -68,8 +68,8 @@ def log_stamp(files: Files, stem: str) -> tuple[int, int, int] | None:
 
 
 def read_end(files: Files, stem: str, num_bytes: int) -> list[bytes]:
-    """Return the complete lines in about the last ``num_bytes`` of a log, oldest first; none where
-    there is no such log."""
+    """Return the complete lines in about the last ``num_bytes`` of a log, oldest first; none if it
+    does not exist."""
     try:
         return (
             end_of_file(files, f"{stem}.jsonl", num_bytes)

@@ -1,6 +1,6 @@
 """TensorBoard's event files in a run's directory.
 
-Their bytes follow from the journals alone: a writer that takes over from a dead one writes the same
+Their bytes depend only on the journals: a writer that takes over from a dead one writes the same
 bytes to the same places.
 """
 
@@ -16,28 +16,28 @@ from storage.files.regular_file import open_regular
 from storage.run_dir import RunDir
 
 PART_BYTES = 1 << 20
-"""An object cannot grow and is put whole: at about this size the next one begins."""
+"""Size at which the next object starts; an object cannot grow and is written whole."""
 
 
 class EventFile(Protocol):
     """Records of one submission, in order from the first."""
 
     def add(self, size_bytes: int) -> bool:
-        """Make room for the next record. Return whether the caller must ``put`` it, since it is not
-        stored yet."""
+        """Reserve room for the next record. Return whether the caller must ``put`` it because it is
+        not stored yet."""
 
     def put(self, record: bytes) -> None:
-        """Add the bytes of the record that room was made for."""
+        """Add the bytes of the record that room was reserved for."""
 
     def flush(self) -> None:
-        """Make visible what was put. Raises StorageError: call it again later."""
+        """Make added records visible. Raises StorageError: call it again later."""
 
 
 def open_event_file(run_dir: RunDir, name: str, header: bytes) -> EventFile:
     """Open a file at its first record, whether or not it exists.
 
     Args:
-        name: of the file; where files cannot grow, parts are numbered behind it.
+        name: name of the file; if files cannot grow, numbers of parts follow it.
         header: first record of every file.
     """
     if run_dir.files.can_append:
@@ -46,15 +46,14 @@ def open_event_file(run_dir: RunDir, name: str, header: bytes) -> EventFile:
 
 
 class GrowingEventFile:
-    """One file that grows. Stored records are skipped, and a torn one is written again in its
-    place."""
+    """One file that grows. Stored records are skipped, and a torn one is written again in place."""
 
     def __init__(self, run_dir: RunDir, name: str, header: bytes) -> None:
         self._path = run_dir.tensorboard_path(name)
         self._files = run_dir.files
         local = Path(self._files.path(self._path))
         self._there_bytes = 0
-        with suppress(StorageNotFound), mapped("look at", str(local)):
+        with suppress(StorageNotFound), mapped("access", str(local)):
             self._there_bytes = local.lstat().st_size
         self._local = local
         self._end_bytes = 0
@@ -86,7 +85,7 @@ class GrowingEventFile:
 
 
 class PartedEventFile:
-    """Objects NAME.000001, NAME.000002, …; the last one is put again as it grows."""
+    """Objects NAME.000001, NAME.000002, …; the last one is written again as it grows."""
 
     def __init__(self, run_dir: RunDir, name: str, header: bytes) -> None:
         self._run_dir = run_dir

@@ -1,4 +1,4 @@
-"""A log that is one growing file, where the filesystem can append."""
+"""A log that is one growing file, for filesystems that can append."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def end_of_file(files: Files, relpath: str, num_bytes: int) -> list[bytes]:
-    with mapped("look at", files.path(relpath)):
+    with mapped("access", files.path(relpath)):
         start = max(0, Path(files.path(relpath)).lstat().st_size - num_bytes)
     parts, left_bytes = [], num_bytes + _BLOCK_BYTES  # it may grow meanwhile
     with files.open_read(relpath, start) as stream, mapped("read", files.path(relpath)):
@@ -28,7 +28,7 @@ def end_of_file(files: Files, relpath: str, num_bytes: int) -> list[bytes]:
 
 
 class AppendedLog:
-    """A growing file."""
+    """Writes a growing file."""
 
     mark_every_bytes = _BLOCK_BYTES
 
@@ -43,7 +43,7 @@ class AppendedLog:
             try:
                 self._size_bytes = _end_of_last_line(self._fd)
                 os.ftruncate(self._fd, self._size_bytes)
-                os.fsync(self._fd)  # also what the last writer wrote but did not live to sync
+                os.fsync(self._fd)  # also lines that the last writer did not sync before it died
             except BaseException:
                 self.close()
                 raise
@@ -56,7 +56,7 @@ class AppendedLog:
             if found != self._size_bytes:
                 raise LogTakenOver(
                     f"{self._path} has {found} bytes instead of this writer's "
-                    f"{self._size_bytes}: another process writes it; end one of the two"
+                    f"{self._size_bytes}: another process writes it; stop one of the two"
                 )
             write_all(self._fd, data)
             if self._durable:
@@ -77,9 +77,9 @@ class AppendedLog:
             while True:
                 end, start = start, max(0, start - step_bytes)
                 data = _read_between(self._fd, start, end) + data
-                # twice as far back each time, so that nothing is copied again and again
+                # twice as far back each time, so that copying stays linear
                 step_bytes = len(data)
-                # Where this does not begin the file, its first line may be the end of a longer one.
+                # Unless this is the start of the file, the first line may be incomplete.
                 lines = split_lines(data)[1 if start else 0 :]
                 marks = [index for index, line in enumerate(lines) if is_mark(line)]
                 if marks or not start:
@@ -127,9 +127,9 @@ def read_appended(files: Files, stem: str, cursor: LogCursor, limit: int) -> lis
     try:
         if cursor.offset_bytes == 0:
             return _lines_from(files, relpath, cursor, limit)
-        # Look at the newline before the cursor, too: where it is missing, the machine crashed and
-        # took lines with it that were read but not yet synced. The log is then shorter, and the
-        # cursor's byte means nothing; its line count does.
+        # Check the newline before the cursor. If it is missing, the machine crashed and lost lines
+        # that were read but not yet synced. The cursor's offset is then invalid; its line count
+        # is not.
         with (
             files.open_read(relpath, cursor.offset_bytes - 1) as stream,
             mapped("read", files.path(relpath)),
@@ -154,16 +154,15 @@ def _lines_from(files: Files, relpath: str, cursor: LogCursor, limit: int) -> li
             and (block := stream.read(_BLOCK_BYTES))
         ):
             first, newline, rest = block.partition(b"\n")
-            # joined once, at the line's end: to add block to block would copy a long line again and
-            # again
+            # joined once, at the line's end, so that copying stays linear
             begun.append(first)
             begun_bytes += len(first)
             if begun_bytes > MAX_LINE_BYTES:
                 if lines:
-                    break  # what comes before it first
+                    break  # return what comes before it first
                 where = f"line {cursor.num_lines + 1} of {files.path(relpath)}"
                 raise CorruptFile(
-                    f"{where} is longer than {MAX_LINE_BYTES} bytes, the limit: it is damaged"
+                    f"{where} is longer than the limit of {MAX_LINE_BYTES} bytes: it is damaged"
                 )
             if not newline:
                 continue

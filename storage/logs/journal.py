@@ -1,5 +1,4 @@
-"""A submission's journal: one ordered log of what happened, written by one process, read from a
-cursor (docs/event-log.md)."""
+"""Read a submission's journal: one ordered log of events, from a cursor (docs/event-log.md)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _BATCH_BYTES = 32 << 20
 
 
 def journal_stamp(run_dir: RunDir, submission: int) -> tuple[int, int, int] | None:
-    """Return a value that changes whenever a submission's journal grows; None where only reading
-    can tell."""
+    """Return a value that changes whenever a submission's journal grows; None if only reading can
+    tell."""
     return log_stamp(run_dir.files, run_dir.journal_stem(submission))
 
 
@@ -36,16 +35,14 @@ def read_journal(
 ) -> tuple[list[JournalEvent], str]:
     """Return events after ``cursor``, oldest first, at most ``limit``, and the cursor after them.
 
-    There are fewer than ``limit`` at the journal's end, and where events are long (``may_be_cut``):
-    call again until none is left.
-
-    A line that is still being written is never returned. A journal that does not exist (yet) has no
-    events.
+    There are fewer than ``limit`` at the journal's end, and if events are long (``may_be_cut``):
+    call again until none is left. A line that is still being written is never returned. A journal
+    that does not exist (yet) has no events.
 
     Args:
-        kinds: only these. Lines of other kinds are not parsed, which makes a long journal ten times
-            faster to read.
-        past_damage: read on after damaged lines. Each lost event is replaced by a
+        kinds: return only these. Lines of other kinds are not parsed, which makes reading a long
+            journal ten times faster.
+        past_damage: continue after damaged lines. Each lost event is replaced by a
             ``journal_damaged`` one, which names file and line. A damaged end is left for the next
             writer to cut off.
         is_over: with ``past_damage``: nobody writes the journal any more, so a damaged end is
@@ -53,8 +50,8 @@ def read_journal(
 
     Raises:
         CorruptFile: without ``past_damage``, if the line at the cursor is complete and damaged.
-            What comes before it was returned first.
-        InvalidStorage: the cursor was not made here.
+            Events before it were returned first.
+        InvalidStorage: the cursor is invalid.
     """
     position = LogCursor.parse(cursor)
     files, stem = run_dir.files, run_dir.journal_stem(submission)
@@ -88,9 +85,9 @@ def read_journal(
                     num_bytes += len(line.data)
         except CorruptFile:
             if events:
-                break  # what comes before it first
-            # A block boundary in a torn line, which a new writer cut off and wrote over between our
-            # two reads, looks like this; it is gone when read again.
+                break  # return what comes before it first
+            # A new writer may have cut off and overwritten a torn line between our two reads: try
+            # once more.
             if retried:
                 raise
             retried = True
@@ -106,5 +103,5 @@ def may_be_cut(before: str | None, after: str) -> bool:
     are long."""
     begin, end = LogCursor.parse(before), LogCursor.parse(after)
     if end.segment:
-        return end.segment > begin.segment + 1  # how long a segment is, its cursor does not say
+        return end.segment > begin.segment + 1  # a cursor does not tell the length of a segment
     return end.offset_bytes - begin.offset_bytes >= _BATCH_BYTES

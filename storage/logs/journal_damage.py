@@ -1,4 +1,4 @@
-"""Damaged lines of a journal, and the events that replace what they held."""
+"""Damaged lines of a journal, and the events that stand for what was lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from storage.logs.log_lines import LogCursor, LogLine
 from storage.run_dir import RunDir
 
 _MOST_LOST = 1000
-"""Most events that are reported as lost in one place; a larger gap is no writer's number."""
+"""Maximum number of events reported as lost in one place; a larger gap is not from a writer."""
 _LINES_TOLD = 20
 
 
 class Damage:
-    """Damaged lines, until the next sound line tells how many events were lost."""
+    """Damaged lines until the next sound line, which shows how many events were lost."""
 
     def __init__(self, run_dir: RunDir, submission: int, *, knows_last: bool) -> None:
         self._run_dir, self._submission = run_dir, submission
@@ -23,7 +23,7 @@ class Damage:
         self._lines: list[int] = []
         self._problem = ""
         self.end: LogCursor | None = None
-        """Behind the last of them; None where there is none."""
+        """Cursor after the last of them; None if there are none."""
 
     def add(self, line: LogLine, problem: Exception) -> None:
         self._lines.append(line.end.num_lines)
@@ -37,7 +37,7 @@ class Damage:
         if self.end is not None:
             count = len(self._lines)
             if event is not None and self._last_n is not None:
-                # Of lines that ran together, or of a mark, it is another number than that of the
+                # If lines ran together, or a mark was damaged, this differs from the number of
                 # lines.
                 count = min(event.n - self._last_n - 1, _MOST_LOST)
             first = event.n - count if event is not None else (self._last_n or 0) + 1
@@ -76,4 +76,4 @@ def not_an_event(
     run_dir: RunDir, submission: int, line: LogLine, problem: Exception
 ) -> CorruptFile:
     where = f"journal line {line.end.num_lines} of {_path(run_dir, submission)}"
-    return CorruptFile(f"{where} is not what was written ({problem}): {line.data[:80]!r}")
+    return CorruptFile(f"{where} is damaged ({problem}): {line.data[:80]!r}")

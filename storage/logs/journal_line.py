@@ -1,4 +1,4 @@
-"""A line of a journal: an event or a mark, and how it is written and read back."""
+"""A line of a journal: an event or a mark, with its encoding and decoding."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from storage.logs.log_lines import MAX_LINE_BYTES, LogLine
 
 _MARK_PREFIX = b'{"mark":'
 KIND_BYTES = 120
-"""The kind is within this many bytes of a line's beginning."""
+"""The kind is within this many bytes of the start of a line."""
 _MOST, _MOST_SECONDS = 2**31 - 1, 1e11
-"""Largest number that a column of the database holds, and a time some thousand years from now."""
+"""Largest number that a database column can hold, and a time some thousand years from now."""
 _LONG_TEXT_CHARS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class JournalEvent:
-    """One thing that happened in a submission."""
+    """An event of a submission."""
 
     kind: EventKind
     at: float
-    """Unix seconds, by the clock of where it happened."""
+    """Unix seconds, by the clock of the reporting host."""
     submission: int
     attempt: int = 0
-    """Worker group that it belongs to; 0 for none."""
+    """Attempt that it belongs to; 0 for none."""
     data: dict[str, Any] = field(default_factory=dict)
-    """JSON; see everstep/wire/events.py for each kind's. Floats that are not finite are written as
-    null."""
+    """JSON; everstep/wire/events.py describes it for each kind. Floats that are not finite are
+    written as null."""
     source: str
-    """The process that reports it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". The random part gives
-    a restarted process a new name, since its ``source_n`` begins again."""
+    """Process that reports it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". The random part gives a
+    restarted process a new name, since its ``source_n`` starts again."""
     source_n: int
-    """Position among that source's events, rising from 1."""
+    """Position among that source's events, increasing from 1."""
     n: int = 0
-    """Position in the journal, from 1, without gaps; given by JournalWriter, 0 before."""
+    """Position in the journal, from 1, without gaps. Assigned by JournalWriter; 0 before."""
 
 
 def is_rank(source: str) -> bool:
@@ -109,8 +109,8 @@ def _to_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of an array library as a number, anything else as text: an event that cannot
-    be encoded would be sent for ever."""
+    """Return a scalar of an array library as a number, anything else as text. An event that cannot
+    be encoded would be resent for ever."""
     return (
         value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
     )
@@ -133,11 +133,11 @@ def decode(line: LogLine, is_whole: bool) -> JournalEvent | None:
     Text that cannot be stored or sent on (lone surrogates, as in some error messages) is escaped.
 
     Args:
-        is_whole: whether its checksum matches; lines of older versions have none.
+        is_whole: whether it has a matching checksum; lines of older versions have none.
     """
     if is_mark(line.data):
         if not is_whole:
-            plain_text.parse_json(line.data)  # two lines that ran together begin like one
+            plain_text.parse_json(line.data)  # two lines that ran together start like a mark
         return None
     try:
         raw = plain_text.loads(line.data)

@@ -1,4 +1,4 @@
-"""Write a submission's journal: number events, and drop those that were written before."""
+"""Write a submission's journal: number events, and drop repeated ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from storage.run_dir import RunDir
 
 @dataclass
 class _Written:
-    """What the journal holds: the last number, the last event of each source, and the newest
+    """State of the journal: the last number, the last event of each source, and the newest
     attempt."""
 
     last_n: int = 0
@@ -50,11 +50,11 @@ class _Written:
 
 
 class JournalWriter:
-    """The one writer of a submission's journal. Not thread-safe.
+    """The only writer of a submission's journal. Not thread-safe.
 
-    It numbers events, and drops those that a source sends again because it missed the reply. Once a
-    newer attempt has begun, it refuses events of the older one's ranks: what they do is not part of
-    the run. A process that takes over from a dead one continues after its last complete line.
+    It numbers events, and drops those that a source resends because it missed the response. Once a
+    newer attempt has started, it refuses events of older ranks: their work is not part of the run.
+    A process that takes over from a dead one continues after its last complete line.
     """
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
@@ -67,21 +67,21 @@ class JournalWriter:
 
     @property
     def last_n(self) -> int:
-        """The last number given; 0 while the journal is empty."""
+        """Return the last number assigned; 0 while the journal is empty."""
         return self._written.last_n
 
     def last_source_n(self, source: str) -> int:
-        """The last event of a source that is durable; 0 for none."""
+        """Return the last durable event of a source; 0 for none."""
         return self._written.sources.get(source, 0)
 
     def append(self, events: Sequence[JournalEvent]) -> list[JournalEvent]:
-        """Number and write events, durably. Return those that were written, neither dropped nor
+        """Number and write events durably. Return those that were written, neither dropped nor
         refused.
 
         Raises:
-            StorageError: some of them may be written. Append the same ones again: each is written
+            StorageError: some of them may be written. Append the same events again: each is written
                 once.
-            LogTakenOver: another process has written this journal; the next append goes on after
+            LogTakenOver: another process has written this journal. The next append continues after
                 its events.
         """
         log = self._log or self._open()
@@ -113,7 +113,7 @@ class JournalWriter:
         self.close()
 
     def _open(self) -> LogWriter:
-        """Open the log and learn its state from its end."""
+        """Open the log and recover its state from its end."""
         log = open_log(
             self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True
         )
@@ -128,7 +128,7 @@ class JournalWriter:
         return log
 
     def _newest_attempt(self) -> int:
-        """Return the newest attempt of a journal whose marks do not name it (older versions)."""
+        """Return the newest attempt of a journal whose marks do not contain it (older versions)."""
         newest, cursor = self._written.attempt, None
         kinds = (EventKind.ATTEMPT_STARTED, EventKind.RESTORED)
         while True:
@@ -138,16 +138,16 @@ class JournalWriter:
             newest = max(newest, *(event.attempt for event in events))
 
     def _forget_log(self) -> None:
-        """Close the log after a failed append: its state is read again when it is opened."""
+        """Close the log after a failed append: its state is recovered when it is opened again."""
         with suppress(StorageError):  # the append's own error says more
             self.close()
 
 
 def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
-    """Return a log's state, the bytes since its last mark, and whether that mark names the newest
-    attempt.
+    """Return a log's state, the bytes since its last mark, and whether that mark contains the
+    newest attempt.
 
-    Spoilt lines at the end, which a crash of the machine leaves, are cut off. Spoilt lines before
+    Damaged lines at the end, which a crash of the machine leaves, are cut off. Damaged lines before
     events stay, and readers report them.
     """
     state, num_bytes, knows_attempt, end = _Written(), 0, True, 0

@@ -6,7 +6,7 @@ import re
 import zlib
 
 CHECKSUM_BYTES = 17
-"""By how much a line grows."""
+"""Number of bytes that it adds to a line."""
 FIELD = "crc"
 _SUFFIX = re.compile(rb',"crc":"([0-9a-f]{8})"}\Z')
 
@@ -23,5 +23,5 @@ def has_checksum(line: bytes) -> bool:
     if found is None:
         return False
     if zlib.crc32(b"}", zlib.crc32(line[: found.start()])) != int(found[1], 16):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     return True

@@ -1,4 +1,4 @@
-"""What both forms of a log share: cursors, lines and the writing end."""
+"""Types that both forms of a log share: cursors, lines and the writer's interface."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 from storage.errors import InvalidStorage
 
 MAX_LINE_BYTES = 8 << 20
-"""Longest line of a log. A longer one is damage: no writer writes it."""
+"""Maximum length of a line. A longer one is damage: no writer writes it."""
 BATCH_BYTES = 32 << 20
 """About how much of a log one call reads, whatever its limit of lines."""
 
 
 @dataclass(frozen=True, order=True)
 class LogCursor:
-    """The place after a line: segment (0 in a growing file), byte in it, and number of lines before
-    it in all segments."""
+    """The position after a line: segment (0 in a growing file), byte in it, and number of lines
+    before it in all segments."""
 
     segment: int = 0
     offset_bytes: int = 0
@@ -28,12 +28,12 @@ class LogCursor:
 
     @staticmethod
     def parse(text: str | None) -> LogCursor:
-        """Parse what ``str`` returned; None is the start. Raises InvalidStorage."""
+        """Parse a cursor from ``str``; None is the start. Raises InvalidStorage."""
         if text is None:
             return LogCursor()
         parts = text.split(":")
         if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
-            raise InvalidStorage(f"log cursor {text!r} was not made here; start again without one")
+            raise InvalidStorage(f"log cursor {text!r} is invalid; start again without a cursor")
         return LogCursor(*map(int, parts))
 
 
@@ -46,29 +46,29 @@ class LogLine:
 
 
 class LogWriter(Protocol):
-    """The writing end of a log."""
+    """The interface of a log's writer."""
 
     mark_every_bytes: int
-    """How much may be written between two marks so that ``tail`` stays cheap; 0: a mark in every
+    """How much may be written between two marks so that ``tail`` stays cheap; 0 for a mark in every
     append."""
 
     @property
     def place(self) -> int:
-        """Where the log ends now, for ``arrived``."""
+        """Return where the log ends now, for ``arrived``."""
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write lines, given without newlines, in one go. After an error any part of them may be
+        """Write lines, passed without newlines, in one call. After an error any part may be
         written: open the log again."""
 
     def arrived(self, place: int, lines: Sequence[bytes]) -> int:
-        """Return how many of ``lines`` were written, after the log was opened again because
-        appending them at ``place`` failed."""
+        """Return how many of ``lines`` were written, after appending them at ``place`` failed and
+        the log was opened again."""
 
     def tail(self, is_mark: Callable[[bytes], bool]) -> list[bytes]:
-        """Return the complete lines from the newest mark on, or all where there is no mark."""
+        """Return the complete lines from the newest mark on, or all if there is no mark."""
 
     def cut(self, num_bytes: int) -> None:
-        """Remove the last bytes, which a crash of the machine spoilt. Raises CorruptFile where that
+        """Remove the last bytes, which a crash of the machine damaged. Raises CorruptFile if that
         is not possible."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The logs of all ranks and the driver, kept in the run's directory and merged into one order for
+"""The logs of all ranks and the driver, in the run's directory, merged into one order for
 readers."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.run_names import RankLog
 PART_BYTES = 32 << 20
 """About the size of one part of a log."""
 KEPT_PARTS = 4
-"""How many of the newest parts of one rank's log in one attempt are kept."""
+"""Number of newest parts kept of one rank's log in one attempt."""
 _END_BYTES = 256 << 10
 """How far back ``last_rank_lines`` reads in each part."""
 
@@ -37,7 +37,7 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class LoggedLine:
-    """One logged line as it is read back."""
+    """A logged line as it is read back."""
 
     submission: int
     attempt: int
@@ -48,14 +48,14 @@ class LoggedLine:
     level: str
     message: str
     part: int = 1
-    """Of the log that it is in."""
+    """Part of the log that contains it."""
 
 
 class RankLogWriter:
-    """The log of one rank in one attempt, or (``rank`` None) the driver's. Not thread-safe.
+    """The log of one rank in one attempt, or (``rank`` None) of the driver. Not thread-safe.
 
     On an object store every ``write`` makes an object: gather lines for ``storage.batch_s`` first.
-    A long log goes on in a new part, and the oldest part is deleted, so that no rank fills the
+    A long log continues in a new part, and the oldest part is deleted, so that no rank fills the
     storage.
     """
 
@@ -78,10 +78,10 @@ class RankLogWriter:
         self._log = self._open()
 
     def write(self, lines: Sequence[LogRecord]) -> None:
-        """Write lines. Readers see them on return; they survive a crash of the process, but before
-        ``close`` not one of the machine.
+        """Write lines. Readers see them on return. They survive a crash of the process, but of the
+        machine only after ``close``.
 
-        Raises StorageError. Write the same lines again then, first and in the same order: those
+        Raises StorageError. Then write the same lines again, first and in the same order: those
         that were written are not repeated.
         """
         if not lines:
@@ -108,7 +108,7 @@ class RankLogWriter:
         self._part_bytes += sum(len(line) + 1 for line in encoded)
 
     def _next_part(self, at: float) -> LogWriter:
-        """Begin a new part, and delete the oldest."""
+        """Start a new part, and delete the oldest."""
         self.close()
         self._where = replace(self._where, part=self._where.part + 1)
         log = self._open()
@@ -120,7 +120,7 @@ class RankLogWriter:
             notice = LogRecord(
                 at,
                 "WARNING",
-                f"older lines of this log are gone: no more than {kept_mb:.0f} MB are kept",
+                f"older lines of this log were deleted: at most {kept_mb:.0f} MB are kept",
             )
             log.append([_encode(notice)])
         return log
@@ -163,8 +163,8 @@ def read_rank_logs(
     """Return lines after ``cursor`` by submission, attempt and time, at most ``limit``, and the
     cursor after them.
 
-    The cursor is a JSON object with one place per log, so nothing is skipped or repeated while logs
-    grow and attempts begin. A line that an older attempt writes late comes late.
+    The cursor is a JSON object with one position per log, so nothing is skipped or repeated while
+    logs grow and attempts start. A line that an older attempt writes late comes late.
 
     Args:
         rank: only this rank's lines; None for all ranks and the driver.

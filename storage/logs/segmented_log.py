@@ -1,4 +1,4 @@
-"""A log of sealed segments, where files cannot grow."""
+"""A log of sealed segments, for stores where files cannot grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEGMENT = re.compile(r"([0-9]{6,9})\.jsonl")
 
 
 MAX_SEGMENT_BYTES = 64 << 20
-"""Largest segment of a log where files cannot grow."""
+"""Maximum size of a segment."""
 
 
 def last_segments(files: Files, stem: str, num_bytes: int) -> list[bytes]:
@@ -30,7 +30,7 @@ def last_segments(files: Files, stem: str, num_bytes: int) -> list[bytes]:
 
 
 class SegmentedLog:
-    """Sealed segments; every append is one."""
+    """Writes sealed segments, one per append."""
 
     mark_every_bytes = 0
 
@@ -41,10 +41,11 @@ class SegmentedLog:
 
     def append(self, lines: Sequence[bytes]) -> None:
         relpath = _segment(self._stem, self._next)
-        # A conditional put: of two writers of the same segment, one learns that it exists.
+        # A conditional put: of two writers of the same segment, one fails.
         if not self._files.create_new(relpath, b"".join(line + b"\n" for line in lines)):
             raise LogTakenOver(
-                f"{self._files.path(relpath)} exists: another process writes this log"
+                f"{self._files.path(relpath)} exists: another process writes this log; stop one of "
+                "the two"
             )
         self._next += 1
 
@@ -72,7 +73,7 @@ class SegmentedLog:
         )
 
     def close(self) -> None:
-        """Do nothing: every segment was sealed as it was written."""
+        """Do nothing: every segment was sealed when it was written."""
 
 
 def _segment(stem: str, number: int) -> str:
@@ -80,7 +81,7 @@ def _segment(stem: str, number: int) -> str:
 
 
 def _first_missing(exists: Callable[[int], bool]) -> int:
-    """Return the first number from FIRST_SEGMENT on that does not exist, by doubling, then halving.
+    """Return the first number from FIRST_SEGMENT that does not exist, by doubling, then bisection.
     Numbers have no gaps."""
     if not exists(FIRST_SEGMENT):
         return FIRST_SEGMENT
@@ -103,14 +104,14 @@ def read_segments(files: Files, stem: str, cursor: LogCursor, limit: int) -> lis
             break
         if not data.endswith(b"\n"):
             if lines:
-                break  # what comes before it first
+                break  # return what comes before it first
             raise CorruptFile(
                 f"{files.path(_segment(stem, number))} does not end in a newline: it is damaged"
             )
         offset = skip_bytes
         for line in data[skip_bytes:].split(b"\n")[:-1][: limit - len(lines)]:
             offset += len(line) + 1
-            # After a segment's last line the next one is asked for, not this one again.
+            # After a segment's last line, continue with the next segment.
             place = (number + 1, 0) if offset == len(data) else (number, offset)
             lines.append(LogLine(line, LogCursor(*place, cursor.num_lines + len(lines) + 1)))
         number, skip_bytes, num_bytes = number + 1, 0, num_bytes + len(data)

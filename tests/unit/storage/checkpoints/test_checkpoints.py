@@ -44,7 +44,7 @@ def test_a_checkpoint_comes_back_as_it_went_in(run_dir: RunDir) -> None:
         store.read_file(second.name, "nothing.pt")
     with pytest.raises(StorageNotFound, match="no committed checkpoint"):
         store.verify("step-000000200.s001.a001")
-    with pytest.raises(InvalidStorage, match="not a checkpoint's name"):
+    with pytest.raises(InvalidStorage, match="not a checkpoint name"):
         store.verify("../../secrets")
 
 

@@ -133,7 +133,7 @@ def test_bytes_that_change_between_two_looks_are_seen(
         file.seek(20_500)
         assert file.read(3000) == data[20_500:23_500]
     with (
-        pytest.raises(CorruptCheckpoint, match="the same bytes whenever they are read"),
+        pytest.raises(CorruptCheckpoint, match="the same bytes on every read"),
         opened(path, data) as file,
     ):
         path.write_bytes(data[:23_400] + b"x" + data[23_401:])

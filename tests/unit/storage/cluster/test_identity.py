@@ -104,10 +104,10 @@ def test_a_storage_with_less_than_is_known_is_refused(run_dir: RunDir) -> None:
         check_known(run_dir, Known(journal=2))
     journalled(run_dir, 2, EventKind.SUBMISSION_STARTED)
     check_known(run_dir, Known(journal=2))
-    with pytest.raises(StorageMismatch, match="holds no checkpoint"):
+    with pytest.raises(StorageMismatch, match="has no checkpoint"):
         check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002"))
     save(run_dir, 400, 2)
-    with pytest.raises(StorageMismatch, match="its newest checkpoint is of step 400"):
+    with pytest.raises(StorageMismatch, match="has only checkpoints up to step 400"):
         check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002"))
     name = save(run_dir, 500, 2).name
     check_known(run_dir, Known(journal=2, checkpoint=name))

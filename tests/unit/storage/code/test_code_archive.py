@@ -276,7 +276,7 @@ def test_code_of_no_use_is_not_stored(tmp_path: Path) -> None:
     store = CodeStore(open_storage(str(tmp_path)))
     for files, words in (
         ({"notes.txt": "x"}, "no Python module"),
-        ({"ray/a.py": "", "os.py": ""}, "'ray' belongs to"),
+        ({"ray/a.py": "", "os.py": ""}, "'ray' is reserved for"),
     ):
         with pytest.raises(InvalidArchive, match=words):
             store.put(tar_gz(files))  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def test_one_process_has_a_submission(run_dir: RunDir, monkeypatch: pytest.Monke
     claim_submission(run_dir, 1)
     as_process("another", monkeypatch)
     with pytest.raises(
-        AlreadyClaimed, match="submission 1 of run run_a was begun before, by process"
+        AlreadyClaimed, match="submission 1 of run run_a was already started by process"
     ):
         claim_submission(run_dir, 1)
     claim_submission(run_dir, 2)
@@ -98,7 +98,7 @@ def test_an_attempt_hears_of_its_successors_from_the_storage_alone(
     assert successor(run_dir, (1, 1)) == "attempt 3 of run run_a has taken over from attempt 1"
     with pytest.raises(
         AlreadyClaimed,
-        match="attempt 2 of run run_a is not this process's any more: attempt 3 has taken over",
+        match="attempt 2 of run run_a no longer belongs to this process: attempt 3 has taken over",
     ):
         claim_attempt(run_dir, (1, 2))
     assert successor(run_dir, (1, 3)) is None
@@ -119,7 +119,8 @@ def test_what_a_process_claims_again_is_its_own_until_it_is_succeeded(
     with monkeypatch.context() as patch:
         as_process("another", patch)
         with pytest.raises(
-            AlreadyClaimed, match="attempt 1 of run run_a is not this process's any more: process"
+            AlreadyClaimed,
+            match="attempt 1 of run run_a no longer belongs to this process: process",
         ):
             claim_attempt(run_dir, (1, 1))
         claim_attempt(run_dir, (1, 2))

@@ -67,7 +67,7 @@ def test_relative_and_home_paths_become_absolute(
     ("uri", "words"),
     [
         ("", "empty"),
-        ("ftp://host/dir", "'ftp' is not known"),
+        ("ftp://host/dir", "'ftp' is not supported"),
         ("file://other/dir", "not a path of this machine"),
         ("s3:///prefix", "names no bucket"),
         ("s3://key:secret@bucket/prefix", "credentials"),

@@ -195,7 +195,7 @@ def test_a_file_that_grows_while_it_is_read_stays_within_its_limit(local_storage
     files = local_storage.files
     files.write("code/a", b"x" * 100)
     assert files.read("code/a", 100) == b"x" * 100
-    with pytest.raises(FileTooLarge, match="100 bytes or more, over the limit of 99"):
+    with pytest.raises(FileTooLarge, match="at least 100 bytes, over the limit of 99"):
         files.read("code/a", 99)
 
 

@@ -156,7 +156,7 @@ def test_a_store_that_ignores_the_condition_is_refused(
         InvalidStorage, match=r"cannot be used: .*ignores If-None-Match: \* on a put"
     ):
         s3_storage.probe()
-    with pytest.raises(InvalidStorage, match="use a store that honours it, or a filesystem"):
+    with pytest.raises(InvalidStorage, match="use a store that supports it, or a filesystem"):
         claim_submission(RunDir(s3_storage, "run_a"), 1)
     monkeypatch.undo()
     s3_storage.probe()

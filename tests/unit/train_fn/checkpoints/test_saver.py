@@ -581,7 +581,7 @@ def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_o
         save(ctx.run_dir, 60)
     _, saver = as_attempts(ctx, (1.0, 1.0))
     saver._ctx = ctx
-    with pytest.raises(CheckpointFailed, match="is committed already"):
+    with pytest.raises(CheckpointFailed, match="is already committed"):
         saver.save_now(patience_s=0.1)
     saver.close()
 
