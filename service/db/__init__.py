@@ -1,4 +1,5 @@
-"""SQL: engine, migrations, queries and guarded updates. Rows leave it frozen (`service.model`).
+"""The database: engine, migrations, queries and guarded updates in SQL. Rows that leave it are
+frozen (`service.model`).
 
 Imports the model and the projections. Everything that needs a row imports it.
 """

@@ -1,5 +1,5 @@
-"""The audit log: who changed what, when and from where. What was done is written in the transaction
-that did it."""
+"""The audit log: who changed what, when and from where. Entries are written in the transaction of
+the change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _INSERT: Final = insert(audit_log)
 
 @dataclass
 class AuditEntry:
-    """One call, filled in as it is understood. It travels with its request's context, also into
-    threads."""
+    """One call, completed as it is processed. A context variable carries it, also into threads."""
 
     method: str
     path: str
@@ -32,12 +31,12 @@ class AuditEntry:
     token_name: str | None = None
     role: Role | None = None
     target: str | None = None
-    """What was made or acted upon."""
+    """Id of what was created or changed."""
     status: int = 200
     seq: int | None = None
-    """Its place in the log, once it is there."""
+    """Position in the log; None until it is written."""
     told: tuple[str | None, int] | None = None
-    """Target and status that it was written with."""
+    """Target and status with which it was written."""
 
     def columns(self, at: float) -> dict[str, Any]:
         return {
@@ -57,7 +56,7 @@ _current: ContextVar[AuditEntry | None] = ContextVar("audit_entry", default=None
 
 
 def begin_entry(entry: AuditEntry | None) -> None:
-    """From here on, in this context, writes are this call's."""
+    """Attribute writes in this context to the entry from here on."""
     _current.set(entry)
 
 
@@ -66,25 +65,24 @@ def current_entry() -> AuditEntry | None:
 
 
 def note_target(target: str) -> None:
-    """Say what the call at hand acts upon, where it is one that is audited."""
+    """Set the target of the current call, if it is audited."""
     entry = _current.get()
     if entry is not None:
         entry.target = target
 
 
 class AuditStore:
-    """The log. ``clock`` gives unix seconds."""
+    """The audit log. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def join(self, connection: Connection) -> Callable[[], None] | None:
-        """Write the call at hand into its own transaction. Returns what to call once that is
-        committed.
+        """Write the current entry into its call's transaction; return a function to call after the
+        commit.
 
-        A transaction that is rolled back takes the entry with it, and its repetition writes it
-        again.
+        A rollback removes the entry, and a retry writes it again.
         """
         entry = _current.get()
         if entry is None or entry.seq is not None or entry.token_id is None:
@@ -100,8 +98,8 @@ class AuditStore:
         return committed
 
     def complete(self, entry: AuditEntry) -> None:
-        """Once a call's answer is known: write it where it wrote nothing itself, and correct it
-        where it was answered otherwise."""
+        """Write the entry once the response is known, if the call wrote nothing; correct target and
+        status if they changed."""
         if entry.seq is None:
             with self._database.write() as connection:
                 key = connection.execute(_INSERT, entry.columns(self._clock())).inserted_primary_key
@@ -115,7 +113,7 @@ class AuditStore:
     def page(
         self, limit: int, before: int | None = None, token_id: str | None = None
     ) -> list[AuditRow]:
-        """Entries, newest first; those before the entry ``before``, and of one token, where
+        """Return entries, newest first: those before the entry ``before``, and of one token, if
         given."""
         query = select(audit_log).order_by(audit_log.c.seq.desc()).limit(limit)
         if before is not None:

@@ -1,5 +1,5 @@
-"""Checkpoints over all runs: which are kept, when each was last read back, and which other runs are
-to begin from."""
+"""Checkpoints of all runs: which are kept, when each was last verified, and which other runs will
+start from."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _IS_UNENDED: Final = Few(
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """A committed checkpoint that retention has not deleted, as far as its run's journal tells."""
+    """A committed checkpoint that retention has not deleted, according to its run's journal."""
 
     run_id: str
     name: str
     size_bytes: int
     checked_at: float
-    """Unix seconds at which its bytes were last known to be right: read back, or committed."""
+    """Unix seconds at which its bytes were last known to be valid: verified, or committed."""
     run_ended: bool
 
 
 class CheckpointRecords:
-    """What the database knows of checkpoints beyond one run. Every method is one transaction."""
+    """Checkpoints across runs. Every method is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def kept(self) -> list[KeptCheckpoint]:
-        """Every kept checkpoint (of each run the newest 64 at most), the one that was checked
-        longest ago first."""
+        """Return every kept checkpoint (at most the newest 64 of a run), the least recently
+        verified first."""
         rows = select(runs.c.id, runs.c.status, runs.c.recent_checkpoints).where(
             runs.c.latest_checkpoint.is_not(None)
         )
@@ -69,8 +69,8 @@ class CheckpointRecords:
         return sorted(found, key=lambda kept: kept.checked_at)
 
     def awaited(self) -> dict[str, frozenset[int]]:
-        """Return the steps by run whose checkpoints other runs will begin from: runs that have not
-        ended and have no checkpoint of their own."""
+        """Return, by run, the steps of checkpoints that other runs will start from: runs that have
+        not ended and have no checkpoint of their own."""
         rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
@@ -82,7 +82,7 @@ class CheckpointRecords:
         return found
 
     def corrupt(self) -> dict[str, frozenset[str]]:
-        """Return the names of damaged checkpoints by run, of runs that have not ended."""
+        """Return the names of corrupt checkpoints by run, for runs that have not ended."""
         damaged = select(checkpoint_checks.c.run_id, checkpoint_checks.c.name).where(
             checkpoint_checks.c.problem.is_not(None)
         )
@@ -94,18 +94,18 @@ class CheckpointRecords:
         return found
 
     def unended(self) -> list[str]:
-        """Ids of the runs that have not ended."""
+        """Return the ids of runs that have not ended."""
         with self._database.read() as connection:
             return list(connection.execute(select(runs.c.id).where(_IS_UNENDED)).scalars())
 
     def ended_between(self, begin: float, end: float) -> list[str]:
-        """Ids of the runs that ended in this time, unix seconds; ``begin`` not included."""
+        """Return the ids of runs that ended after ``begin``, up to ``end``, in unix seconds."""
         query = select(runs.c.id).where(runs.c.finished_at > begin, runs.c.finished_at <= end)
         with self._database.read() as connection:
             return list(connection.execute(query).scalars())
 
     def count_checks(self) -> tuple[int, int]:
-        """How many checkpoints were sound when they were last read back, and how many were not."""
+        """Return how many checkpoints were sound and how many corrupt when last verified."""
         query = select(func.count(), func.count(checkpoint_checks.c.problem)).select_from(
             checkpoint_checks
         )

@@ -1,4 +1,4 @@
-"""Which project uploaded which code: an archive is a project's own, though storage keeps equal ones
+"""Which project uploaded which code. Archives belong to projects, although storage keeps equal ones
 once."""
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _COLUMNS: Final = code_archives.c
 
 
 class CodeArchives:
-    """Uploads by project. ``clock`` gives unix seconds."""
+    """Uploads by project. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def holds(self, project: str, digest: str) -> bool:
-        """Whether a project has uploaded an archive."""
+        """Return whether a project has uploaded an archive."""
         with self._database.look() as connection:
             return _holds(connection, project, digest)
 
     def share(self, project: str, digest: str, token_id: str) -> None:
-        """Let a project use an archive that another one has uploaded; it counts as nothing of what
-        the project may have."""
+        """Let a project use an archive that another one uploaded. It does not count towards the
+        project's limit."""
         if not self.holds(project, digest):
             with self._database.write() as connection:
                 self._insert(connection, project, digest, 0, token_id)
@@ -46,22 +46,21 @@ class CodeArchives:
         *,
         create_project: bool = False,
     ) -> None:
-        """Remember that a project uploads an archive; harmless where it did before.
+        """Record a project's upload; does nothing if it is already recorded.
 
         Args:
-            project: Whose the archive is.
-            digest: Of its bytes.
-            size_bytes: How many they are.
-            token_id: Who uploads it.
-            most_bytes: Bytes of all archives that a project may have; 0 is no limit.
-            create_project: Make the project where it is missing.
+            project: owner of the archive.
+            digest: digest of its bytes.
+            size_bytes: number of its bytes.
+            token_id: token that uploads it.
+            most_bytes: maximum bytes of all archives of a project; 0 is no limit.
+            create_project: create the project if it does not exist.
 
         Raises QuotaExceeded, UnknownProject.
         """
         with self._database.write() as connection:
             ensure_project(connection, project, self._clock(), create=create_project)
-            # Uploads of one project wait for each other here, so that together they keep to the
-            # limit.
+            # Serialise the uploads of a project, so that together they respect the limit.
             connection.execute(
                 select(projects.c.name).where(projects.c.name == project).with_for_update()
             )
@@ -73,10 +72,9 @@ class CodeArchives:
             used = int(connection.execute(total).scalar_one())
             if most_bytes and used + size_bytes > most_bytes:
                 raise QuotaExceeded(
-                    f"project {project} has {used} bytes of uploaded code; {size_bytes} more are "
-                    f"beyond the {most_bytes} that it "
-                    "may have. Leave data and weights out of it (.everstepignore), or raise "
-                    "EVERSTEP_MAX_CODE_BYTES"
+                    f"project {project} has {used} bytes of uploaded code; {size_bytes} more would "
+                    f"exceed its limit of {most_bytes}. Leave out data and weights "
+                    "(.everstepignore), or raise EVERSTEP_MAX_CODE_BYTES"
                 )
             self._insert(connection, project, digest, size_bytes, token_id)
 

@@ -1,5 +1,4 @@
-"""Writes of a row that another replica may be writing at the same moment: the database decides,
-and nobody fails for it."""
+"""Inserts that may conflict with another replica: the database resolves them, and neither fails."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 
 
 def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any]) -> bool:
-    """Insert a row, unless there is one of its key; whether it was inserted.
+    """Insert a row unless its key exists; return whether it was inserted.
 
-    Waits for a transaction that is inserting the same key, and counts what it commits.
+    Waits for a transaction that inserts the same key, and respects its commit.
     """
     statement = insert_into(table, connection.dialect).values(dict(row)).on_conflict_do_nothing()
     done = connection.execute(statement, execution_options={"preserve_rowcount": True})
@@ -23,7 +22,8 @@ def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any])
 
 
 def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    """Insert a row in the place of one with its primary key; of two at once the later one stays."""
+    """Insert a row, or replace the one with the same primary key. Of two at once, the later one
+    stays."""
     statement = insert_into(table, connection.dialect).values(dict(row))
     keys = [column.name for column in table.primary_key]
     connection.execute(
@@ -35,7 +35,7 @@ def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) ->
 
 
 def insert_into(table: Table, dialect: Dialect) -> PostgresInsert | SqliteInsert:
-    """Return an insert that can say what a conflict of keys does, in the database's dialect."""
+    """Return an insert with conflict handling, in the database's dialect."""
     if dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)

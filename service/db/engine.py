@@ -1,5 +1,4 @@
-"""Connections: SQLite in WAL mode or PostgreSQL behind one small object, migrated when it is
-opened."""
+"""Connections to SQLite in WAL mode or PostgreSQL, behind one small object."""
 
 from __future__ import annotations
 
@@ -28,22 +27,21 @@ T = TypeVar("T")
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 POOL_SIZE: Final = 8
 _MIGRATION_LOCK: Final = 0x65766572_73746570
-"""Key of PostgreSQL's advisory lock under which tables are changed: two replicas may start at the
-same moment."""
+"""Key of PostgreSQL's advisory lock for migrations: two replicas may start at the same time."""
 
 Guard = Callable[[Connection], None]
-"""Called at the beginning of every write; raises where it must not happen."""
+"""Called at the start of every write; raises to refuse it."""
 Companion = Callable[[Connection], Callable[[], None] | None]
-"""Called at the end of every write, to write what belongs to it; returns what to call once all of
-it is committed."""
+"""Called at the end of every write, to write additional rows; returns a function to call after the
+commit."""
 
 
 class Database:
-    """A database that readers and writers share.
+    """A database shared by readers and writers.
 
-    Every write is one ``BEGIN IMMEDIATE`` transaction on SQLite, so that what it read cannot change
-    before it commits; PostgreSQL gets the same from the run's row lock. ``synchronous=FULL`` makes
-    an acknowledged request survive a power cut, not only the death of the process.
+    On SQLite every write is one ``BEGIN IMMEDIATE`` transaction, so what it read cannot change
+    before it commits. On PostgreSQL the run's row lock has this effect. With ``synchronous=FULL``
+    an acknowledged request survives a power cut, not only the death of the process.
     """
 
     def __init__(self, url: str) -> None:
@@ -53,7 +51,7 @@ class Database:
             url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db`` or
                 ``postgresql+psycopg://me@db/everstep``.
 
-        Raises DatabaseError for a URL that names no database that is served.
+        Raises DatabaseError for a URL of an unsupported database.
         """
         self.url: Final[URL] = checked_url(url)
         self.is_sqlite: Final = self.url.get_backend_name() == "sqlite"
@@ -62,22 +60,22 @@ class Database:
         self._engine = create_engine(
             self.url,
             pool_size=POOL_SIZE,
-            # On SQLite a connection is an open file: nobody, least of all the event loop, is to
-            # wait for one.
+            # A SQLite connection is an open file: nobody, least of all the event loop, should wait
+            # for one.
             max_overflow=-1 if self.is_sqlite else POOL_SIZE,
             **self._options(),
         )
-        # SQLite has one writer at a time. Waiting on a lock wakes at once; its own busy handler
-        # sleeps and races.
+        # SQLite allows one writer at a time. A lock wakes its waiter at once; SQLite's own busy
+        # handler polls.
         self._shared_commits = (
             SharedCommits(self._engine, BUSY_TIMEOUT_MS / 1000) if self.is_sqlite else None
         )
         self._own = threading.local()
-        """Of a thread: ``reading``, the connection of the transaction that it reads in;
-        ``committed``, what it calls later."""
+        """Thread-local: ``reading`` is the connection of the current read transaction,
+        ``committed`` lists functions to call after the commit."""
         self._looking: ContextVar[Connection | None] = ContextVar("looking", default=None)
-        """The connection of the looks of a thread; of a request in the event loop also that of what
-        it writes."""
+        """Connection of the thread's current ``look``; for a request in the event loop also of its
+        writes."""
         self._loop: postgresql.LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
@@ -104,9 +102,9 @@ class Database:
                 ) from exc
         with self.write() as connection:
             if not self.is_sqlite:
-                # It is Python that a migration waits for between two statements, and on a busy
-                # machine both it and another replica's migration before it take long. Locks of
-                # tables are waited for no longer than ever: others queue behind.
+                # On a busy machine Python may be slow between two statements, and so may another
+                # replica's migration. Table locks keep their short timeout, since others queue
+                # behind them.
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
                 connection.execute(text("SET LOCAL lock_timeout = '60s'"))
                 connection.execute(
@@ -120,8 +118,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that sees one snapshot and writes nothing. A read within a read, in the
-        same thread, is part of it."""
+        """Open a transaction that sees one snapshot and writes nothing. A nested read in the same
+        thread joins it."""
         begun: Connection | None = getattr(self._own, "reading", None)
         if begun is not None:
             yield begun
@@ -139,9 +137,10 @@ class Database:
 
     @contextmanager
     def look(self) -> Iterator[Connection]:
-        """For statements that read, each at its own moment: a transaction costs more than they do.
+        """Open a connection for single reading statements, without a transaction, which would cost
+        more than they do.
 
-        Within a read it is part of that, within a look it has the same connection.
+        Inside a read it joins that transaction; inside a look it uses the same connection.
         """
         begun: Connection | None = getattr(self._own, "reading", None) or self._looking.get()
         if begun is not None:
@@ -163,15 +162,16 @@ class Database:
             self._looking.reset(before)
 
     def _of_loop(self) -> Connection | None:
-        """The connection that the event loop waits for, where it is the loop that asks."""
+        """Return the event loop's connection, if the current call runs in the loop."""
         looking = self._looking.get()
         return looking if looking is not None and looking.dialect.is_async else None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that is committed when the block has ended, and undone when it raises.
+        """Open a transaction that is committed at the end of the block, and rolled back if it
+        raises.
 
-        On SQLite several threads' may be committed at once (shared_commits.py).
+        On SQLite several threads may share a commit (shared_commits.py).
         """
         with mapped_errors():
             with self._transaction() as connection:
@@ -195,10 +195,10 @@ class Database:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """One commit, at the block's end, for all that this thread writes in it: on SQLite only.
+        """Commit all writes of this thread in the block at once, at its end. SQLite only.
 
-        A write that fails is undone alone. Reads in the block see what was written before. Where
-        the commit fails, nothing of it was written, and this raises what ``write`` would.
+        A write that fails is rolled back alone. Reads in the block see earlier writes. If the
+        commit fails, nothing was written, and this raises what ``write`` would.
         """
         assert self._shared_commits is not None
         called_later: list[Callable[[], None]] = []
@@ -212,11 +212,11 @@ class Database:
             call()
 
     async def do_in_loop(self, call: Callable[[], T], *, writes: bool = False) -> T:
-        """What ``call`` returns, which looks, or writes, but does not read, in the event loop's own
-        thread.
+        """Run ``call`` in the event loop's own thread and return its result. It may look, or write,
+        but not read.
 
-        Only where that waits for nobody (SQLite's looks), or goes on with others meanwhile
-        (PostgreSQL): threads wait for one another, and for the interpreter.
+        Only where that blocks nobody (looks on SQLite), or others continue meanwhile (PostgreSQL):
+        threads wait for one another, and for the interpreter lock.
         """
         if self.is_sqlite:
             assert not writes, "a commit would hold up the event loop"
@@ -231,19 +231,19 @@ class Database:
             return call()
 
     async def close_loop(self) -> None:
-        """Close what ``do_in_loop`` opened, in the event loop that it was called in."""
+        """Close the connections of ``do_in_loop``; call it in the same event loop."""
         loop, self._loop = self._loop, None
         if loop is not None:
             await loop.close()
 
     def guarded(self, guard: Guard) -> Database:
-        """The same database, whose every write begins with ``guard``."""
+        """Return the same database with ``guard`` at the start of every write."""
         other = copy.copy(self)
         other._guard = guard
         return other
 
     def probe(self) -> None:
-        """Raises DatabaseUnavailable where the database does not answer."""
+        """Raise DatabaseUnavailable if the database does not respond."""
         with self.read() as connection:
             connection.execute(text("SELECT 1 FROM runs LIMIT 1"))
 
@@ -252,25 +252,25 @@ class Database:
 
 
 def checked_url(url: str) -> URL:
-    """Where a database is, with the driver that is used. Raises DatabaseError for one that is not
-    served."""
+    """Return the database's URL with the driver to use. Raise DatabaseError for an unsupported
+    database."""
     try:
         found = make_url(url)
     except SQLAlchemyError as exc:
         raise DatabaseError(
-            "that is not a database's URL; give sqlite:///PATH or postgresql+psycopg://…"
+            "the database URL is invalid; use sqlite:///PATH or postgresql+psycopg://…"
         ) from exc
     # whatever driver the URL names
     drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
     if (backend := found.get_backend_name()) not in drivers:
         raise DatabaseError(
-            f"{backend} is not served; give sqlite:///PATH or postgresql+psycopg://…"
+            f"{backend} is not supported; use sqlite:///PATH or postgresql+psycopg://…"
         )
     return found.set(drivername=drivers[backend])
 
 
 def _configure_sqlite(connection: Any, _record: object) -> None:
-    # None: the driver starts no transaction of its own; _begin_sqlite says which kind.
+    # None: the driver starts no transactions; _begin_sqlite does.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
@@ -288,5 +288,5 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def encoded(value: Any) -> str:
-    """What a column of JSON is given; what is no number is null there."""
+    """Return the JSON for a column; numbers that are not finite become null."""
     return to_json(value, inf_nan_mode="null").decode()

@@ -1,4 +1,4 @@
-"""Errors of the database: the one place where the driver's errors become ours."""
+"""Errors of the database, and the mapping of the driver's errors to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyEr
 from service.db.shared_commits import WriterTimeout
 
 BUSY_TIMEOUT_MS: Final = 10_000
-"""How long a write waits for another one."""
+"""Maximum time that a write waits for another one."""
 
 
 class DatabaseError(Exception):
-    """Base of the errors of this package.
+    """Base class of the errors of this package.
 
     DatabaseError
     └── DatabaseUnavailable   it cannot be opened or reached, or is locked for too long
@@ -24,18 +24,17 @@ class DatabaseError(Exception):
 
 
 class DatabaseUnavailable(DatabaseError):
-    """The database cannot be opened or reached now; the same call may succeed later."""
+    """The database cannot be opened or reached now. A retry may succeed."""
 
 
 class Unstorable(ValueError):
-    """A value that no column can hold, or be compared with: nothing is wrong with the database, and
-    asking again is no use."""
+    """A value that no column can store or be compared with. The database is fine, and a retry does
+    not help."""
 
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """The one place where the driver's errors become ours. Integrity errors and bugs stay what they
-    are."""
+    """Raise the driver's errors as ours. Integrity errors and bugs pass unchanged."""
     try:
         yield
     except WriterTimeout as exc:
@@ -47,7 +46,7 @@ def mapped_errors() -> Iterator[None]:
     except DataError as exc:
         raise Unstorable(str(exc.orig)) from exc
     except DBAPIError as exc:
-        # The base class itself is what SQLite says of a file that is damaged or of another kind.
+        # SQLite raises the base class itself for a file that is damaged or not a database.
         if exc.connection_invalidated or type(exc) is SqlDatabaseError:
             raise DatabaseUnavailable(str(exc.orig)) from exc
         raise

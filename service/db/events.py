@@ -1,4 +1,4 @@
-"""Histories of runs: events in order, and journals applied to them."""
+"""Histories of runs: read events in order, and apply journals."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ logger = structlog.get_logger(__name__)
 
 
 PAGE_BYTES = 8 << 20
-"""Most bytes of data that the events of one page have together; one event alone may have as
-many."""
+"""Maximum size of the data of a page's events together; a single event may have as much."""
 
 
 @dataclass(frozen=True)
 class EventPage:
-    """Some events of a run in order, and whether there are more behind them."""
+    """Some events of a run in order, and whether more follow."""
 
     rows: tuple[EventRow, ...]
     more: bool
 
 
 class JournalGap(DatabaseError):
-    """Events are missing between what was applied and this batch: read the journal again from the
+    """Events are missing between the applied ones and this batch. Read the journal again from the
     stored cursor."""
 
 
 class EventStore:
-    """Events and checkpoint checks of runs. ``clock`` gives unix seconds."""
+    """Events and checkpoint checks of runs. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -57,24 +56,24 @@ class EventStore:
     def apply_journal(
         self, run_id: str, submission: int, batch: Sequence[JournalEvent], cursor: str
     ) -> RunRow:
-        """Apply what a submission's journal says, and the cursor behind it, in one transaction.
+        """Apply events of a submission's journal, and the cursor after them, in one transaction.
 
         Applying a batch again, wholly or in part, changes nothing: events are counted by their
-        place ``n`` in the journal. Nothing of a submission whose successor's journal was begun
-        with, and nothing after a run has ended, is taken.
+        position ``n`` in the journal. Events of a submission are ignored once a successor's journal
+        was started, and so is everything after a run has ended.
 
         Args:
-            run_id: The run.
-            submission: Whose journal it is.
-            batch: Events in journal order.
-            cursor: Where to read on after them.
+            run_id: the run.
+            submission: submission of the journal.
+            batch: events in journal order.
+            cursor: where to continue reading after them.
 
         Returns:
-            The run as it now is.
+            The run as it is now.
 
         Raises:
-            TransitionConflict: The run is gone.
-            JournalGap: The batch begins behind the next event.
+            TransitionConflict: the run was deleted.
+            JournalGap: the batch starts after the next event.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -105,7 +104,8 @@ class EventStore:
     def after(
         self, run_id: str, seq: int, limit: int, kinds: Collection[str] | None = None
     ) -> list[EventRow]:
-        """Events behind ``seq`` in order, at most ``limit``; of these kinds only, where given."""
+        """Return events after ``seq`` in order, at most ``limit``, and only of these kinds, if
+        given."""
         query = (
             select(events)
             .where(events.c.run_id == run_id, events.c.seq > seq)
@@ -120,11 +120,11 @@ class EventStore:
     def page(
         self, run_id: str, seq: int, limit: int, kinds: Collection[str] | None = None
     ) -> EventPage:
-        """The next events behind ``seq``, in order, and whether there are more.
+        """Return the next events after ``seq``, in order, and whether there are more.
 
-        A page ends at ``limit`` events, or before the one with which their data would be more than
-        PAGE_BYTES; it has at least one where there is one. The database adds up, so that no more
-        than that is ever read.
+        A page ends at ``limit`` events, or before the event with which their data would exceed
+        PAGE_BYTES; it has at least one event if there is any. The database sums the sizes, so no
+        more than that is ever read.
         """
         places = [events.c.run_id == run_id, events.c.seq > seq]
         if kinds is not None:
@@ -157,7 +157,7 @@ class EventStore:
         return func.octet_length(cast(events.c.data, Text))
 
     def of_kinds(self, run_id: str, kinds: Collection[str]) -> list[EventRow]:
-        """Every event of these kinds, in order."""
+        """Return every event of these kinds, in order."""
         query = (
             select(events)
             .where(events.c.run_id == run_id, events.c.kind.in_(sorted(kinds)))
@@ -167,7 +167,7 @@ class EventStore:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
     def newest(self, run_id: str, kind: str, limit: int = 1) -> list[EventRow]:
-        """The last events of a kind, newest first."""
+        """Return the last events of a kind, newest first."""
         query = (
             select(events)
             .where(events.c.run_id == run_id, events.c.kind == kind)
@@ -178,7 +178,7 @@ class EventStore:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
     def heads(self, run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
-        """(last seq, status) of each of these runs; a run that is gone is left out."""
+        """Return (last seq, status) of each of these runs. Deleted runs are left out."""
         query = select(runs.c.id, runs.c.last_seq, runs.c.status).where(
             runs.c.id.in_(list(run_ids))
         )
@@ -190,7 +190,7 @@ class EventStore:
     # ---------------------------------------------------------------- checks of checkpoints
 
     def checkpoint_checks(self, run_id: str) -> dict[str, CheckpointCheck]:
-        """The last check of each checkpoint that was ever checked, by name."""
+        """Return the last check of each checkpoint that was ever verified, by name."""
         query = select(checkpoint_checks).where(checkpoint_checks.c.run_id == run_id)
         with self._database.read() as connection:
             return {
@@ -200,10 +200,10 @@ class EventStore:
     def record_check(
         self, run_id: str, name: str, problem: str | None, found_by: Literal["scrub", "verify"]
     ) -> CheckpointCheck:
-        """Remember that a checkpoint was read back just now, and what was wrong with it.
+        """Record that a checkpoint was verified just now, and its problem, if any.
 
-        Damage that was not known is an event of the run, unless that has ended: nothing comes
-        behind a history's end. Raises TransitionConflict where the run is gone.
+        New damage becomes an event of the run, unless it has ended: nothing follows the end of a
+        history. Raises TransitionConflict if the run was deleted.
         """
         check = CheckpointCheck(name, self._clock(), problem)
         with self._database.write() as connection:
@@ -224,7 +224,7 @@ class EventStore:
 
 
 def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) -> bool:
-    """Whether the check before it had found the checkpoint to be corrupt already."""
+    """Store a check. Return whether the previous check had already found the checkpoint corrupt."""
     checks = checkpoint_checks.c
     key = (checks.run_id == run_id, checks.name == check.name)
     before = connection.execute(select(checks.problem).where(*key)).one_or_none()
@@ -239,7 +239,7 @@ def _write_check(connection: Connection, run_id: str, check: CheckpointCheck) ->
 
 
 def _record_rejected(connection: Connection, run_id: str, event: JournalEvent) -> None:
-    """A restore read these checkpoints back, too."""
+    """Record the checkpoints that a restore found corrupt."""
     given = event.data.get("rejected")
     for rejected in given if isinstance(given, list) else ():
         if isinstance(rejected, dict) and CheckpointName.parse(str(rejected.get("name"))):
@@ -257,8 +257,7 @@ def _apply(writer: RunWriter, event: JournalEvent) -> None:
     changes = _changes(writer.run, row)
     writer.set({**changes.columns, "journal_n": event.n})
     writer.add_points(changes.points)
-    # Of a driver that is lost, or was given up before it had left: what ended is told truly, but
-    # the run has gone on since.
+    # An old driver's report is true for its submission, but the run has continued since.
     passing = (RunStatus.RUNNING, RunStatus.PAUSED)
     of_the_past = event.submission < writer.run.submission and changes.status in passing
     if changes.status is not None and not of_the_past:
@@ -266,10 +265,10 @@ def _apply(writer: RunWriter, event: JournalEvent) -> None:
 
 
 def _changes(run: RunRow, event: EventRow) -> Changes:
-    """What the event means; one whose data is not as everstep/wire/events.py says stays in the
-    history and means nothing.
+    """Return the effect of an event. An event with invalid data stays in the history without
+    effect.
 
-    It must not stop the tail: what comes behind it still tells how the run goes.
+    It must not stop the tail: later events still describe the run.
     """
     try:
         return checked(project(run, event))

@@ -1,4 +1,4 @@
-"""A client's own name for a request, so that one that is repeated makes no second run."""
+"""Idempotency keys: a repeated request creates no second run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from service.model.run_rows import RunRow
 
 
 class IdempotencyConflict(DatabaseError):
-    """The idempotency key was used before, with another body or for a run that is deleted."""
+    """The idempotency key was used before, with another body or for a deleted run."""
 
 
 @dataclass(frozen=True)
 class IdempotencyKey:
-    """A client's name for one request: the same key and body give the same run."""
+    """A client's name for a request: the same key and body return the same run."""
 
     scope: str
-    """Token id; keys of two tokens never meet."""
+    """Token id; keys of different tokens are independent."""
     key: str
     body_sha256: str
 
 
 def is_used(connection: Connection, idempotency: IdempotencyKey) -> bool:
-    """Whether the key was used before, whatever for."""
+    """Return whether the key was used before."""
     keys = idempotency_keys.c
     query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
     return connection.execute(query).one_or_none() is not None
 
 
 def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
-    """The run that this key made before, or None."""
+    """Return the run that was created with this key, or None. Raise IdempotencyConflict."""
     if idempotency is None:
         return None
     keys = idempotency_keys.c
@@ -52,14 +52,14 @@ def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> Run
     run = find_run(connection, found.run_id)
     if run is None:
         raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} made run {found.run_id}, which is deleted; use "
-            "a new key"
+            f"Idempotency-Key {idempotency.key!r} was used for run {found.run_id}, which was "
+            "deleted; use a new key"
         )
     return run
 
 
 def remember(connection: Connection, idempotency: IdempotencyKey, run_id: str, now: float) -> None:
-    """Keep that this key made a run."""
+    """Store that this key created a run."""
     connection.execute(
         insert(idempotency_keys).values(
             scope=idempotency.scope,

@@ -1,4 +1,4 @@
-"""Ids that sort by the time of their making."""
+"""Ids that sort by creation time."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import secrets
 from typing import Final
 
 ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Crockford's base32 in lower case: in ASCII order, and without letters that look like digits."""
+"""Crockford's base32 in lower case: in ASCII order, without letters that look like digits."""
 RUN_ID_PATTERN: Final = re.compile(r"run_[0-9a-hjkmnp-tv-z]{12}")
 _EPOCH_S: Final = 1_704_067_200  # 2024-01-01; 41 bits of milliseconds reach to 2093
 _RANDOM_BITS: Final = 19
 
 
 def new_run_id(now: float) -> str:
-    """``run_`` and 12 characters: 41 bits of milliseconds, then 19 random bits.
+    """Return ``run_`` and 12 characters: 41 bits of milliseconds, then 19 random bits.
 
-    Two ids of one millisecond may collide (1 in 524,288); the primary key notices and the store
+    Two ids of one millisecond may collide (1 in 524,288); the primary key detects it, and the store
     draws again.
     """
     return "run_" + _dated(now)
 
 
 def new_drill_id(now: float) -> str:
-    """``drill_`` and 12 characters, as a run's."""
+    """Return ``drill_`` and 12 characters, as for a run."""
     return "drill_" + _dated(now)
 
 
 def new_check_id(now: float) -> str:
-    """``check_`` and 12 characters, as a run's."""
+    """Return ``check_`` and 12 characters, as for a run."""
     return "check_" + _dated(now)
 
 
 def new_profile_id(now: float) -> str:
-    """``prof_`` and 12 characters, as a run's."""
+    """Return ``prof_`` and 12 characters, as for a run."""
     return "prof_" + _dated(now)
 
 

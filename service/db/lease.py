@@ -1,5 +1,4 @@
-"""A lease on a name: one holder at a time, and a fence that keeps an old holder from writing once
-another has it."""
+"""A named lease: one holder at a time, and a fence that refuses writes of an old holder."""
 
 from __future__ import annotations
 
@@ -16,49 +15,49 @@ from service.db.errors import DatabaseError
 from service.db.tables import leases
 
 LEASE_S: Final = 5.0
-"""A holder that is silent for so long may be replaced."""
+"""A holder that has not renewed for this long can be replaced."""
 
 
 class LeaseLost(DatabaseError):
-    """Another process holds the lease by now: nothing of this transaction was written."""
+    """Another process now holds the lease; nothing of this transaction was written."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to write, as long as nobody else has the name with a higher fence."""
+    """The right to write, as long as no one has the name with a higher fence."""
 
     name: str
     holder: str
     fence: int
 
     def check(self, connection: Connection) -> None:
-        """See that the lease is still held, and keep it from changing hands until this transaction
-        ends. Raises LeaseLost."""
+        """Verify that the lease is still held, and lock it until this transaction ends. Raises
+        LeaseLost."""
         query = select(leases.c.fence).where(leases.c.name == self.name).with_for_update(read=True)
         if connection.execute(query).scalar_one_or_none() != self.fence:
             raise LeaseLost(
-                f"{self.name}: {self.holder} was replaced by another process while it stood still"
+                f"{self.name}: another process replaced {self.holder}, which did not renew in time"
             )
 
 
 class LeaseStore:
-    """Leases by the database's own clock, so that replicas need not agree on the time. ``clock``
-    serves SQLite, which has none."""
+    """Leases by the database's clock, so that replicas need not agree on the time. SQLite uses
+    ``clock``."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def take(self, name: str, holder: str) -> Lease | None:
-        """Take or renew a lease for ``LEASE_S`` seconds; None while another process holds it.
+        """Take or renew a lease for ``LEASE_S`` seconds; None if another process holds it.
 
-        A holder that renews keeps its fence; one that takes over gets a higher one.
+        A holder that renews keeps its fence; a new holder gets a higher one.
         """
         try:
             with self._database.write() as connection:
                 return self._take(connection, name, holder)
         except IntegrityError:
-            return None  # another process made the row at the same moment, and has it
+            return None  # another process inserted the row at the same time, and holds it
 
     def _take(self, connection: Connection, name: str, holder: str) -> Lease | None:
         now = self._now(connection)
@@ -82,7 +81,7 @@ class LeaseStore:
         return Lease(name, holder, fence)
 
     def release(self, lease: Lease) -> None:
-        """Let another process have it at once."""
+        """Release the lease, so that another process can take it at once."""
         held = (leases.c.name == lease.name, leases.c.fence == lease.fence)
         with self._database.write() as connection:
             connection.execute(update(leases).where(*held).values(expires_at=0.0))

@@ -1,4 +1,4 @@
-"""A run's row and history as they begin."""
+"""The row and the first transition of a new run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.projections.goodput import TimeLedger
 
 
 def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
-    """Return a run to which nothing has happened yet."""
+    """Return the row of a new run."""
     return RunRow(
         id=run_id,
         name=spec.name,
@@ -25,5 +25,5 @@ def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
 
 
 def first_transition(run: RunRow) -> TransitionRow:
-    """Return the only transition that the database holds of a new run."""
+    """Return the only transition of a new run."""
     return TransitionRow(run.id, run.last_seq, None, run.status.value, run.created_at, None, None)

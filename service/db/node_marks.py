@@ -1,4 +1,4 @@
-"""What was said of nodes: cordoned, draining, or open again. Every method is one transaction."""
+"""Marks of nodes: cordoned, draining, or open again. Every method is one transaction."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from service.db.tables import events, node_marks
 from service.model.rows import MarkWord, NodeFailure, NodeMarkRow
 
 GONE_KEPT_S: Final = 24 * 3600.0
-"""A mark of a node that the cluster no longer has is kept for so long: a head that lost sight of it
-may find it again."""
+"""How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
+find it again."""
 _FAILURES: Final = text("events.kind = 'failure'")
-"""Written out, since a bound value would keep SQLite from the index of failures."""
+"""Literal SQL: with a bound value SQLite would not use the index of failures."""
 
 
 class NodeMarkStore:
-    """The last word about each node. ``clock`` gives unix seconds."""
+    """The last mark of each node. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def all(self) -> dict[str, NodeMarkRow]:
-        """Every word by node id."""
+        """Return every mark by node id."""
         with self._database.read() as connection:
             rows = map(NodeMarkRow.of, connection.execute(select(node_marks)).mappings())
             return {row.node_id: row for row in rows}
@@ -43,15 +43,14 @@ class NodeMarkStore:
         reason: str | None = None,
         deadline_s: float | None = None,
     ) -> NodeMarkRow:
-        """The last word counts: it replaces what was said of the node before.
+        """Set the mark of a node; it replaces an earlier one.
 
         Args:
-            node_id: The node, whether or not the cluster has it.
-            state: What it is to be.
-            by: Who says so.
-            reason: Why, in words.
-            deadline_s: Seconds from now at which the node is to be taken away; None where nobody
-                said.
+            node_id: the node, whether or not it is in the cluster.
+            state: the new mark.
+            by: who sets it.
+            reason: free text.
+            deadline_s: seconds from now at which the node will be removed; None if unknown.
         """
         now = self._clock()
         deadline = None if deadline_s is None else now + deadline_s
@@ -61,8 +60,8 @@ class NodeMarkStore:
         return row
 
     def say_if_silent(self, node_id: str, known_at: float | None, by: str, reason: str) -> bool:
-        """Cordon a node, unless somebody spoke of it since ``known_at``, when the last known word
-        was said; None for none."""
+        """Cordon a node, unless its mark has changed since ``known_at``, the time of the last known
+        mark (None: no mark)."""
         row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
         with self._database.write() as connection:
             if known_at is None:
@@ -72,13 +71,13 @@ class NodeMarkStore:
             return changed.rowcount > 0
 
     def note_living(self, living: Collection[str], pardon_s: float) -> tuple[str, ...]:
-        """Note which nodes the cluster has, and forget words that no longer matter.
+        """Record which nodes the cluster has, and delete obsolete marks.
 
-        Those are words about nodes that have been gone for a day, and nodes that were opened again
-        longer than ``pardon_s`` ago.
+        Obsolete are marks of nodes that have been gone for a day, and of nodes that were opened
+        again longer than ``pardon_s`` ago.
 
         Returns:
-            Ids of nodes whose marks were forgotten because they are gone.
+            Ids of nodes whose marks were deleted because they are gone.
         """
         now = self._clock()
         gone = []
@@ -100,7 +99,7 @@ class NodeMarkStore:
         return tuple(gone)
 
     def failures_since(self, since: float) -> list[NodeFailure]:
-        """Failures of all runs whose first failing rank, and its node, are known; oldest first."""
+        """Return failures of all runs with a known first failing rank and node; oldest first."""
         query = (
             select(
                 events.c.run_id, events.c.at, events.c.attempt, events.c.submission, events.c.data

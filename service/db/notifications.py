@@ -1,5 +1,5 @@
-"""Notifications for webhooks. One is written in the transaction of the change that it reports, and
-kept until it is delivered."""
+"""Notifications for webhooks. Each is written in the transaction of the change that it reports, and
+kept until delivered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DUE: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Notification(Row):
-    """One POST that is to be sent. Times are unix seconds."""
+    """A POST to send. Times are unix seconds."""
 
     run_id: str
     seq: int
@@ -33,7 +33,7 @@ class Notification(Row):
 
 
 def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
-    """Return the notification of the status that a run has just reached; None if its spec wants
+    """Return the notification for the status that a run has just reached; None if its spec wants
     none."""
     asked = run.stored_spec.notify
     if asked is None or run.status.value not in asked.on:
@@ -55,14 +55,14 @@ def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
 
 
 class NotificationStore:
-    """The notifications that are due. ``clock`` gives unix seconds."""
+    """Notifications that are due. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def due(self) -> list[Notification]:
-        """Return the notifications whose time has come, the longest due first."""
+        """Return the due notifications, the longest due first."""
         query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
         with self._database.read() as connection:
             return [

@@ -1,5 +1,5 @@
-"""Orders to the ranks of a run that trains (drills, profiles): entries of its history, for which no
-table of its own is needed."""
+"""Requests to the ranks of a run (drills, profiles): events of its history, without a table of
+their own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 
 TAKE_UP_S: Final = 15.0
-"""A driver takes an order up within about a second; for so long no other one of its kind may take
-its place."""
+"""How long a request blocks another of its kind. A driver takes it up within about a second."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A kind of order: what it is called, the event that records it, and those that show that it
-    was taken up."""
+    """A kind of request: its name, the event that records it, and the events that show that it was
+    taken up."""
 
     name: str
     requested: EventKind
@@ -50,19 +49,18 @@ PROFILE: Final = Order(
 def record(
     database: Database, run: RunRow, order: Order, data: dict[str, Any], now: float
 ) -> EventRow:
-    """Record an order for the ranks of ``run`` as the caller saw them, before anybody is told of
-    it.
+    """Record a request to the ranks of ``run``, before anybody is told of it.
 
     Args:
-        database: Where.
-        run: As the caller saw it.
-        order: Kind of order.
-        data: Of the event; its ``id`` names the order.
-        now: Unix seconds.
+        database: the database.
+        run: the run as the caller saw it.
+        order: kind of request.
+        data: data of the event; its ``id`` names the request.
+        now: unix seconds.
 
     Raises:
-        TransitionConflict: The run does not train now, trains with other ranks than the caller saw,
-            or has an order of the kind that its driver has not taken up yet.
+        TransitionConflict: the run is not training, its ranks have changed, or its driver has not
+            yet taken up another request of the kind.
     """
     with database.write() as connection:
         writer = RunWriter.lock(connection, run.id, now)
@@ -70,9 +68,7 @@ def record(
         if found.status != RunStatus.RUNNING or found.world_size is None:
             raise not_training(found, order)
         if (found.submission, found.attempt) != (run.submission, run.attempt):
-            raise TransitionConflict(
-                run.id, found.status, "its ranks have changed just now; ask again"
-            )
+            raise TransitionConflict(run.id, found.status, "its ranks have just changed; try again")
         waiting = _waiting(connection, run.id, order, since=now - TAKE_UP_S)
         if waiting is not None:
             raise TransitionConflict(
@@ -86,14 +82,12 @@ def record(
 
 
 def not_training(run: RunRow, order: Order) -> TransitionConflict:
-    """What to raise for a run that has no ranks."""
-    return TransitionConflict(
-        run.id, run.status, f"a {order.name} needs a run that trains: one that is RUNNING"
-    )
+    """Return the error for a run that has no ranks."""
+    return TransitionConflict(run.id, run.status, f"a {order.name} needs a run that is RUNNING")
 
 
 def _waiting(connection: Connection, run_id: str, order: Order, since: float) -> str | None:
-    """Id of the order that was given last, where that was since then and nothing has come of it."""
+    """Return the id of the last request, if it was made after ``since`` and not taken up yet."""
     kinds = (order.requested, *order.taken_up)
     query = select(events.c.kind, events.c.at, events.c.data).where(
         events.c.run_id == run_id, events.c.kind.in_(kinds)

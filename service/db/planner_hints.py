@@ -1,5 +1,5 @@
-"""A condition that few rows meet, said to SQLite, which otherwise expects as many of each value as
-of every other."""
+"""A hint for SQLite that few rows match a condition; by default it expects all values to be equally
+frequent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from service.model.states import LIVE
 
 
 class Few(FunctionElement[Any]):
-    """The condition itself. Once SQLite has looked at its tables it would read all runs to find the
-    few that have not ended.
+    """A condition that few rows match. Without the hint, SQLite would read all runs to find the few
+    that have not ended.
 
-    Its type is not said to be boolean: SQLite, which has none, would then be asked whether it
-    equals 1, and use no index.
+    Its type is not declared boolean: SQLite would then compare it with 1, and use no index.
     """
 
     name = "few"
@@ -40,4 +39,4 @@ def _unlikely(element: Few, compiler: SQLCompiler, **options: Any) -> str:
 
 
 IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
-"""Of runs: queued, or submitted and not ended."""
+"""Condition on ``runs``: queued, or submitted and not ended."""

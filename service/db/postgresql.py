@@ -1,5 +1,5 @@
-"""Connections to PostgreSQL: what each is told, when one is tried out, and those that the event
-loop waits for itself."""
+"""Connections to PostgreSQL: their settings, the check of idle ones, and the event loop's own
+pool."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from sqlalchemy.ext.asyncio import create_async_engine
 T = TypeVar("T")
 
 LOOKS: Final = 6
-"""So many looks at a time: more of them make PostgreSQL's processes wait for one another, and the
-slowest wait longest."""
+"""Maximum number of concurrent reads. With more, PostgreSQL's processes wait for one another and
+the tail latency grows."""
 WRITES: Final = 8
 CONNECT_TIMEOUT_S: Final = 5
 IDLE_S: Final = 1.0
-"""After so long without use a connection is tried out before it is used again."""
+"""A connection that was idle for this long is checked before use."""
 
 
 def connect_args(lock_timeout_ms: int) -> dict[str, Any]:
-    """What every connection is made with."""
+    """Return the arguments of every connection."""
     return {
         "connect_timeout": CONNECT_TIMEOUT_S,
-        # A server that was cut off must not hold a request for the hours that TCP would wait.
+        # TCP alone would wait for hours for a server that is cut off.
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
         "tcp_user_timeout": 15_000,
-        # Nor may a replica that stands still in the middle of a transaction keep its locks, and
-        # with them the lease.
+        # A replica that hangs inside a transaction must not keep its locks, and so the lease.
         "options": f"-c lock_timeout={lock_timeout_ms} -c idle_in_transaction_session_timeout=4000",
     }
 
 
 def try_out_idle(engine: Engine) -> None:
-    """Have this engine's connections tried out that were not used for a while."""
+    """Check this engine's connections before use if they were idle for a while."""
     event.listen(engine, "checkin", _note_use)
     event.listen(engine, "checkout", _try_out)
 
@@ -53,10 +52,9 @@ def _note_use(_connection: object, record: Any) -> None:
 
 
 def _try_out(connection: Any, record: Any, _proxy: object) -> None:
-    """See that a connection that was not used for a while still is one; the pool makes another
-    where it is not.
+    """Check a connection that was idle for a while; the pool replaces a broken one.
 
-    One that was used just now is not asked, which would cost each request a question of its own.
+    One that was just used is not checked: that would add a round trip to each request.
     """
     if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
         return
@@ -72,8 +70,7 @@ def _try_out(connection: Any, record: Any, _proxy: object) -> None:
 
 
 class LoopConnections:
-    """A pool for one event loop, whose requests have their turns in the order in which they
-    came."""
+    """A connection pool for one event loop, which serves requests in the order of arrival."""
 
     def __init__(self, url: URL, options: Mapping[str, Any]) -> None:
         """``options`` are those of an engine."""
@@ -81,7 +78,7 @@ class LoopConnections:
             url,
             pool_size=LOOKS + WRITES,
             max_overflow=0,
-            # nothing is left open: every statement outside of ``transaction`` stands alone
+            # autocommit leaves nothing open outside of ``transaction``
             pool_reset_on_return=None,
             isolation_level="AUTOCOMMIT",
             **options,
@@ -90,7 +87,7 @@ class LoopConnections:
         self._looks, self._writes = asyncio.Semaphore(LOOKS), asyncio.Semaphore(WRITES)
 
     async def run(self, call: Callable[[Connection], T], *, writes: bool) -> T:
-        """What ``call`` returns, which is written as if its connection blocked."""
+        """Run ``call``, which is written as if its connection blocked, and return its result."""
         async with self._writes if writes else self._looks, self._engine.connect() as connection:
             return await connection.run_sync(call)
 
@@ -100,7 +97,7 @@ class LoopConnections:
 
 @contextmanager
 def transaction(connection: Connection) -> Iterator[Connection]:
-    """A transaction on one of these connections, committed at the block's end, undone when it
+    """Open a transaction on such a connection: committed at the end of the block, rolled back if it
     raises."""
     connection.execution_options(isolation_level="READ COMMITTED")
     try:

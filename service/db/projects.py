@@ -1,5 +1,5 @@
-"""Projects and their quotas. A project comes to be with its first run or token, or when it is given
-quotas."""
+"""Projects and their quotas. A project is created with its first run or token, or when quotas are
+set."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_QUEUED: Final = select(projects.c.max_queued).where(projects.c.name == bind
 
 
 class ProjectError(DatabaseError):
-    """Base of this module's errors."""
+    """Base class of this module's errors."""
 
 
 class QuotaExceeded(ProjectError):
-    """The project has as much as its quota allows."""
+    """The project has reached its quota."""
 
 
 class ProjectInUse(ProjectError):
@@ -38,15 +38,14 @@ class ProjectInUse(ProjectError):
 
 
 class UnknownProject(ProjectError):
-    """There is no project of this name, and nobody asked to make it."""
+    """The project does not exist, and the request does not create it."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, known, 1)
         meant = f", did you mean {near[0]}?" if near else ";"
         super().__init__(
-            f"project {name!r} does not exist{meant} make it with `everstep project create "
-            f"{name}`, or with this request by "
-            "--create-project (create_project=true)"
+            f"project {name!r} does not exist{meant} create it with `everstep project create "
+            f"{name}`, or with this request: --create-project (create_project=true)"
         )
         self.name = name
 
@@ -56,21 +55,21 @@ class Usage:
     """What a project's runs use now."""
 
     workers: int = 0
-    """Ranks that train."""
+    """Ranks that are training."""
     running: int = 0
     """Runs that have a job."""
     queued: int = 0
 
 
 class ProjectStore:
-    """Projects. ``clock`` gives unix seconds."""
+    """Projects. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def put(self, name: str, quotas: Quotas) -> tuple[ProjectRow, bool]:
-        """Give a project its quotas, all three at once. Returns it, and whether it is new."""
+        """Set all quotas of a project, creating it if needed. Return it, and whether it is new."""
         note_target(name)
         values = quotas.model_dump()
         with self._database.write() as connection:
@@ -79,7 +78,7 @@ class ProjectStore:
             return _get(connection, name), is_new
 
     def all(self) -> list[tuple[ProjectRow, Usage]]:
-        """Every project with what it uses now, by name."""
+        """Return every project by name, with its usage."""
         with self._database.read() as connection:
             rows = [
                 ProjectRow.of(row)
@@ -89,15 +88,15 @@ class ProjectStore:
         return [(row, usage.get(row.name, Usage())) for row in rows]
 
     def quotas(self) -> dict[str, Quotas]:
-        """The quotas of every project that has any, by name."""
+        """Return the quotas of every project that has any, by name."""
         with self._database.read() as connection:
             rows = [ProjectRow.of(row) for row in connection.execute(select(projects)).mappings()]
         found = {row.name: quotas_of(row) for row in rows}
         return {name: quotas for name, quotas in found.items() if quotas != Quotas()}
 
     def delete(self, name: str) -> bool:
-        """Forget a project and its quotas; False where there is none. Raises ProjectInUse where it
-        has runs or valid tokens."""
+        """Delete a project and its quotas; return False if it does not exist. Raise ProjectInUse if
+        it has runs or valid tokens."""
         with self._database.write() as connection:
             num_runs = connection.execute(
                 select(func.count()).select_from(runs).where(runs.c.project == name)
@@ -117,9 +116,9 @@ class ProjectStore:
 
 
 def ensure_project(connection: Connection, name: str, now: float, *, create: bool = True) -> bool:
-    """See that there is a project of this name; whether it is new.
+    """Create the project if it does not exist; return whether it is new.
 
-    The project ``default`` is always made; others where ``create`` asks for it. Raises
+    The project ``default`` is always created, others only if ``create`` is set. Raises
     UnknownProject.
     """
     if (
@@ -133,9 +132,9 @@ def ensure_project(connection: Connection, name: str, now: float, *, create: boo
 
 
 def join_queue(connection: Connection, name: str, now: float, *, create: bool) -> None:
-    """See that one more run of the project may wait; ``create`` makes a project that is not there.
+    """Check that one more run of the project may wait; with ``create``, create a missing project.
 
-    Raises QuotaExceeded where as many wait as may, UnknownProject.
+    Raises QuotaExceeded if the maximum is reached, UnknownProject.
     """
     found = connection.execute(_MAX_QUEUED, {"name": name}).one_or_none()
     if found is None:
@@ -144,8 +143,7 @@ def join_queue(connection: Connection, name: str, now: float, *, create: bool) -
     most = found[0]
     if most is None:
         return
-    # Whoever else submits to the project waits here: of two that count at the same time each would
-    # leave the other out.
+    # Serialise submissions to the project: two that count at the same time would miss each other.
     connection.execute(select(projects.c.name).where(projects.c.name == name).with_for_update())
     waiting = (
         select(runs.c.id)
@@ -155,9 +153,8 @@ def join_queue(connection: Connection, name: str, now: float, *, create: bool) -
     )
     if connection.execute(select(func.count()).select_from(waiting)).scalar_one() >= most:
         raise QuotaExceeded(
-            f"project {name} has {most} runs waiting, as many as its quota max_queued allows; "
-            "wait for one to start, cancel one, "
-            "or ask an administrator for more"
+            f"project {name} has {most} waiting runs, the maximum of its quota max_queued; wait "
+            "for one to start, cancel one, or ask an administrator to raise it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Changes that the reconciler makes to runs, each guarded by what it saw."""
+"""Changes of runs by the reconciler, each guarded by the state that it saw."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAY: Final = (
 
 
 class RunChanges(RunQueries):
-    """Changes of a run's state that fail with TransitionConflict if it is not what was expected."""
+    """Updates that raise TransitionConflict if the run is not in the expected state."""
 
     def transition(
         self,
@@ -43,19 +43,19 @@ class RunChanges(RunQueries):
         at: float | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> RunRow:
-        """Change a run's status where it still is what the caller saw.
+        """Change a run's status if it still is what the caller saw.
 
         Args:
-            run_id: The run.
-            expected: Status, or statuses, in which the change is right.
-            to: New status.
-            reason: Why; None clears the old reason.
-            submission: Submission that the caller saw; None does not check.
-            at: When it happened (unix seconds); None is now.
-            columns: Further columns of the row to set with it.
+            run_id: the run.
+            expected: status, or statuses, in which the change is valid.
+            to: new status.
+            reason: why; None clears the old reason.
+            submission: submission that the caller saw; None does not check.
+            at: when it happened (unix seconds); None is now.
+            columns: further columns of the row to set.
 
         Raises:
-            TransitionConflict: The run is gone, elsewhere, or ``to`` may not follow its status.
+            TransitionConflict: the run was deleted or changed, or ``to`` may not follow its status.
         """
         allowed = frozenset({expected}) if isinstance(expected, RunStatus) else frozenset(expected)
         with self._database.write() as connection:
@@ -68,13 +68,12 @@ class RunChanges(RunQueries):
     def claim_submission(
         self, run_id: str, expected_submission: int, workers_limit: int | None = None
     ) -> RunRow:
-        """Take the next submission number: from now on only it counts, and what older ones still
-        write is ignored.
+        """Take the next submission number. From now on only it counts; events of older submissions
+        are ignored.
 
-        A QUEUED run becomes STARTING and may use ``workers_limit`` ranks, where that is fewer than
-        it asked for; a running one becomes RECOVERING within the limit that it has. Raises
-        TransitionConflict where another submission was claimed meanwhile, or the run is stopping,
-        paused or ended.
+        A QUEUED run becomes STARTING with at most ``workers_limit`` ranks; a running one becomes
+        RECOVERING with its current limit. Raises TransitionConflict if another submission was
+        claimed meanwhile, or the run is stopping, paused or ended.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -104,7 +103,7 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def record_job(self, run_id: str, submission: int, ray_job_id: str) -> RunRow:
-        """Remember the Ray job of a submission. Raises TransitionConflict where a newer one was
+        """Store the Ray job of a submission. Raises TransitionConflict if a newer one was
         claimed."""
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -113,17 +112,17 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def adopt(self, run_id: str, storage_id: str, newest: int, *, is_short: bool) -> RunRow:
-        """Bring a run that has not ended in line with an adopted storage, and say so in its
-        history.
+        """Match a run that has not ended to an adopted storage, and record that in its history.
 
         Args:
-            run_id: The run.
-            storage_id: Of the storage.
-            newest: Newest submission that has a journal there. Later ones that the database does
-                not know count from now on.
-            is_short: Whether the storage lacks what the database knows: then that is forgotten.
+            run_id: the run.
+            storage_id: id of the storage.
+            newest: newest submission with a journal there. If the database does not know it, it
+                counts from now on.
+            is_short: whether the storage lacks data that the database knows. The database then
+                forgets it.
 
-        Raises TransitionConflict where the run is gone.
+        Raises TransitionConflict if the run was deleted.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -145,11 +144,11 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def preempt(self, run_id: str, submission: int, by: str) -> RunRow:
-        """Ask a run to pause for run ``by`` of a higher priority. Once paused it queues again, in
+        """Request a pause for run ``by`` of a higher priority. Once paused, the run queues again in
         the same transaction.
 
-        Raises TransitionConflict where it is stopping already, has another submission, or nothing
-        of it is on the cluster.
+        Raises TransitionConflict if it is already stopping, has another submission, or is not on
+        the cluster.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -164,11 +163,10 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def shrink(self, run_id: str, submission: int, to: int, by: str) -> RunRow:
-        """Let a run use at most ``to`` ranks until ``unshrink``, for run ``by`` of a higher
-        priority.
+        """Limit a run to ``to`` ranks until ``unshrink``, for run ``by`` of a higher priority.
 
-        Raises TransitionConflict where it is stopping, has another submission, or nothing of it is
-        on the cluster.
+        Raises TransitionConflict if it is stopping, has another submission, or is not on the
+        cluster.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -182,8 +180,7 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def unshrink(self, run_id: str, submission: int) -> RunRow:
-        """Let a run have what it was started with again. Raises TransitionConflict as
-        ``shrink``."""
+        """Remove the limit of ``shrink``. Raises TransitionConflict as ``shrink``."""
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
             _expect(
@@ -200,12 +197,13 @@ class RunChanges(RunQueries):
             return writer.save()
 
     def set_reason(self, run_id: str, expected: RunStatus, reason: Reason | None) -> None:
-        """Say why a run waits in its status, or clear it; nothing where it is no longer in it."""
+        """Set or clear the reason why a run waits in its status. Does nothing if the status has
+        changed."""
         self.set_reasons([(run_id, expected, reason)])
 
     def set_reasons(self, said: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
-        """The same for several runs, as (run id, expected status, reason). Words alone: nothing of
-        it belongs to the history."""
+        """Set reasons of several runs, as (run id, expected status, reason). They are not part of
+        the history."""
         now = self._clock()
         values = [
             {"run_id": run_id, "expected": expected.value, "now": now}

@@ -1,5 +1,5 @@
-"""Finding runs: by id, and pages by filters, which walk an index from their first run to their last
-whatever there is beside."""
+"""Find runs: by id, and page by page with filters. Each page walks an index only as far as it
+needs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from service.db.tables import run_tags, runs
 from service.model.run_rows import RunRow
 
 Columns = Select[*tuple[Any, ...]]
-"""What is wanted of each run: a query of ``runs`` without conditions."""
+"""What to select of each run: a query of ``runs`` without conditions."""
 Asked = tuple[Columns, dict[str, Any]]
-"""A query, and what its parameters stand for."""
+"""A query and the values of its parameters."""
 Place = tuple[float, str]
-"""(created_at, id) of a run: newest first, a list goes by this."""
+"""(created_at, id) of a run: the sort key of lists, newest first."""
 
 _BY_ID: Final = RunRow.select(runs).where(runs.c.id == bindparam("run_id"))
 _ORDER: Final = (runs.c.created_at.desc(), runs.c.id.desc())
@@ -61,16 +61,16 @@ class RunFilter:
     statuses: tuple[RunStatus, ...] = ()
     name: str | None = None
     search: str | None = None
-    """Text that the id, the name, or a tag's key or value holds, in whatever case."""
+    """Text in the id, the name, or a tag's key or value, case-insensitive."""
     tags: tuple[tuple[str, str | None], ...] = ()
-    """(key, value): every tag must be there; value None takes any."""
+    """(key, value): a run must have every tag; value None matches any."""
 
 
 EVERY_RUN: Final = RunFilter()
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
-    """A run's row; None where there is no such run."""
+    """Return a run's row; None if it does not exist."""
     row = connection.execute(_BY_ID, {"run_id": run_id}).one_or_none()
     return RunRow.read(row) if row is not None else None
 
@@ -78,14 +78,14 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
 def page_query(
     connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None
 ) -> Asked:
-    """The first ``limit`` of the runs behind ``before``, newest first."""
+    """Return the query for the first ``limit`` runs after ``before``, newest first."""
     where = replace(where, statuses=tuple(dict.fromkeys(where.statuses)))
     tag = next((number for number, (_, value) in enumerate(where.tags) if value is not None), None)
     if tag is not None and (
         where.project is not None or where.name is not None or len(where.statuses) == 1
     ):
-        # Of a tag that many runs have, most are of other projects and statuses: the index of those
-        # has fewer to pass over.
+        # Most runs with a frequent tag have another project or status: the index of those has fewer
+        # rows to skip.
         key, value = where.tags[tag]
         if (
             connection.execute(_NUM_TAGGED, {"key": key, "value": value}).scalar_one()
@@ -100,7 +100,7 @@ def page_query(
 
 
 def counted(columns: Columns, where: RunFilter) -> Asked:
-    """The runs that the filter takes, in no order."""
+    """Return the query for the runs that match a filter, in no order."""
     return _matching(
         columns, _Shape.of(where), range(len(where.statuses)), in_order=False
     ), _values(where)
@@ -108,14 +108,14 @@ def counted(columns: Columns, where: RunFilter) -> Asked:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a filter asks for, without the values: one query serves all filters of a shape."""
+    """The conditions of a filter without their values: filters of one shape share a query."""
 
     by_project: bool
     num_statuses: int
     by_name: bool
     search: str | None
     tags: tuple[bool, ...]
-    """Of each whether its value is asked for, too."""
+    """For each tag whether its value is a condition, too."""
 
     @classmethod
     def of(cls, where: RunFilter) -> _Shape:
@@ -130,8 +130,7 @@ class _Shape:
 
 
 def _values(where: RunFilter) -> dict[str, Any]:
-    """What the parameters of a query of this filter's shape stand for; a query takes those that it
-    has."""
+    """Return the values of a filter's parameters; a query uses those that it has."""
     values: dict[str, Any] = {"project": where.project, "name": where.name}
     values |= {
         f"wanted_status_{number}": status.value for number, status in enumerate(where.statuses)
@@ -143,8 +142,11 @@ def _values(where: RunFilter) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _page(columns: Columns, shape: _Shape, is_behind: bool, tag: int | None) -> Columns:
-    """A page's query; by the index of the tag of this number, where one is given. To build it takes
-    longer than to ask it."""
+    """Return a page's query, cached, since building it takes longer than running it.
+
+    Args:
+        tag: number of the tag whose index to walk; None walks another index.
+    """
     if tag is not None:
         return _tagged_page(columns, shape, is_behind, tag)
     if shape.num_statuses < 2:
@@ -153,7 +155,7 @@ def _page(columns: Columns, shape: _Shape, is_behind: bool, tag: int | None) -> 
             .order_by(*_ORDER)
             .limit(_LIMIT)
         )
-    # Each status has its part of an index, in order: the page is among the first of each.
+    # The index is sorted within each status: the page is among the first rows of each.
     heads = _behind(select(runs.c.created_at, runs.c.id), is_behind)
     firsts = [
         _matching(heads, shape, (number,)).order_by(*_ORDER).limit(_LIMIT).subquery()
@@ -165,7 +167,8 @@ def _page(columns: Columns, shape: _Shape, is_behind: bool, tag: int | None) -> 
 
 
 def _tagged_page(columns: Columns, shape: _Shape, is_behind: bool, tag: int) -> Columns:
-    """By the tag's index, in which runs lie by id: ids sort by the time of their making."""
+    """Return a page's query along the tag's index, which is sorted by run id, and so by creation
+    time."""
     query = columns.join(run_tags, run_tags.c.run_id == runs.c.id).where(
         _is_tag(run_tags, tag, has_value=True)
     )
@@ -178,8 +181,8 @@ def _tagged_page(columns: Columns, shape: _Shape, is_behind: bool, tag: int) -> 
 def _behind(columns: Columns, is_behind: bool) -> Columns:
     if not is_behind:
         return columns
-    # As one comparison of rows an index finds its place; "older, or as old with a lesser id" is
-    # read from the newest on.
+    # With a row comparison the index seeks to the place; "older, or equal with a smaller id" would
+    # scan from the newest.
     return columns.where(tuple_(runs.c.created_at, runs.c.id) < tuple_(_BEFORE_AT, _BEFORE_ID))
 
 
@@ -191,10 +194,11 @@ def _matching(
     beside: int | None = None,
     in_order: bool = True,
 ) -> Columns:
-    """With the shape's conditions, of its statuses those of these numbers, without the tag of
-    number ``beside``.
+    """Return the query with the shape's conditions, only the statuses of these numbers, without the
+    tag ``beside``.
 
-    ``in_order`` says that it walks an index and stops at the page's end.
+    Args:
+        in_order: the query walks an index and stops at the page's end.
     """
     wanted = [bindparam(f"wanted_status_{number}", type_=String) for number in statuses]
     if shape.by_project:
@@ -212,16 +216,15 @@ def _matching(
             continue
         other = run_tags.alias()
         if has_value and in_order:
-            # A run's own value, asked for run by run: "exists" is a join to PostgreSQL, which it
-            # begins at the wrong end once it plans for any value.
+            # A subquery per run: PostgreSQL turns "exists" into a join, and its generic plan starts
+            # at the wrong end.
             value = (
                 select(other.c.value)
                 .where(other.c.run_id == runs.c.id, other.c.key == _key(number))
                 .correlate(runs)
             )
-            # To PostgreSQL an equality with anything is so rare that it would find all runs of the
-            # project and sort them; of a condition that it knows nothing about it expects every
-            # other run to meet it, and walks its index to the page's end.
+            # PostgreSQL expects an equality to match few rows, and would sort all runs of the
+            # project. It expects an opaque condition to match half, and walks the index instead.
             query = query.where(func.coalesce(value.scalar_subquery() == _value(number), false()))
         else:
             query = query.where(

@@ -1,4 +1,4 @@
-"""Queries about runs: one run, a page of runs, what the reconciler works on."""
+"""Queries about runs: one run, a page of runs, the runs that the reconciler works on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRANSITIONS: Final = (
 
 
 class RunQueries:
-    """What the database knows of runs. ``clock`` gives unix seconds."""
+    """Reads runs. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -52,7 +52,8 @@ class RunQueries:
             return find_run(connection, run_id)
 
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
-        """Newest first; ``before`` is (created_at, id) of the last run of the page before."""
+        """Return runs, newest first. ``before`` is (created_at, id) of the last run of the previous
+        page."""
         with self._database.read() as connection:
             return [
                 RunRow.read(row)
@@ -62,7 +63,7 @@ class RunQueries:
             ]
 
     def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
-        """What ``find`` finds, of which ``listed`` tells more."""
+        """Return the heads of the runs of a page; ``listed`` returns the rest."""
         with self._database.look() as connection:
             return [
                 RunHead._make(row)
@@ -74,8 +75,8 @@ class RunQueries:
     def claimed_page(
         self, claim: Claim, where: RunFilter, limit: int, before: Place | None = None
     ) -> list[RunHead] | None:
-        """The same for whoever makes this claim, by the same question to the database; None where
-        it does not hold any more."""
+        """Return a page, and check the caller's claim in the same query; None if the claim no
+        longer holds."""
         with self._database.look() as connection:
             query, values = page_query(connection, _CLAIMED_HEADS, where, limit, before)
             rows = connection.execute(query, values | claim.values(self._clock())).all()
@@ -83,8 +84,8 @@ class RunQueries:
         return [RunHead._make(row[:-1]) for row in rows] if holds else None
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
-        """These runs with the changes of their status, oldest first, by id; a run that is gone is
-        left out."""
+        """Return these runs by id with their transitions, oldest first. Deleted runs are left
+        out."""
         if not run_ids:
             return {}
         with self._database.look() as connection:
@@ -93,24 +94,24 @@ class RunQueries:
         return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
 
     def live(self) -> list[RunRow]:
-        """Every run that the reconciler has work with, oldest first: neither ended nor paused."""
+        """Return every run that the reconciler works on, oldest first: neither ended nor paused."""
         with self._database.read() as connection:
             return [RunRow.read(row) for row in connection.execute(_LIVE)]
 
     def live_versions(self) -> dict[str, int]:
-        """Version of each of their rows by id, in that order: those that have not changed need not
-        be read again."""
+        """Return the row version of every live run by id, in the same order: unchanged rows need
+        not be read again."""
         with self._database.look() as connection:
             return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
 
     def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
-        """Return these runs by id, without those that are gone."""
+        """Return these runs by id, without deleted ones."""
         with self._database.look() as connection:
             found = connection.execute(_BY_IDS, {"ids": list(run_ids)})
             return {run.id: run for run in map(RunRow.read, found)}
 
     def heads(self) -> dict[str, tuple[str, str]]:
-        """(project, status) of every run, by id."""
+        """Return (project, status) of every run by id."""
         query = select(runs.c.id, runs.c.project, runs.c.status)
         with self._database.read() as connection:
             return {
@@ -118,8 +119,8 @@ class RunQueries:
             }
 
     def ledgers(self, run_ids: Sequence[str]) -> dict[str, tuple[dict[str, Any], float | None]]:
-        """(time ledger, when it ended in unix seconds or None) of each of these runs; a run that is
-        gone is left out."""
+        """Return (time ledger, end time in unix seconds or None) of each of these runs. Deleted
+        runs are left out."""
         found: dict[str, tuple[dict[str, Any], float | None]] = {}
         columns = (runs.c.id, runs.c.time_ledger, runs.c.finished_at)
         with self._database.read() as connection:
@@ -132,7 +133,7 @@ class RunQueries:
         return found
 
     def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
-        """Changes of status of each run, oldest first."""
+        """Return the transitions of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
         with self._database.look() as connection:
             for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
@@ -140,7 +141,7 @@ class RunQueries:
         return found
 
     def count_by_status(self, where: RunFilter = EVERY_RUN) -> dict[RunStatus, int]:
-        """How many of these runs, by default of all, are in each status; zero where none is."""
+        """Return the number of runs in each status, by default of all runs."""
         query, values = counted(_STATUS_COUNTS, where)
         with self._database.read() as connection:
             found = connection.execute(query.group_by(runs.c.status), values).all()

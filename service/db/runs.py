@@ -1,5 +1,5 @@
-"""Runs in the database: created, stopped, resumed and deleted for users. Every method is one
-transaction."""
+"""Runs in the database: created, stopped, resumed and deleted at users' requests. Every method is
+one transaction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CREATE_ATTEMPTS: Final = 5
 
 
 class RunStore(RunChanges):
-    """Runs and their states. ``clock`` gives unix seconds."""
+    """Runs and their states. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         super().__init__(database, clock)
@@ -54,20 +54,19 @@ class RunStore(RunChanges):
         """Record a run as QUEUED.
 
         Args:
-            spec: Validated spec; stored as resolved.
-            created_by: Token id.
-            idempotency: The request's key, where it has one.
-            guard: Called first in the transaction; raises where the run is not to be made after
-                all.
-            create_project: Make the run's project where it is missing.
+            spec: validated spec; stored as resolved.
+            created_by: token id.
+            idempotency: the request's key, if it has one.
+            guard: called first in the transaction; raises to refuse the run.
+            create_project: create the run's project if it does not exist.
 
         Returns:
             The run, and whether it is new: False for a repeated request.
 
         Raises:
-            IdempotencyConflict: The key belongs to another body, or to a run that is deleted.
-            QuotaExceeded: The project has as many waiting runs as it may.
-            UnknownProject: It is missing, and is not to be made.
+            IdempotencyConflict: the key was used with another body, or for a deleted run.
+            QuotaExceeded: the project has its maximum number of waiting runs.
+            UnknownProject: the project does not exist and is not to be created.
         """
         for _ in range(_CREATE_ATTEMPTS):
             try:
@@ -81,9 +80,9 @@ class RunStore(RunChanges):
                     join_queue(connection, spec.project, self._clock(), create=create_project)
                     return self._insert(connection, spec, created_by, idempotency), True
             except IntegrityError:
-                # Another replica used the key first, or the id is taken: look again.
+                # Another replica used the key first, or the id is taken: try again.
                 continue
-        raise DatabaseError("no free run id or idempotency key was found; try again")
+        raise DatabaseError("found no free run id or idempotency key; try again")
 
     def _insert(
         self,
@@ -109,18 +108,18 @@ class RunStore(RunChanges):
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
-        """Whether the key was used before, whatever for: ``create`` says what that means."""
+        """Return whether the key was used before, for anything; ``create`` decides what that
+        means."""
         if idempotency is None:
             return False
         with self._database.read() as connection:
             return is_used(connection, idempotency)
 
     def request_stop(self, run_id: str, stop: Stop) -> RunRow:
-        """Cancel or pause: at once where nothing of the run is on the cluster, else STOPPING until
-        the driver has let go.
+        """Cancel or pause a run: at once if it is not on the cluster, else through STOPPING until
+        its driver has ended.
 
-        Asking again for what is under way changes nothing; a cancel replaces a pause. Raises
-        TransitionConflict.
+        Repeating a request changes nothing; a cancel replaces a pause. Raises TransitionConflict.
         """
         with self._database.write() as connection:
             writer = RunWriter.lock(connection, run_id, self._clock())
@@ -128,7 +127,7 @@ class RunStore(RunChanges):
             if run.status == RunStatus.STOPPING and run.stop_requested == stop:
                 if run.preempted_by is None:
                     return run
-                # The user's pause outlasts the scheduler's: the run does not come back by itself.
+                # A user's pause overrides the scheduler's: the run does not queue again by itself.
                 writer.set({"preempted_by": None, "reason_code": None, "reason_message": None})
                 return writer.save()
             if run.status == RunStatus.STOPPING and stop == "pause":
@@ -152,11 +151,11 @@ class RunStore(RunChanges):
             return writer.save()
 
     def resume(self, run_id: str) -> RunRow:
-        """Queue a paused run again. Raises TransitionConflict where it is not PAUSED."""
+        """Queue a paused run again. Raises TransitionConflict if it is not PAUSED."""
         return self.transition(run_id, RunStatus.PAUSED, RunStatus.QUEUED)
 
     def delete(self, run_id: str) -> None:
-        """Forget a run that has ended, with its history. Its idempotency key stays used. Raises
+        """Delete a run that has ended, with its history. Its idempotency key stays used. Raises
         TransitionConflict."""
         ended = [status for status in RunStatus if status.terminal]
         with self._database.write() as connection:

@@ -1,5 +1,5 @@
-"""Series of runs' metrics, thinned where they lie: of a million points only those that are shown
-leave the database."""
+"""Time series of metrics, down-sampled in the database: of a million points, only those that are
+shown are read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SeriesStore:
         self._database = database
 
     def names(self, run_id: str) -> list[str]:
-        """Every metric that the run ever reported, in order. One look at the index for each,
-        however many points there are."""
+        """Return every metric that the run ever reported, in order. One index seek each, however
+        many points there are."""
         mine = metrics.c.run_id == run_id
         first = (
             select(func.min(metrics.c.name).label("name")).where(mine).cte("known", recursive=True)
@@ -51,8 +51,8 @@ class SeriesStore:
             ]
 
     def points(self, run_id: str, name: str, most: int | None = None) -> list[MetricPoint]:
-        """A metric by step; a series of more than ``most`` points thinned to them, so that its
-        ends, the extremes of each part of it, and values that were not finite stay."""
+        """Return a metric by step. A series of more than ``most`` points is down-sampled; its ends,
+        the extremes of each part, and values that were not finite are kept."""
         query = _series(run_id, name).order_by(metrics.c.step)
         with self._database.read() as connection:
             found = _rows(connection, query if most is None else query.limit(most + 1))
@@ -85,8 +85,8 @@ def _rows(connection: Connection, query: Select[Any]) -> list[Point]:
 def _outstanding(
     sqlite: bool, run_id: str, name: str, first: int, last: int, most: int
 ) -> Select[Any]:
-    """Candidates by step: both ends of the series; of each of its parts the largest value, the
-    smallest, one that is not finite."""
+    """Return the query for candidate points by step: both ends of the series, and of each part its
+    largest value, its smallest, and one that is not finite."""
     width = -(-(last - first + 1) // max(1, (most - 2) // 2))
     parts = select(literal(first).label("low")).cte("parts", recursive=True)
     parts = parts.union_all(select(parts.c.low + width).where(parts.c.low + width <= last))
@@ -96,8 +96,8 @@ def _outstanding(
         & (metrics.c.step >= parts.c.low)
         & (metrics.c.step < parts.c.low + width)
     )
-    # One reading finds the smallest value or, before it, one that was not finite; only then is the
-    # smallest looked for again.
+    # One pass finds the smallest value, or one that was not finite, which sorts first. Only in that
+    # case search again for the smallest.
     lowest = select(parts.c.low, _first_step(sqlite, parts, inside, least=True).label("step")).cte(
         "lowest"
     )
@@ -129,11 +129,11 @@ def _outstanding(
 def _first_step(
     sqlite: bool, parts: CTE, inside: ColumnElement[bool], *, least: bool
 ) -> ScalarSelect[Any]:
-    """The step of a part's smallest value, one that was not finite before all others; or of its
-    largest, and such a one last."""
+    """Return the step of a part's smallest value, where one that is not finite sorts first, or of
+    its largest, where it sorts last."""
     if sqlite:
-        # Beside min() and max() SQLite gives the other columns of the row that they are of: twice
-        # as fast as a sort for one row.
+        # With min() and max() SQLite returns the other columns of the same row: twice as fast as a
+        # sort.
         value = func.coalesce(metrics.c.value, literal(-math.inf))
         row = (
             select(metrics.c.step, (func.min(value) if least else func.max(value)).label("value"))

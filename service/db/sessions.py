@@ -1,5 +1,5 @@
-"""Log-ins of browsers: a random cookie, of which only the SHA-256 is stored, that stands for a
-token until one of them ends."""
+"""Browser sessions: a random cookie, stored as its SHA-256, that stands for a token until either
+ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.model.rows import TokenRow
 
 LASTS_S: Final = 30 * 24 * 3600.0
 _MOST_OF_A_TOKEN: Final = 100
-"""Sessions that one token has at most; a further log-in ends the oldest."""
+"""Maximum number of sessions of a token; a further log-in ends the oldest."""
 _RANDOM_BYTES: Final = 32
 _VALID: Final = (
     sessions.c.token_id == tokens.c.id,
@@ -32,14 +32,14 @@ _STILL_VALID: Final = select(sessions.c.sha256).where(
 
 
 class SessionStore:
-    """Log-ins and the tokens that they stand for. ``clock`` gives unix seconds."""
+    """Sessions and their tokens. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def begin(self, token_id: str) -> str:
-        """Begin a session of a token; returns the cookie's value, which is shown here only."""
+        """Start a session for a token; return the cookie's value, which is not stored."""
         secret, now = secrets.token_urlsafe(_RANDOM_BYTES), self._clock()
         mine = sessions.c.token_id == token_id
         newest = (
@@ -61,8 +61,7 @@ class SessionStore:
         return secret
 
     def find(self, secret: str) -> TokenRow | None:
-        """Return the token that a cookie stands for; None where the session or its token has
-        ended."""
+        """Return the token of a cookie; None if the session or its token has ended."""
         with self._database.look() as connection:
             found = connection.execute(
                 _TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}
@@ -70,7 +69,7 @@ class SessionStore:
         return None if found is None else TokenRow(*found)
 
     def end(self, secret: str) -> None:
-        """End a session; harmless where it has ended."""
+        """End a session; does nothing if it has ended."""
         with self._database.write() as connection:
             connection.execute(delete(sessions).where(sessions.c.sha256 == sha256_of(secret)))
 

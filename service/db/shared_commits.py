@@ -1,5 +1,5 @@
-"""Writers of a SQLite database, which lets in one at a time: those that come while another one
-writes share its commit."""
+"""Group commit for SQLite, which allows one writer at a time: writers that wait for another one
+share its commit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 LONGEST_S: Final = 0.02
-"""How long the first writer of a transaction waits for more of them."""
+"""Maximum time that the first writer of a transaction waits for more of them."""
 _LOOK_S: Final = 0.05
-"""Between two looks of one who waits for its commit whether the one who was to make it went
-away."""
+"""Interval at which a waiting writer checks whether the one that was to commit has gone away."""
 
 
 class WriterTimeout(Exception):
@@ -24,7 +23,7 @@ class WriterTimeout(Exception):
 
 
 class _Group:
-    """Writers of one transaction. The first has all of it, each later one a savepoint in it."""
+    """Writers of one transaction. Each writer after the first has a savepoint in it."""
 
     def __init__(self, engine: Engine) -> None:
         self.connection = engine.connect().execution_options(everstep_begin="BEGIN IMMEDIATE")
@@ -39,17 +38,17 @@ class _Group:
         self.error: BaseException | None = None
 
     def commit(self) -> None:
-        """End the transaction, and tell everybody who waits for it how."""
+        """End the transaction, and report the result to all waiting writers."""
         try:
             self.transaction.commit()
         except BaseException as exc:
             self.error = exc
-            # SQLite still has the transaction; with the connection it goes.
+            # SQLite still has the transaction open; closing the connection ends it.
             self.connection.invalidate()
         self._end()
 
     def abandon(self, error: BaseException) -> None:
-        """Undo what every writer wrote."""
+        """Roll back the writes of all writers."""
         self.error = error
         try:
             self.transaction.rollback()
@@ -65,12 +64,12 @@ class _Group:
 
 
 class SharedCommits:
-    """Turns of writers, and what they commit together.
+    """Serialises writers and lets them share commits.
 
-    A commit waits for the disk, which takes longer than most writes. Whoever is done while others
-    wait for their turn leaves the commit to the last of them, and goes on once that is through:
-    nobody is told of a write that is not on the disk. A write that fails is undone alone; a commit
-    that fails has failed for all who are in it.
+    A commit waits for the disk, which takes longer than most writes. A writer that is done while
+    others wait for their turn leaves the commit to the last of them, and returns once it has
+    succeeded: no write is acknowledged before it is on the disk. A write that fails is rolled back
+    alone; a commit that fails has failed for all its writers.
     """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
@@ -80,17 +79,17 @@ class SharedCommits:
         self._counting = threading.Lock()
         self._num_waiting = 0
         self._open: _Group | None = None
-        """Written to, and to be committed by whoever has the next turn."""
+        """Transaction that the writer with the next turn will commit."""
         self._own = threading.local()
-        """The group of a thread that is in ``together``."""
+        """The group of a thread that is inside ``together``."""
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A part of a transaction, committed when this returns; undone where the block raises.
-        Raises WriterTimeout.
+        """Open a part of a transaction. It is committed when this returns, and rolled back if the
+        block raises. Raises WriterTimeout.
 
-        In ``together`` it is committed with the rest of that. Where SQLite gave the transaction up,
-        it raises what that was.
+        Inside ``together`` it is committed with the rest. If SQLite has rolled back the
+        transaction, it raises that error.
         """
         own: _Group | None = getattr(self._own, "group", None)
         if own is None:
@@ -104,13 +103,13 @@ class SharedCommits:
 
     @contextmanager
     def together(self) -> Iterator[Connection]:
-        """One turn, and one commit at its end, for all that this thread writes in the block; each
-        part that fails is undone alone.
+        """Commit everything that this thread writes in the block at its end; a part that fails is
+        rolled back alone.
 
-        Raises WriterTimeout, and what the commit raises: then nothing of it was written.
+        Raises WriterTimeout, and the commit's error: then nothing was written.
         """
         with self._turn_of() as group:
-            # the block itself: none of its parts stands for all of the transaction
+            # count the block itself, so that each of its parts gets a savepoint
             group.num_writers += 1
             self._own.group = group
             try:
@@ -124,7 +123,7 @@ class SharedCommits:
 
     @contextmanager
     def _turn_of(self) -> Iterator[_Group]:
-        """A turn to write, and then the commit of what was written."""
+        """Take a turn to write; commit at its end, or wait for the commit."""
         self._take_turn()
         try:
             group = self._open = self._open or _Group(self._engine)
@@ -155,8 +154,8 @@ class SharedCommits:
             raise
 
     def _undo(self, group: _Group) -> None:
-        """Undo the last writer's part, or everything where SQLite has lost the transaction: no room
-        on the disk, for one."""
+        """Roll back the last writer's part, or everything if SQLite has lost the transaction, for
+        example on a full disk."""
         try:
             group.connection.exec_driver_sql("ROLLBACK TO writer")
             group.connection.exec_driver_sql("RELEASE writer")
@@ -177,7 +176,7 @@ class SharedCommits:
             raise WriterTimeout
 
     def _end_turn(self) -> None:
-        """Commit what is open, unless somebody waits who will."""
+        """Commit the open transaction, unless a waiting writer will."""
         try:
             group = self._open
             if group is not None and (

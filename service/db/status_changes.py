@@ -1,5 +1,5 @@
-"""The changes of a run's status as one value beside its row: rows of their own would repeat it, or
-be asked for once more."""
+"""A run's transitions as one JSON value beside its row: separate rows would repeat the run, or need
+a second query."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from service.model.rows import TransitionRow
 
 
 class StatusChanges(FunctionElement[Any]):
-    """JSON of them, in no order: arrays of what ``changes_of`` takes, or null where there are
-    none."""
+    """JSON of the transitions, unordered: arrays for ``changes_of``, or null if there are none."""
 
     name = "status_changes"
     inherit_cache = True
@@ -43,7 +42,7 @@ def _in_postgresql(element: StatusChanges, compiler: SQLCompiler, **options: Any
 
 @compiles(StatusChanges, "sqlite")
 def _in_sqlite(element: StatusChanges, compiler: SQLCompiler, **options: Any) -> str:
-    # In JSON of its own making SQLite keeps 15 digits of a number, of which a time has more.
+    # SQLite's JSON keeps 15 digits of a number; a time has more.
     change = (
         "json_array(c.seq, c.from_status, c.to_status, printf('%!.17g', c.at), c.reason_code, "
         "c.reason_message)"
@@ -53,7 +52,7 @@ def _in_sqlite(element: StatusChanges, compiler: SQLCompiler, **options: Any) ->
 
 
 def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[TransitionRow]:
-    """What the database gave for STATUS_CHANGES as rows, oldest first."""
+    """Return the rows for a value of STATUS_CHANGES, oldest first."""
     rows = sorted(found or (), key=lambda change: int(change[0]))
     return [
         TransitionRow(run_id, seq, before, to, float(at), code, message)

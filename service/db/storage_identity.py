@@ -1,4 +1,4 @@
-"""Which storage the database belongs to, and what it knows of the runs there."""
+"""Which storage the database belongs to, and which runs have data there."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class KnownStorage:
 
     storage_id: str
     was_seen: bool
-    """Whether its identity file was ever there."""
+    """Whether its identity file ever existed."""
 
 
 class StorageRecords:
-    """The one row of it. Every method is one transaction. ``clock`` gives unix seconds."""
+    """The row of the known storage. Every method is one transaction. ``clock`` returns unix
+    seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
     def get(self) -> KnownStorage | None:
-        """Return the storage that is known; None before the first one is."""
+        """Return the known storage; None if there is none yet."""
         with self._database.read() as connection:
             return _known(connection)
 
     def claim(self, storage_id: str) -> KnownStorage:
-        """Record an id where none is known. Returns the one that then is: another replica may have
-        been first."""
+        """Record an id if none is known. Return the known one: another replica may have been
+        first."""
         try:
             with self._database.write() as connection:
                 known = _known(connection)
@@ -59,7 +60,7 @@ class StorageRecords:
             return known
 
     def seen(self, storage_id: str) -> None:
-        """Record that the file with this id is there: from now on a storage without it is another
+        """Record that the file with this id exists: from now on a storage without it is a different
         one."""
         row = storage_identity.c
         with self._database.write() as connection:
@@ -67,15 +68,15 @@ class StorageRecords:
             connection.execute(update(storage_identity).where(*which).values(seen_at=self._clock()))
 
     def replace(self, storage_id: str) -> None:
-        """Record another storage in place of the known one. An operator asked for it."""
+        """Replace the known storage, at an operator's request."""
         note_target(storage_id)
         with self._database.write() as connection:
             connection.execute(delete(storage_identity).where(storage_identity.c.name == _NAME))
             _insert(connection, storage_id, self._clock(), self._clock())
 
     def submitted_runs(self, limit: int) -> list[str]:
-        """Return ids of runs that have a directory in the storage: those that are live first, then
-        the newest."""
+        """Return ids of runs that have a directory in the storage: live ones first, then the
+        newest."""
         query = (
             select(runs.c.id)
             .where(runs.c.submission > 0)

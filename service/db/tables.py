@@ -1,5 +1,5 @@
-"""The database's tables. Times are unix seconds (float), sizes bytes. migrations/ creates exactly
-these tables."""
+"""The database's tables. Times are unix seconds (float), sizes are bytes. migrations/ creates
+exactly these tables."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ checkpoint_checks = Table(
     _run_id_key(),
     Column("name", String(128), primary_key=True),
     Column("verified_at", Double, nullable=False),
-    Column("problem", Text),  # null: every file had its size and digest
+    Column("problem", Text),  # null: sizes and digests of all files matched
 )
 
 idempotency_keys = Table(
@@ -150,11 +150,11 @@ tokens = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
-    Column("last_used_at", Double),  # a few seconds late
+    Column("last_used_at", Double),  # up to a few seconds behind
     UniqueConstraint("sha256"),
 )
 
-sessions = Table(  # log-ins of browsers
+sessions = Table(  # browser log-ins
     "sessions",
     metadata,
     Column("sha256", String(64), primary_key=True),  # of the cookie
@@ -175,12 +175,12 @@ projects = Table(
     Column("created_at", Double, nullable=False),
 )
 
-code_archives = Table(  # who uploaded what; storage keeps equal archives once
+code_archives = Table(  # who uploaded which archive; storage keeps equal ones once
     "code_archives",
     metadata,
     Column("project", String(64), primary_key=True),
     Column("digest", String(80), primary_key=True),
-    Column("size_bytes", Integer, nullable=False),  # 0: from before sizes were kept
+    Column("size_bytes", Integer, nullable=False),  # 0: uploaded before sizes were recorded
     Column("created_by", String(32), nullable=False),  # token id
     Column("created_at", Double, nullable=False),
 )
@@ -196,19 +196,19 @@ audit_log = Table(
     Column("address", String(64)),  # where the call came from
     Column("method", String(8), nullable=False),
     Column("path", String(512), nullable=False),
-    Column("target", String(64)),  # what was made or acted upon
-    Column("status", Integer, nullable=False),  # of the answer
+    Column("target", String(64)),  # what was created or changed
+    Column("status", Integer, nullable=False),  # of the response
     Index(None, "token_id", "seq"),
 )
 
 notifications = Table(
     "notifications",
     metadata,
-    # not a foreign key: what happened is told though the run is deleted
+    # not a foreign key: sent even if the run is deleted meanwhile
     Column("run_id", RUN_ID, primary_key=True),
     Column("seq", Integer, primary_key=True),  # of the status event
     Column("url", String(2048), nullable=False),
-    Column("body", Text, nullable=False),  # the very bytes that are sent
+    Column("body", Text, nullable=False),  # sent as it is
     Column("created_at", Double, nullable=False),
     Column("next_at", Double, nullable=False),
     Column("num_tries", Integer, nullable=False),
@@ -220,7 +220,7 @@ leases = Table(
     metadata,
     Column("name", String(32), primary_key=True),
     Column("holder", String(128), nullable=False),
-    # grows with every new holder: what an old one still writes is refused
+    # increases with every new holder: writes of an old one are refused
     Column("fence", Integer, nullable=False),
     Column("expires_at", Double, nullable=False),
 )
@@ -228,22 +228,22 @@ leases = Table(
 storage_identity = Table(
     "storage_identity",
     metadata,
-    Column("name", String(16), primary_key=True),  # "runs": the one storage that there is
-    # of the storage that this database belongs to
+    Column("name", String(16), primary_key=True),  # "runs": the only storage
+    # id of the storage that this database belongs to
     Column("storage_id", String(36), nullable=False),
     Column("recorded_at", Double, nullable=False),
-    Column("seen_at", Double),  # when its file was first there; null: it is still to be written
+    Column("seen_at", Double),  # when its file first existed; null: not written yet
 )
 
 node_marks = Table(
     "node_marks",
     metadata,
     Column("node_id", String(64), primary_key=True),
-    # cordoned | draining | open: an administrator's word that it may take ranks
+    # cordoned | draining | open (an administrator has uncordoned it)
     Column("state", String(16), nullable=False),
     Column("reason", Text),
     Column("by", String(128), nullable=False),  # name of the token, or of the service itself
     Column("at", Double, nullable=False),
-    Column("deadline", Double),  # when a draining node is to be taken away
-    Column("gone_since", Double),  # null: the cluster had it when it was last asked
+    Column("deadline", Double),  # when a draining node will be removed
+    Column("gone_since", Double),  # null: it was in the cluster at the last check
 )

@@ -1,4 +1,4 @@
-"""Bearer tokens: 256 random bits, of which only the SHA-256 is stored."""
+"""Bearer tokens: 256 random bits, stored as their SHA-256."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _STILL_VALID: Final = select(tokens.c.sha256).where(
 )
 _CHUNK: Final = 500
 CLAIM_HOLDS: Final = _STILL_HOLDS.is_not(None)
-"""Whether a claim holds, as a column beside what is asked for it; its parameters are a claim's
-``values``."""
+"""Column that says whether a claim holds, to add to another query; its parameters are
+``Claim.values``."""
 _HOLDS: Final = select(CLAIM_HOLDS)
 
 SeenRun = tuple[ListedRun, list[TransitionRow]]
-"""A run with the changes of its status, oldest first, at one moment."""
+"""A run and its transitions, oldest first, at the same time."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a token was when it was last looked for."""
+    """A token's properties when it was last looked up."""
 
     sha256: str
-    """Of its secret."""
+    """SHA-256 of its secret."""
     role: Role
     project: str | None
 
@@ -72,18 +72,18 @@ class Claim:
         }
 
     def holds(self, connection: Connection, now: float) -> bool:
-        """Whether it still is at ``now``, as part of what is asked of the database, or written to
-        it, for it."""
+        """Return whether the claim still holds at ``now``, in the transaction that uses it."""
         return bool(connection.execute(_HOLDS, self.values(now)).scalar_one())
 
 
 def new_secret() -> str:
-    """A token: ``evs_`` and 256 random bits in URL-safe base64."""
+    """Return a new token: ``evs_`` and 256 random bits in URL-safe base64."""
     return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def sha256_of(secret: str) -> str:
-    """What is stored of a token. It has 256 random bits, so a fast hash cannot be searched."""
+    """Return what is stored of a token. With 256 random bits, a fast hash is safe against
+    search."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -103,7 +103,7 @@ def valid_digests(
 
 
 class TokenStore:
-    """Tokens and whom they stand for. ``clock`` gives unix seconds."""
+    """Tokens and what they allow. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -119,15 +119,16 @@ class TokenStore:
         token_id: str | None = None,
         create_project: bool = True,
     ) -> tuple[TokenRow, str]:
-        """Make a token; its secret is returned here and never again.
+        """Create a token; its secret is returned only here.
 
         Args:
-            name: What people call it.
-            role: What it may do.
-            project: The one project that it reaches; None reaches all.
-            expires_at: Unix seconds; None never.
-            token_id: Id of a token to replace; the old secret is worthless from then on.
-            create_project: Make the project where it is missing; else that raises UnknownProject.
+            name: display name.
+            role: the token's role.
+            project: the one project that the token gives access to; None for all.
+            expires_at: unix seconds; None never.
+            token_id: id of a token to replace, whose old secret is revoked.
+            create_project: create the project if it does not exist; otherwise that raises
+                UnknownProject.
         """
         secret = new_secret()
         row = self._put(
@@ -142,8 +143,8 @@ class TokenStore:
         return row, secret
 
     def take_over(self, secret: str, name: str, role: Role, *, token_id: str) -> TokenRow:
-        """Make a token of a secret that was made elsewhere, in place of the token ``token_id``; it
-        reaches all projects."""
+        """Create a token from an existing secret, in place of the token ``token_id``; it gives
+        access to all projects."""
         return self._put(secret, name, role, None, None, token_id)
 
     def _put(
@@ -177,7 +178,7 @@ class TokenStore:
         return row
 
     def valid(self) -> list[TokenRow]:
-        """Every token that is not revoked, expired ones too, oldest first."""
+        """Return every token that is not revoked, including expired ones, oldest first."""
         query = (
             select(tokens)
             .where(tokens.c.revoked_at.is_(None))
@@ -187,8 +188,7 @@ class TokenStore:
             return [TokenRow.of(row) for row in connection.execute(query).mappings()]
 
     def revoke(self, token_id: str) -> bool:
-        """Make a token worthless from now on; False where there is no such token, or none any
-        more."""
+        """Revoke a token; return False if it does not exist or is already revoked."""
         with self._database.write() as connection:
             still = (tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
             return bool(
@@ -198,7 +198,7 @@ class TokenStore:
             )
 
     def note_used(self, used_at: Mapping[str, float]) -> None:
-        """Remember when tokens were last used: unix seconds by token id."""
+        """Record when tokens were last used: unix seconds by token id."""
         if not used_at:
             return
         statement = (
@@ -212,7 +212,7 @@ class TokenStore:
             )
 
     def find(self, secret: str) -> TokenRow | None:
-        """Whose token this is; None where it is unknown, expired or revoked."""
+        """Return the token of a secret; None if it is unknown, expired or revoked."""
         digest = sha256_of(secret)
         with self._database.look() as connection:
             found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
@@ -223,8 +223,8 @@ class TokenStore:
         return valid_digests(self._database, _STILL_VALID, digests, self._clock())
 
     def find_with_run(self, secret: str, run_id: str) -> tuple[TokenRow | None, SeenRun | None]:
-        """The same, and a run, by one question to the database: nearly all requests about one run
-        ask for no more."""
+        """Return the token of a secret, and a run, in one query: most requests about a run need
+        only these."""
         digest = sha256_of(secret)
         with self._database.look() as connection:
             row = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).one_or_none()
@@ -235,9 +235,9 @@ class TokenStore:
         return token, (run, changes_of(run.id, row[-1]))
 
     def _accepted(self, row: TokenRow, digest: str) -> TokenRow | None:
-        """The token, where it is worth something now."""
-        # The index finds by hash, which tells an attacker nothing; the comparison that grants
-        # access takes constant time.
+        """Return the token if it is valid now."""
+        # The lookup is by hash, which leaks nothing useful; the deciding comparison takes constant
+        # time.
         if not hmac.compare_digest(row.sha256, digest) or row.revoked_at is not None:
             return None
         if row.expires_at is not None and row.expires_at <= self._clock():

@@ -1,5 +1,4 @@
-"""The one door through which a run changes: its row, its history and its transitions in one
-transaction."""
+"""The only way to change a run: its row, history and transitions in one transaction."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _INSERT_RUN, _INSERT_TRANSITIONS = insert(runs), insert(transitions)
 
 
 class RunWriter:
-    """A run's row, locked for this transaction, and what is to be written about it.
+    """A run's row, locked for this transaction, and the changes to write.
 
     ``run`` is always the row as it will be; nothing reaches the database before ``save``.
     """
@@ -43,8 +42,8 @@ class RunWriter:
         self, connection: Connection, run: RunRow, now: float, *, new: bool = False
     ) -> None:
         self.run = replace(run)
-        """This writer's own copy, which ``set`` changes in place: a copy for each event of a
-        journal would cost the most."""
+        """This writer's own copy, which ``set`` changes in place; copying it for each event of a
+        journal would dominate the cost."""
         self.now = now
         self._connection = connection
         self._found = None if new else run
@@ -56,7 +55,7 @@ class RunWriter:
 
     @classmethod
     def lock(cls, connection: Connection, run_id: str, now: float) -> RunWriter:
-        """Read the row for update. Raises TransitionConflict where the run is gone."""
+        """Read the row for update. Raises TransitionConflict if the run was deleted."""
         row = connection.execute(_LOCKED, {"run_id": run_id}).one_or_none()
         if row is None:
             raise TransitionConflict(run_id, None, "it was deleted")
@@ -83,8 +82,7 @@ class RunWriter:
         try:
             self._ledger.apply(row, latest=self.now)
         except UNFIT as exc:
-            # As for changes: data that is not as it should be must not stop the tail. The time
-            # stays in the bucket it was in.
+            # As for changes, invalid data must not stop the tail. The time stays in its bucket.
             logger.error(
                 "event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc)
             )
@@ -93,12 +91,12 @@ class RunWriter:
         return row
 
     def add_points(self, points: tuple[MetricPoint, ...]) -> None:
-        """Metrics to store; a step that was done again replaces what it reported before."""
+        """Add metrics. A repeated step replaces its earlier values."""
         for point in points:
             self._points[point.name, point.step] = point
 
     def told(self, run_id: str) -> str | None:
-        """Another run as this one's users may hear of it: None where it belongs to another
+        """Return another run's id if this run's users may see it; None if it belongs to another
         project."""
         project = self._connection.execute(
             select(runs.c.project).where(runs.c.id == run_id)
@@ -106,7 +104,7 @@ class RunWriter:
         return run_id if project == self.run.project else None
 
     def begin(self) -> None:
-        """The first entries of a new run's history."""
+        """Add the first entries of a new run's history."""
         self.append(
             EventKind.RUN_CREATED,
             self.run.created_at,
@@ -115,13 +113,13 @@ class RunWriter:
         self._record_status(None, self.run.created_at)
 
     def change_status(self, to: RunStatus, reason: Reason | None, at: float | None = None) -> None:
-        """Change the status, with its event. Raises TransitionConflict where it may not follow.
+        """Change the status, with its event. Raises TransitionConflict if ``to`` may not follow.
 
         Args:
-            to: New status.
-            reason: Why, where the status alone does not say it; None clears the old reason.
-            at: When it happened (unix seconds); None is now. Never before what the history already
-                tells.
+            to: new status.
+            reason: why, if the status alone does not say it; None clears the old reason.
+            at: when it happened (unix seconds); None is now. Never earlier than the history's last
+                entry.
         """
         before, preempted_by = self.run.status, self.run.preempted_by
         check_legal(self.run.id, before, to)
@@ -130,7 +128,7 @@ class RunWriter:
         columns: dict[str, Any] = {
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,
-            # PostgreSQL stores no NUL in texts, and what user code raised may hold one.
+            # PostgreSQL cannot store NUL in text, and exceptions of user code may contain it.
             "reason_message": reason.message.replace("\0", "\N{REPLACEMENT CHARACTER}")
             if reason
             else None,
@@ -144,7 +142,7 @@ class RunWriter:
         self.set(columns)
         self._record_status(before, moment)
         if to == RunStatus.PAUSED and preempted_by is not None:
-            # In the same transaction: nobody has to remember that it is to come back.
+            # in the same transaction, so that nothing can get lost in between
             self.change_status(RunStatus.QUEUED, reason, moment)
 
     def _record_status(self, before: RunStatus | None, at: float) -> None:
@@ -175,7 +173,7 @@ class RunWriter:
         )
 
     def save(self) -> RunRow:
-        """Write everything. Raises TransitionConflict where the row changed since it was read."""
+        """Write everything. Raises TransitionConflict if the row changed since it was read."""
         changed = {
             "time_ledger": self._ledger.dump(),
             "updated_at": self.now,
@@ -187,7 +185,7 @@ class RunWriter:
             self._connection.execute(_INSERT_RUN, columns)
         else:
             found = self._found
-            # A spec is long and never changes: write only what is another object than it was.
+            # A spec is long and never changes: only write values that are different objects.
             fresh = {
                 name: value for name, value in columns.items() if getattr(found, name) is not value
             }
@@ -246,8 +244,8 @@ def _points_upsert(dialect: Dialect) -> Insert:
 def _execute_rows(
     connection: Connection, make: Callable[[Dialect], Insert], rows: list[dict[str, Any]]
 ) -> None:
-    """As the driver takes them: a journal tells of thousands of rows, and making a statement of
-    each costs the most."""
+    """Insert rows through the driver: journals have thousands of rows, and compiling a statement
+    for each would dominate the cost."""
     statement, places = _compiled(make, connection.dialect)
     connection.exec_driver_sql(
         statement, rows if places is None else list(map(itemgetter(*places), rows))
@@ -258,6 +256,6 @@ def _execute_rows(
 def _compiled(
     make: Callable[[Dialect], Insert], dialect: Dialect
 ) -> tuple[str, Sequence[str] | None]:
-    """The statement, and the order of its parameters where it does not name them."""
+    """Return the statement, and the order of its parameters if they are positional."""
     compiled = make(dialect).compile(dialect=dialect)
     return compiled.string, compiled.positiontup

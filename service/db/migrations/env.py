@@ -1,4 +1,4 @@
-"""Alembic's entry: migrates over the connection that Database.migrate passes in."""
+"""Alembic's entry point: migrate over the connection that Database.migrate passes in."""
 
 from alembic import context
 
