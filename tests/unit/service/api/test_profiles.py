@@ -77,7 +77,7 @@ async def test_the_command_waits_shows_all_reduces_and_fetches_the_trace(
     assert (
         "bucket 0" in done.output
         and "2.00 ms" in done.output
-        and "3 steps from step 12 on, 10.00 ms each" in done.output
+        and "3 steps from step 12, 10.00 ms each" in done.output
     )
     assert target.read_bytes() == b"\x1f\x8b the trace"
     [kept] = await listed(api, run_id)
@@ -104,7 +104,7 @@ async def test_a_profile_whose_attempt_ends_lapses_and_the_command_fails(api: Ap
     assert lapsed.id == profile.id
     with pytest.raises(NotFound, match="the profile is lapsed"):
         await asyncio.to_thread(lapsed.download, "nowhere")
-    with pytest.raises(Conflict, match="a profile needs a run that trains"):
+    with pytest.raises(Conflict, match="a profile needs a run that is RUNNING"):
         await asyncio.to_thread(run.profile)
 
 

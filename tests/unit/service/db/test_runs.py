@@ -90,7 +90,7 @@ def test_a_key_of_a_deleted_run_stays_used(runs: RunStore) -> None:
     run, _ = runs.create(parse_spec(spec()), "tok_a", key)
     runs.request_stop(run.id, "cancel")
     runs.delete(run.id)
-    with pytest.raises(IdempotencyConflict, match="is deleted"):
+    with pytest.raises(IdempotencyConflict, match="was deleted"):
         runs.create(parse_spec(spec()), "tok_a", key)
 
 

@@ -115,7 +115,7 @@ def test_a_project_comes_with_its_first_run_or_token_and_its_queue_has_an_end(
     assert projects.put("seen", Quotas(max_queued=2))[1] is False
     assert projects.quotas() == {"seen": Quotas(max_queued=2)}
     waiting = create(runs, project="seen")
-    with pytest.raises(QuotaExceeded, match="has 2 runs waiting"):
+    with pytest.raises(QuotaExceeded, match="has 2 waiting runs"):
         create(runs, project="seen")
     runs.request_stop(waiting.id, "cancel")
     create(runs, project="seen")
