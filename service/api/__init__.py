@@ -1,5 +1,5 @@
-"""The REST API: routes, authentication, paging, streams, and problem responses.
+"""The REST API: routes, authentication, paging, streams and problem responses.
 
-Imports the database, projections, the model and the views of the cluster. The web pages are made
-from the same functions.
+Imports the database, projections, the model and the views of the cluster. The web pages use the
+same functions.
 """

@@ -1,4 +1,4 @@
-"""Turn rows into the answers that clients read."""
+"""Turn rows into the responses that clients read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, protection
 
 JsonObject = dict[str, Any]
-"""A JSON object: texts, numbers, lists and objects only."""
+"""A JSON object of texts, numbers, lists and objects."""
 _ENDED_JSON: Final = ENDED.model_dump()
 _HINTS: Final = get_type_hints(RunSummary)
 _SAME: Final = tuple(
     name for name, field in Run.model_fields.items() if _HINTS.get(name) == field.annotation
 )
-"""Fields of the answer that are the row's: of equal name and type."""
+"""Fields of the response with the same name and type as the row's."""
 _same_fields: Final = attrgetter(*_SAME)
 
 
@@ -50,8 +50,8 @@ def event_answer(row: EventRow) -> Event:
 def as_json(
     answer: BaseModel | JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a response with this body. FastAPI would turn a model into dicts first, which takes
-    longer than the rest of the answer."""
+    """Return a response with this body. FastAPI would first turn a model into dicts, which takes
+    longer than the rest."""
     body = (
         answer.model_dump_json(by_alias=True) if isinstance(answer, BaseModel) else to_json(answer)
     )
@@ -65,7 +65,7 @@ def run_answer(
     now: float,
     public_url: str | None = None,
 ) -> Run:
-    """Return the answer of ``run_json`` as a model."""
+    """Return the result of ``run_json`` as a model."""
     return Run.model_validate(run_json(run, transitions, dashboard_url, now, public_url))
 
 
@@ -76,17 +76,17 @@ def run_json(
     now: float,
     public_url: str | None = None,
 ) -> JsonObject:
-    """Return the run as it is at ``now``, as the JSON of ``Run``.
+    """Return the run as of ``now``, as the JSON of ``Run``.
 
     Building models for a page of runs would take longer than reading the runs.
 
     Args:
-        run: Its row. Fields of ``Run`` that are not set here are the row's fields of the same name.
-        transitions: Changes of its status, oldest first.
-        dashboard_url: Base URL of the Ray dashboard; None until it is known.
-        now: Unix seconds.
-        public_url: Base URL of this service for browsers, without a trailing slash; None links to
-            no page.
+        run: its row. Fields of ``Run`` that are not set here are the row's fields of the same name.
+        transitions: its transitions, oldest first.
+        dashboard_url: base URL of the Ray dashboard; None until it is known.
+        now: unix seconds.
+        public_url: base URL of this service for browsers, without a trailing slash; None for no
+            links to pages.
     """
     latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
     protected = protection(run)

@@ -1,4 +1,4 @@
-"""Who is asking: bearer tokens, roles, and the local admin token. There is no anonymous mode."""
+"""Authentication: bearer tokens, roles, and the local admin token. There is no anonymous access."""
 
 from __future__ import annotations
 
@@ -23,65 +23,63 @@ from storage.files.draft import draft_beside
 LOCAL_TOKEN_ID: Final = "tok_local"
 METRICS_TOKEN_ID: Final = "tok_metrics"
 EMBEDDED_TRUST: Final = (
-    "the embedded cluster runs the code of runs as the service's own user: everyone who may "
-    "submit a run is the administrator. "
-    "For people whom you trust less give the service a cluster of its own user: --ray-address "
-    "(docs/security.md)"
+    "the embedded cluster runs user code as the service's own user, so everyone who may submit a "
+    "run is effectively an administrator. For people whom you trust less, use a cluster that runs "
+    "as another user: --ray-address (docs/security.md)"
 )
 _RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
 _bearer = HTTPBearer(
     auto_error=False,
-    description="A token, as in the file `$EVERSTEP_HOME/token` of the service's machine.",
+    description="A token, for example from `$EVERSTEP_HOME/token` on the service's machine.",
 )
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Whoever a valid token stands for."""
+    """The caller that a valid token stands for."""
 
     token_id: str
     name: str
     role: Role
     project: str | None
-    """The one project that it reaches; None reaches all."""
+    """The one project that it has access to; None for all."""
     sha256: str
-    """Of the secret that came with the request: a token, or a browser's session."""
+    """SHA-256 of the secret in the request: a token, or a browser session."""
     by_session: bool = False
 
     def reaches(self, project: str) -> bool:
         return self.project is None or self.project == project
 
     def may(self, role: Role) -> bool:
-        """Whether its role allows what ``role`` allows."""
+        """Return whether its role includes the rights of ``role``."""
         return _RANK[self.role] >= _RANK[role]
 
     def require(self, role: Role) -> None:
-        """Raises 403 for a lesser role."""
+        """Raise 403 for a lesser role."""
         if not self.may(role):
             raise ProblemError(
                 403,
                 "forbidden",
-                f"this needs the role {role}; token {self.name!r} is a {self.role}",
+                f"this needs the role {role}, but token {self.name!r} is a {self.role}; use "
+                "another token",
             )
 
 
 @dataclass(frozen=True)
 class Claimant(Principal):
-    """Whoever a token stands for that was valid when it was last looked for. ``confirm`` says
-    whether it still is."""
+    """A caller whose token was valid when last looked up; ``confirm`` checks it again."""
 
     @property
     def claim(self) -> Claim:
         return Claim(self.sha256, self.role, self.project)
 
     def confirm(self, context: ApiContext, connection: Connection) -> None:
-        """Look for the token again, as part of what is asked of the database, or written to it, for
-        it. Raises 401."""
+        """Check the token again, in the transaction that it is used for. Raises 401."""
         if not self.claim.holds(connection, context.clock()):
             raise self.refused(context)
 
     def refused(self, context: ApiContext) -> ProblemError:
-        """The answer to a claim that does not hold any more."""
+        """Return the response to a claim that no longer holds."""
         context.known_tokens.forget(self.sha256)
         return _unauthorized()
 
@@ -90,7 +88,8 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
 async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
-    """Whose request this is. Raises 401 without a valid token, 429 for one that asks too often."""
+    """Return the caller of a request. Raises 401 without a valid token, 429 above the rate
+    limit."""
     secret = _secret(credentials)
     found = None if secret is None else await context.database_look(context.tokens.find, secret)
     return admitted(request, context, found)
@@ -110,8 +109,7 @@ def _unauthorized() -> ProblemError:
         "unauthorized",
         (
             "no valid token; send Authorization: Bearer TOKEN (on the service's machine: the "
-            "content "
-            "of $EVERSTEP_HOME/token)"
+            "content of $EVERSTEP_HOME/token)"
         ),
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -120,22 +118,22 @@ def _unauthorized() -> ProblemError:
 def admitted(
     request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None
 ) -> Principal:
-    """Return whom a token that was found stands for, and note the call.
+    """Return the caller for a token, and record the call.
 
     Args:
-        request: What is asked.
-        context: The service's.
-        found: The token; None is none that is valid.
-        session: SHA-256 of the browser's session that led to the token; None where the token itself
-            came.
+        request: the request.
+        context: the service's context.
+        found: the token; None if there is no valid one.
+        session: SHA-256 of the browser session that led to the token; None if the token itself was
+            sent.
 
-    Raises 401 without a token, 429 for one that asks too often.
+    Raises 401 without a token, 429 above the rate limit.
     """
     if found is None:
         raise _unauthorized()
     wait_s = context.rate_limit.wait_s(found.id)
     if wait_s:
-        detail = f"token {found.name!r} asks too often; try again in {wait_s} s"
+        detail = f"token {found.name!r} exceeds its rate limit; try again in {wait_s} s"
         raise ProblemError(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
     context.token_use.note(found.id)
     entry = current_entry()
@@ -157,8 +155,8 @@ Caller = Annotated[Principal, Depends(principal)]
 
 
 async def claimant(request: Request, context: Context, credentials: Credentials) -> Claimant:
-    """As ``principal``, without asking the database for a token that is known; for requests that
-    ask it for more anyhow."""
+    """Return the caller as ``principal``, without a database query if the token is cached; for
+    requests that confirm it in a later query."""
     secret = _secret(credentials)
     digest = None if secret is None else sha256_of(secret)
     found = None if digest is None else context.known_tokens.get(digest)
@@ -177,7 +175,7 @@ RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]
 
 
 async def visible_run(run_id: RunPath, context: Context, caller: Caller) -> RunRow:
-    """The run of the path. One of another project does not exist for this caller: 404."""
+    """Return the run in the path. Runs of other projects do not exist for this caller: 404."""
     run = await context.database_look(context.runs.get, run_id)
     if run is None or not caller.reaches(run.project):
         raise not_found(f"run {run_id} does not exist")
@@ -190,8 +188,7 @@ VisibleRun = Annotated[RunRow, Depends(visible_run)]
 async def seen_run(
     run_id: RunPath, request: Request, context: Context, credentials: Credentials
 ) -> SeenRun:
-    """What ``principal`` and ``visible_run`` find, with the run's transitions, by one question to
-    the database."""
+    """Return the run in the path with its transitions, and authenticate, in one query."""
     secret = _secret(credentials)
     token, found = (None, None)
     if secret is not None:
@@ -206,7 +203,7 @@ SeenRunOfPath = Annotated[SeenRun, Depends(seen_run)]
 
 
 async def controlled_run(run: VisibleRun, caller: Caller) -> RunRow:
-    """The run of the path, for an action on it. Raises 403 for viewers."""
+    """Return the run in the path, for an action on it. Raises 403 for viewers."""
     caller.require("submitter")
     return run
 
@@ -217,10 +214,10 @@ ControlledRun = Annotated[RunRow, Depends(controlled_run)]
 def ensure_local_token(
     tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID
 ) -> None:
-    """See that ``path`` holds a valid admin token, readable by its owner only.
+    """Ensure that ``path`` contains a valid admin token, readable only by its owner.
 
-    A missing file, or one that does not hold a valid token, is made again; the token that it held,
-    of id ``token_id``, is then worthless.
+    If the file is missing or has no valid token, a new token is created; the old one with id
+    ``token_id`` is revoked.
     """
     try:
         secret = path.read_text().strip()
@@ -242,8 +239,8 @@ def ensure_local_token(
 
 
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
-    """See that ``secret``, and no earlier one of its kind, is a viewer's token that reaches all
-    projects."""
+    """Make ``secret`` the metrics token: a viewer with access to all projects. Earlier ones are
+    revoked."""
 
     def known() -> bool:
         found = tokens.find(secret)
@@ -254,5 +251,5 @@ def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
     try:
         tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
     except DatabaseError:
-        if not known():  # else another replica was faster
+        if not known():  # otherwise another replica was faster
             raise

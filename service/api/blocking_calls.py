@@ -21,9 +21,9 @@ _STORAGE_THREADS: Final = 8
 
 
 class BlockingCalls:
-    """Run blocking calls for request handlers.
+    """Runs blocking calls for request handlers.
 
-    Storage has its own threads, so that a store that hangs does not stop the database's.
+    Storage has its own threads, so that a hanging storage does not block the database.
     """
 
     def __init__(self, database: Database) -> None:
@@ -39,11 +39,11 @@ class BlockingCalls:
         )
 
     async def database_look(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method in the event loop. Use it for reads of few rows by an index."""
+        """Run a store's method in the event loop. For reads of a few rows through an index."""
         return await self._database.do_in_loop(partial(call, *args, **kwargs))
 
     async def database_write(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a store's method that reads and writes, where many requests do so at once.
+        """Run a store's method that reads and writes, for routes with many concurrent requests.
 
         SQLite runs such methods in one thread, with one commit for all that wait.
         """

@@ -1,4 +1,4 @@
-"""``Range`` of one stretch of bytes (RFC 9110, section 14)."""
+"""The ``Range`` header for a single range of bytes (RFC 9110, section 14)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IG
 
 
 def asked_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
-    """(first byte, byte behind the last) that ``Range`` asks for.
+    """Return (first byte, byte after the last) of the requested range.
 
-    None for all: no header, another unit, several ranges or none that can be read, all of which a
-    server may ignore. Raises 416 where no byte of the content lies in it.
+    None means everything: no header, another unit, several ranges or an invalid one, all of which a
+    server may ignore. Raises 416 if the range contains no byte of the content.
     """
     match = _ONE_RANGE.fullmatch(header or "")
     if match is None or match[0].strip().endswith("=-"):
@@ -28,7 +28,7 @@ def asked_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
         raise ProblemError(
             416,
             "range_not_satisfiable",
-            f"Range {header!r} holds no byte of the archive, which has {size_bytes}",
+            f"Range {header!r} contains no byte of the archive, which has {size_bytes} bytes",
             headers={"Content-Range": f"bytes */{size_bytes}"},
         )
     return begin, end

@@ -1,4 +1,4 @@
-"""Files as streamed answers."""
+"""Files as streamed responses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from itertools import chain
 
 
 def begun(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same blocks, the first read already: what is not there is then an answer of its own, and
-    not a broken download."""
+    """Return the same blocks, with the first already read: a missing file then becomes an error
+    response, not a broken download."""
     return chain((next(blocks, b""),), blocks)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: listed, checked, downloaded."""
+"""Routes of a run's checkpoints: list, verify, download."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Which = Annotated[str, Path(max_length=32, description="A step, `latest` or `bes
 
 @router.get("", summary="Checkpoints of a run", responses=problem_answers(404))
 async def list_checkpoints(run: VisibleRun, context: Context) -> Page[Checkpoint]:
-    """Every checkpoint of the committed lineage, oldest first; those that retention deleted are
-    listed as `deleted`."""
+    """Every checkpoint of the committed lineage, oldest first. Those that retention deleted have
+    the state `deleted`."""
     return Page(items=tuple(await _all(context, run)), next_cursor=None)
 
 
@@ -49,7 +49,7 @@ async def get_checkpoint(run: VisibleRun, context: Context, step: Which) -> Chec
         200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}},
         206: {
             "content": {TAR: {"schema": {"type": "string", "format": "binary"}}},
-            "description": "The part that `Range` asks for.",
+            "description": "The part that `Range` requests.",
         },
         **problem_answers(404, 409, 416, 422),
     },
@@ -64,19 +64,20 @@ async def get_archive(
     ] = None,
     if_range: Annotated[
         str | None,
-        Header(description="The `ETag` of the earlier part; all is sent where it is another."),
+        Header(description="The `ETag` of the earlier part; if it differs, everything is sent."),
     ] = None,
 ) -> StreamingResponse:
     """An uncompressed tar file: `manifest.json` first, then every file. Each file that is sent
-    whole is verified as it is sent; the connection breaks off before the archive's end where one is
-    not what the manifest says.
+    whole is verified while it is sent; if one does not match the manifest, the connection is closed
+    before the end of the archive.
 
-    The bytes are the same every time, so that a download that broke off goes on with `Range` and
-    `If-Range`. Who puts parts together compares the digests of the manifest."""
+    The bytes are the same every time, so an interrupted download can be resumed with `Range` and
+    `If-Range`. A client that joins parts must compare the digests in the manifest itself.
+    """
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise not_found(
-            f"checkpoint {checkpoint.name} of run {run.id} was deleted; its step is no longer kept"
+            f"checkpoint {checkpoint.name} of run {run.id} was deleted by retention; choose another"
         )
     run_dir = RunDir(context.storage, run.id)
     hold = (
@@ -105,8 +106,8 @@ async def get_archive(
 
 
 def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:
-    """The same blocks. A download that broke off leaves its hold for a while, so that it can go
-    on."""
+    """Yield the blocks while renewing the hold. An interrupted download leaves its hold, so that it
+    can be resumed."""
     for block in blocks:
         hold.renew()
         yield block
@@ -120,16 +121,16 @@ def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool)
     responses=problem_answers(403, 404, 409, 422),
 )
 async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -> Checkpoint:
-    """Re-reads and re-hashes every file. The answer's `state` is `corrupt` where one is not what
-    the manifest says, and `problem` says which."""
+    """Re-reads and re-hashes every file. The response's `state` is `corrupt` if one does not match
+    the manifest, and `problem` names it."""
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise ProblemError(
             409,
             "checkpoint_deleted",
-            f"checkpoint {checkpoint.name} was deleted; there is nothing to verify",
+            f"checkpoint {checkpoint.name} was deleted by retention; verify another one",
         )
-    # what another storage lacks is no damage
+    # a checkpoint that another storage lacks is not damaged
     await context.storage_call(context.storage_gate.require)
     problem = await context.storage_call(_verify, context, run.id, checkpoint.name)
     await context.database_call(
@@ -139,8 +140,8 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
 
 
 def _verify(context: ApiContext, run_id: str, name: str) -> str | None:
-    """What is wrong with a checkpoint; None where every file has its size and digest. Raises
-    StorageError for other trouble."""
+    """Return what is wrong with a checkpoint; None if all sizes and digests match. Raises
+    StorageError for other problems."""
     try:
         CheckpointStore(RunDir(context.storage, run_id)).verify(name)
     except (CorruptCheckpoint, StorageNotFound) as exc:
@@ -155,7 +156,7 @@ async def _all(context: ApiContext, run: RunRow) -> list[Checkpoint]:
 
 
 async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
-    """Raises 404 for a checkpoint that never was, 422 for what names none."""
+    """Return the checkpoint. Raises 404 for one that never existed, 422 for an invalid name."""
     try:
         checkpoint, missing = checkpoints.choose(
             await _all(context, run), run.id, run.stored_spec.checkpoint, which

@@ -1,4 +1,4 @@
-"""What a spec may name, what runs where, and which nodes take no ranks."""
+"""Routes of the cluster: the catalog, nodes, and marks of nodes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class NodeOrder(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reason: str | None = Field(
-        None, max_length=1000, description="In words, for whoever looks at the cluster."
-    )
+    reason: str | None = Field(None, max_length=1000, description="Free text, shown with the node.")
 
 
 class DrainOrder(NodeOrder):
@@ -44,11 +42,11 @@ class DrainOrder(NodeOrder):
         gt=0,
         le=LONGEST_DEADLINE_S,
         allow_inf_nan=False,
-        description="Seconds from now at which the node is to be taken away.",
+        description="Seconds from now at which the node will be removed.",
     )
 
 
-NodeId = Annotated[str, Path(description="The node's whole id, as `GET /v1/cluster` shows it.")]
+NodeId = Annotated[str, Path(description="The node's whole id, from `GET /v1/cluster`.")]
 
 
 @router.get("/catalog", summary="What a spec may name", responses=problem_answers())
@@ -60,12 +58,12 @@ async def get_catalog(_caller: Caller) -> Catalog:
 
 @router.get("/cluster", summary="The Ray cluster", responses=problem_answers())
 async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
-    """Nodes with their state, resources, and the runs on them that the token may see."""
+    """Nodes with state, resources, and those of their runs that the token may see."""
     return await _with_marks_and_runs(context, caller, await context.cluster_view.cluster())
 
 
 Order = Annotated[
-    NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk fails"}}})
+    NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk is failing"}}})
 ]
 Drain = Annotated[
     DrainOrder | None,
@@ -85,7 +83,7 @@ Drain = Annotated[
 async def cordon_node(
     node_id: NodeId, context: Context, caller: Caller, order: Order = None
 ) -> Node:
-    """No new rank goes there; ranks that are there stay until their run restarts for another
+    """Places no new ranks on the node. Its current ranks stay until their run restarts for another
     reason."""
     return await _say(context, caller, node_id, "cordoned", order or NodeOrder())
 
@@ -98,7 +96,7 @@ async def cordon_node(
 async def uncordon_node(
     node_id: NodeId, context: Context, caller: Caller, order: Order = None
 ) -> Node:
-    """Ends a cordon or a drain. Failures up to now no longer count against the node."""
+    """Ends a cordon or a drain. Earlier failures no longer count against the node."""
     return await _say(context, caller, node_id, "open", order or NodeOrder())
 
 
@@ -110,7 +108,7 @@ async def uncordon_node(
 async def drain_node(
     node_id: NodeId, context: Context, caller: Caller, order: Drain = None
 ) -> Node:
-    """Ranks save, leave at once and move to other nodes without losing a step. The node is
+    """Ranks save, leave at once and move to other nodes, without losing a step. The node is
     `DRAINED` once they have left."""
     order = order or DrainOrder()
     return await _say(context, caller, node_id, "draining", order, order.deadline_s)
@@ -124,23 +122,25 @@ async def _say(
     order: NodeOrder,
     deadline_s: float | None = None,
 ) -> Node:
-    """Record the word about a node, tell drivers, and answer with the node as it is now.
+    """Set a node's mark, notify drivers, and return the node.
 
-    The database has it first. Where storage does not take the file now, the reconciler writes it
-    later: the word is not lost.
+    The database comes first. If the storage does not accept the file now, the reconciler writes it
+    later.
     """
     caller.require("admin")
     info = await context.cluster_view.cluster()
     if not info.available:
         raise unavailable(
             "unavailable",
-            f"Ray does not answer, so that it is not known whether there is a node {node_id}",
+            f"Ray does not respond, so it is unknown whether node {node_id} exists; try again",
         )
     found = next((node for node in info.nodes if node.id == node_id), None)
     if found is None:
         raise not_found(f"node {node_id} is not in the cluster; GET /v1/cluster lists its nodes")
     if found.state == "DEAD" and state != "open":
-        raise ProblemError(409, "conflict", f"node {node_id} is dead; no rank can go there")
+        raise ProblemError(
+            409, "conflict", f"node {node_id} is dead; only live nodes can be marked"
+        )
     word = await context.database_call(
         context.node_marks.say,
         node_id,
@@ -150,7 +150,7 @@ async def _say(
         deadline_s=deadline_s,
     )
     log.info(
-        "a node was marked",
+        "node marked",
         node_id=node_id,
         state=state,
         by=caller.name,
@@ -160,14 +160,14 @@ async def _say(
     try:
         await context.storage_call(context.marks_file.publish)
     except StorageError as exc:
-        log.warning("drivers are told of the marked node later", node_id=node_id, problem=str(exc))
+        log.warning("publishing node mark delayed", node_id=node_id, problem=str(exc))
     shown = await _with_marks_and_runs(context, caller, info)
     return next(node for node in shown.nodes if node.id == node_id)
 
 
 def _as_seen(caller: Principal, node: Node) -> Node:
-    """The node as shown to whom one project alone is open: a reason that the service gives names
-    the runs that failed there."""
+    """Return the node for a caller with one project: reasons from the service may name runs of
+    other projects."""
     if caller.project is None or node.mark is None or node.mark.reason is None:
         return node
     reason = RUN_ID_PATTERN.sub("a run", node.mark.reason)
@@ -177,8 +177,8 @@ def _as_seen(caller: Principal, node: Node) -> Node:
 async def _with_marks_and_runs(
     context: ApiContext, caller: Principal, info: ClusterInfo
 ) -> ClusterInfo:
-    """The cluster with what the database knows of its nodes; a run that the caller may not see
-    counts, and is not named."""
+    """Return the cluster with marks and runs of its nodes. Runs that the caller may not see count,
+    but are not named."""
     words = await context.database_call(context.node_marks.all)
     places: dict[str, list[str]] = {}
     occupied: set[str] = set()

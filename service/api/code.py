@@ -1,4 +1,4 @@
-"""Users' code: taken in as an archive, and looked at when a run names it."""
+"""User code: uploads, and the checks when a run refers to one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from storage.errors import StorageNotFound
 router: Final = APIRouter(prefix="/v1/code", tags=["code"])
 
 _one_look: Final = threading.Lock()
-"""One archive is looked at at a time: the parser holds the interpreter for most of it."""
+"""Check one archive at a time: the parser holds the interpreter lock most of the time."""
 FORM_BYTES: Final = 64 << 10
-"""Room for what a multipart body says around its file."""
+"""Size allowed for the parts of a multipart body around its file."""
 
 ARCHIVE_BODY: Final[dict[str, Any]] = {
     "requestBody": {
@@ -67,16 +67,17 @@ async def upload_code(
         Query(
             max_length=64,
             description=(
-                "Whose runs may use it; by default the token's own project, `default` for an admin."
+                "Project whose runs may use it; default the token's project, `default` for an "
+                "admin."
             ),
         ),
     ] = None,
     create_project: CreateProject = False,
 ) -> CodeArchive:
-    """Takes a zip or tar.gz with a Python module or package, for the runs of one project. The same
-    bytes have the same digest, and count once, however often they are sent; beyond what a project
-    may have the answer is 409. Refused with 422 are links, paths that lead elsewhere, archives that
-    unpack to too much, and modules whose names belong to Everstep, torch, Ray or Python."""
+    """Accepts a zip or tar.gz with a Python module or package, for the runs of one project. The
+    same bytes have the same digest and count once; above the project's limit the response is 409.
+    Refused with 422: links, paths that lead outside, archives that unpack to too much, and modules
+    whose names are reserved for Everstep, torch, Ray or Python."""
     caller.require("submitter")
     owner = project or caller.project or DEFAULT_PROJECT
     if not caller.reaches(owner):
@@ -88,8 +89,8 @@ async def upload_code(
     data = await _read_file(request)
     await context.storage_call(context.storage_gate.require)
     found = await context.storage_call(look_at, data)
-    # The record first: an upload that is over the limit leaves nothing behind, and one that breaks
-    # off is simply sent again.
+    # Record first: an upload above the limit leaves nothing behind, and an interrupted one is
+    # simply repeated.
     await context.database_call(
         context.code_archives.record,
         owner,
@@ -116,7 +117,7 @@ async def check_code(context: ApiContext, caller: Principal, project: str, code:
     faults = await context.storage_call(_look, CodeStore(context.storage), project, code)
     if faults:
         raise InvalidSpec(tuple(faults))
-    # the project's own people may then use what an administrator gave it
+    # members of the project may then use what an administrator submitted
     if caller.project is None:
         await context.database_call(
             context.code_archives.share, project, code.archive, caller.token_id
@@ -125,8 +126,8 @@ async def check_code(context: ApiContext, caller: Principal, project: str, code:
 
 def _missing(project: str) -> FieldError:
     words = (
-        f"no such archive in project {project!r}; upload the code first (client.code.upload, POST "
-        "/v1/code)"
+        f"is not an archive of project {project!r}; upload the code first (client.code.upload, "
+        "POST /v1/code)"
     )
     return FieldError(("code", "archive"), words)
 
@@ -141,8 +142,7 @@ def _look(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
 
 
 async def _read_file(request: Request) -> bytes:
-    """The form's ``file``, of which no more than the limit is ever taken. Raises 400, 413, 415 or
-    422."""
+    """Return the form's ``file``, reading no more than the limit. Raises 400, 413, 415 or 422."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data":
         raise ProblemError(
@@ -160,7 +160,7 @@ async def _read_file(request: Request) -> bytes:
 
 
 class _Limited:
-    """A request whose body ends with 413 once it is larger than an archive may be."""
+    """A request that raises 413 once its body is larger than an archive may be."""
 
     def __init__(self, request: Request) -> None:
         self._original = request
@@ -175,8 +175,8 @@ class _Limited:
                 413,
                 "body_too_large",
                 (
-                    f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave data and "
-                    "weights out of it (.everstepignore)"
+                    f"the archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB; leave out data "
+                    "and weights (.everstepignore)"
                 ),
             )
         return message

@@ -1,4 +1,4 @@
-"""Hold what request handlers work with: stores, storage, the view of the cluster, rules."""
+"""The objects that request handlers share: stores, storage, the view of the cluster, rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ClusterView(ClusterProbe, Protocol):
 
 
 class ApiContext:
-    """Everything that handlers of one app share."""
+    """Everything that the handlers of one app share."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ApiContext:
         self.storage_roots = storage_roots
         self.notify = notify
         self.embedded = embedded
-        """Whether the code of runs runs as this service's own user."""
+        """Whether user code runs as this service's own user."""
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
@@ -126,7 +126,7 @@ class ApiContext:
 
 
 async def _context(request: Request) -> ApiContext:
-    # FastAPI calls a dependency that is not async in a thread, once a request.
+    # FastAPI would call a dependency that is not async in a thread, for each request.
     context: ApiContext = request.app.state.context
     return context
 

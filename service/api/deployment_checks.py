@@ -1,4 +1,4 @@
-"""Checks of the deployment: asked for, and looked at."""
+"""Routes of deployment checks: start one, read its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_ALL_REDUCE_S: Final = 60.0
 
 
 class CheckOrder(BaseModel):
-    """How long a check tries what takes time."""
+    """Duration of the parts of a check that take time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,7 +28,7 @@ class CheckOrder(BaseModel):
         gt=0,
         le=LONGEST_ALL_REDUCE_S,
         allow_inf_nan=False,
-        description="Seconds of sums over the nodes that run ranks.",
+        description="Duration of the all-reduce test in seconds.",
     )
 
 
@@ -41,8 +41,8 @@ Order = Annotated[
     "", status_code=202, summary="Check the deployment", responses=problem_answers(403, 422, 503)
 )
 async def start_check(context: Context, caller: Caller, order: Order = None) -> DeploymentCheck:
-    """A process on every live node looks at versions, storage, ports, clocks and a sum. `everstep
-    doctor` reads the report."""
+    """Runs a process on every live node that checks versions, storage, ports, clocks and an
+    all-reduce. `everstep doctor` interprets the report."""
     caller.require("admin")
     try:
         return await context.deployment_checks.start((order or CheckOrder()).all_reduce_s)
@@ -58,13 +58,17 @@ async def start_check(context: Context, caller: Caller, order: Order = None) -> 
 async def get_check(
     context: Context,
     caller: Caller,
-    check_id: Annotated[str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Its id.")],
+    check_id: Annotated[
+        str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Id of the check.")
+    ],
 ) -> DeploymentCheck:
-    """While it runs, `running`; afterwards with its report, or why there is none."""
+    """The state `running`, later the report, or why there is none."""
     caller.require("admin")
     try:
         return await context.deployment_checks.get(check_id)
     except JobNotFound as exc:
-        raise not_found(f"there is no check {check_id}; POST /v1/cluster/checks makes one") from exc
+        raise not_found(
+            f"check {check_id} does not exist; start one with POST /v1/cluster/checks"
+        ) from exc
     except RayUnavailable as exc:
         raise unavailable("unavailable", str(exc)) from exc

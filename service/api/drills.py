@@ -1,4 +1,4 @@
-"""Drills of a run: asked for, and listed with what came of them."""
+"""Routes of a run's drills: request one, list them with their reports."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
 
 
 async def drillable_run(run: VisibleRun, caller: Caller, context: Context) -> RunRow:
-    """The run of the path, to be broken. Raises 403 for others than admins, and where the operator
-    has not enabled drills."""
+    """Return the run in the path, for a drill. Raises 403 for other callers than admins, and if
+    drills are disabled."""
     caller.require("admin")
     if not context.drills_enabled:
-        detail = (
-            "drills are off here; start the service with --drills or with EVERSTEP_DRILLS=1 in "
-            "its environment"
-        )
+        detail = "drills are disabled; start the service with --drills or EVERSTEP_DRILLS=1"
         raise ProblemError(403, "drills_disabled", detail)
     return run
 
@@ -45,13 +42,13 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
 @router.post(
     "",
     status_code=202,
-    summary="Put a fault into a run",
+    summary="Inject a failure into a run",
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
     openapi_extra=DRILL_BODY,
 )
 async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
-    """For runs that are RUNNING, one drill at a time. The run's driver takes it up within a second;
-    the list says how it went."""
+    """Only for runs that are RUNNING, one drill at a time. The run's driver takes it up within a
+    second; the list shows the result."""
     wanted = await read_model(DrillRequest, request)
     now = context.clock()
     data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}

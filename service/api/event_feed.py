@@ -25,7 +25,7 @@ logger = structlog.get_logger(__name__)
 POLL_S: Final = 0.1
 _RING_FRAMES: Final = 2000
 _RING_BYTES: Final = 16 << 20
-"""Most bytes of frames in memory for one run; older events are read from the database again."""
+"""Maximum bytes of frames in memory for one run; older events are read from the database again."""
 _BATCH_EVENTS: Final = 500
 
 
@@ -62,7 +62,7 @@ class _Tail:
 
 
 class EventFeed:
-    """Serve the histories of runs to followers."""
+    """Serves the histories of runs to followers."""
 
     def __init__(self, events: EventStore, calls: BlockingCalls) -> None:
         self._events = events
@@ -83,7 +83,7 @@ class EventFeed:
 
     async def tick(self) -> None:
         """Fetch what is new for every followed run, once."""
-        # A copy: a run that is followed from now on is missing in `heads`, but it is not gone.
+        # A copy: a run that is followed from now on is missing in `heads`, but was not deleted.
         tails = dict(self._tails)
         heads = await self._database_call(self._events.heads, list(tails))
         for run_id, tail in tails.items():
@@ -140,8 +140,8 @@ class EventFeed:
             tail.wake()
 
     async def _attach(self, run_id: str) -> _Tail | None:
-        """Return the run's tail, a new one at its head if it has no follower yet; None if the run
-        is gone."""
+        """Return the run's tail, or a new one at its head if it has no follower yet; None if the
+        run was deleted."""
         if run_id not in self._tails:
             heads = await self._database_call(self._events.heads, [run_id])
             if run_id not in heads:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger(__name__)
 
 CONFIRM_S: Final = 2.0
-"""Seconds between two checks of all followers; a service without followers checks nothing."""
+"""Seconds between checks of all followers; without followers nothing is checked."""
 
 
 @dataclass(eq=False)
@@ -70,8 +70,8 @@ class Followers:
             await asyncio.sleep(CONFIRM_S)
             try:
                 await self.confirm()
-            except DatabaseUnavailable as exc:  # nor does the feed have news then
-                logger.warning("who follows streams is confirmed later", problem=str(exc))
+            except DatabaseUnavailable as exc:  # the feed has no news then either
+                logger.warning("confirming followers delayed", problem=str(exc))
 
     async def confirm(self) -> None:
         """Check once which followers' tokens and sessions are still valid. Raises

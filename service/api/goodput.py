@@ -1,4 +1,4 @@
-"""Where the time of a project's runs went."""
+"""Route of the goodput of all runs, by project."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ router: Final = APIRouter(prefix="/v1", tags=["history"])
 async def get_goodput(
     context: Context,
     caller: Caller,
-    project: Annotated[str | None, Query(max_length=64, description="This project only.")] = None,
+    project: Annotated[str | None, Query(max_length=64, description="Only this project.")] = None,
 ) -> Page[ProjectGoodput]:
-    """The ledgers of all runs added up, for each project that the token reaches. A run that was
-    deleted is left out."""
+    """The sum of all runs' ledgers, for each project that the token has access to. Deleted runs are
+    left out."""
     asked = [name for name in (project, caller.project) if name is not None]
     wanted = asked or None
     if len(set(asked)) > 1:

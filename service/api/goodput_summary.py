@@ -1,5 +1,5 @@
-"""Where the time of all runs went, by project: every run's ledger added up, without reading again
-those that have ended."""
+"""Goodput of all runs by project: the sum of their ledgers, without re-reading runs that have
+ended."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from service.db.runs import RunStore
 from service.projections.goodput import BUCKETS, TimeLedger, to_us
 
 _HELD: Final = tuple(name for name in BUCKETS if name not in ("queued", "paused"))
-"""Buckets in which a run holds resources, or might."""
+"""Buckets in which a run holds resources, or may."""
 
 
 class TimeBook:
-    """Ledgers of runs in microseconds. Any thread may ask."""
+    """Ledgers of runs in microseconds. Thread-safe."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
@@ -24,11 +24,10 @@ class TimeBook:
         self._ended: dict[str, dict[str, int]] = {}
 
     def by_project(self, now: float, projects: Iterable[str] | None = None) -> list[ProjectGoodput]:
-        """Time of every run that there is, up to ``now`` (unix seconds), by project in the order of
-        their names.
+        """Return the time of every existing run up to ``now`` (unix seconds), by project name.
 
         Args:
-            projects: These only; None takes all.
+            projects: only these; None for all.
         """
         wanted = None if projects is None else set(projects)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Whether the service lives, and whether it can work."""
+"""Routes of liveness and readiness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ router: Final = APIRouter(tags=["health"])
 
 
 class Liveness(Answer):
-    """Answer of a process that serves requests."""
+    """Response of a process that serves requests."""
 
     status: Literal["alive"]
 
@@ -27,11 +27,13 @@ async def healthz() -> Liveness:
 @router.get(
     "/readyz",
     summary="Whether the service can work",
-    responses={503: {"model": Readiness, "description": "The database or the storage is away."}},
+    responses={
+        503: {"model": Readiness, "description": "The database or the storage is unavailable."}
+    },
 )
 async def readyz(response: Response, context: Context) -> Readiness:
-    """503 only when the database or the storage is away; Ray's state and the reconciler's lag are
-    told besides. The answer may be a second old."""
+    """503 only if the database or the storage is unavailable; Ray's state and the reconciler's lag
+    are in the body. The response may be a second old."""
     answer = await context.readiness.answer()
     if answer.status == "unavailable":
         response.status_code = 503

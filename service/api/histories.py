@@ -1,4 +1,4 @@
-"""What happened to a run: events, attempts, failures, goodput, samples."""
+"""Routes of a run's history: events, attempts, failures, goodput, samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from service.projections.goodput import TimeLedger
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
 
 EventLimit = Annotated[
-    int, Query(ge=1, le=1000, description="Most events of one page; a stream has no limit.")
+    int, Query(ge=1, le=1000, description="Maximum events per page; streams have no limit.")
 ]
-After = Annotated[int, Query(ge=0, le=2**53, description="Only what comes behind this `seq`.")]
+After = Annotated[int, Query(ge=0, le=2**53, description="Only events after this `seq`.")]
 
 
 @router.get(
@@ -42,8 +42,9 @@ async def get_events(
     cursor: Cursor = None,
     last_event_id: sse.LastEventId = None,
 ) -> Page[Event] | Response:
-    """JSON pages, oldest first; `next_cursor` is the last `seq` where more are there already. A
-    page may end before `limit`: its events' data are 8 MiB at most, or it has one event.
+    """JSON pages, oldest first; `next_cursor` is the last `seq` if there are more. A page may end
+    before `limit`: the data of its events is limited to 8 MiB together, unless it has a single
+    event.
 
     With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the
     event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
@@ -70,15 +71,13 @@ async def get_failures(
     context: Context,
     lines: Annotated[
         int,
-        Query(
-            ge=0, le=200, description="Most last lines of the first failing rank, for each failure."
-        ),
+        Query(ge=0, le=200, description="Maximum last log lines of the first failing rank."),
     ] = 10,
 ) -> Page[Failure]:
-    """Every failure with its verdict, its evidence and what was done, oldest first.
+    """Every failure with its verdict, evidence and action, oldest first.
 
-    `last_lines` is what the first failing rank logged last; the newest 20 failures have it, as far
-    as storage answers.
+    `last_lines` are the last log lines of the first failing rank, for the newest 20 failures, if
+    the storage responds.
     """
     events = await context.database_call(context.events.of_kinds, run.id, failures.KINDS)
     return Page(
@@ -87,10 +86,10 @@ async def get_failures(
     )
 
 
-@router.get("/stragglers", summary="Ranks that hold their peers up", responses=problem_answers(404))
+@router.get("/stragglers", summary="Stragglers of a run", responses=problem_answers(404))
 async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
-    """Each rank's own time in a step and the time that it waits for the others, as told last, by
-    rank and by node; and every rank that was found slow for long enough to matter."""
+    """Each rank's latest step time and wait for the others, by rank and by node; and every rank
+    that was a straggler for long enough to matter."""
     events = await context.database_call(context.events.of_kinds, run.id, stragglers.KINDS)
     times = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
     use = await context.database_call(
@@ -101,7 +100,7 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
 async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
-    """Every second since the run's creation lies in exactly one bucket; `goodput` is the productive
+    """Every second since the run's creation is in exactly one bucket; `goodput` is the productive
     share."""
     return TimeLedger.load(run.time_ledger).close(
         context.clock() if run.finished_at is None else run.finished_at
@@ -110,7 +109,7 @@ async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
 
 @router.get("/samples", summary="Samples that a run used", responses=problem_answers(404))
 async def get_samples(run: VisibleRun, context: Context) -> Samples:
-    """For each epoch that ended, over the committed lineage: how many samples, how many of them
-    once, twice or never."""
+    """For each finished epoch, over the committed lineage: how many samples were used once, more
+    than once or never."""
     events = await context.database_call(context.events.of_kinds, run.id, samples.KINDS)
     return samples.samples(events)

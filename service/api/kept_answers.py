@@ -1,5 +1,4 @@
-"""What was answered about runs that have ended: such an answer is written once, however often a
-list of runs has it."""
+"""A cache of the JSON of runs that have ended, which many lists contain."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from typing import Final
 from service.model.run_rows import RunHead
 
 MOST_BYTES: Final = 96 << 20
-"""Room for some 60,000 answers."""
+"""Enough for some 60,000 runs."""
 _OVERHEAD_BYTES: Final = 300
-"""What an answer takes beside its text."""
+"""Memory per entry in addition to its text."""
 
 
 class KeptAnswers:
-    """JSON of runs by id, each for one version of its row. Those that were not asked for longest
-    make room. Any thread may ask."""
+    """JSON of runs by id, for one version of their row. Least recently used ones are evicted.
+    Thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -26,8 +25,7 @@ class KeptAnswers:
         self._answers: OrderedDict[str, tuple[int, object, bytes]] = OrderedDict()
 
     def get(self, run: RunHead, about: object) -> bytes | None:
-        """The answer, where the run has not changed since, nor ``about``: what else the answer
-        tells of."""
+        """Return the cached JSON if neither the row version nor ``about`` has changed."""
         with self._lock:
             found = self._answers.get(run.id)
             if found is None or found[0] != run.row_version or found[1] != about:

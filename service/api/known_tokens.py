@@ -12,8 +12,8 @@ _MOST: Final = 1000
 
 
 class KnownTokens:
-    """Those that were used last. Whatever is done for one is confirmed by the database, so that it
-    may be revoked meanwhile."""
+    """Recently used tokens. The database confirms each use, since a token may be revoked
+    meanwhile."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[str, TokenRow] = OrderedDict()

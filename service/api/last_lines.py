@@ -1,4 +1,4 @@
-"""What the rank that failed first logged last, beside the failure."""
+"""The last log lines of the first failing rank, for a failure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FAILURES: Final = 20
 async def with_last_lines(
     context: ApiContext, run_id: str, failures: Sequence[Failure], limit: int
 ) -> tuple[Failure, ...]:
-    """The failures, the newest 20 of them with at most ``limit`` last lines; without any where
-    storage does not answer."""
+    """Return the failures, the newest 20 with at most ``limit`` last lines; without lines if the
+    storage does not respond."""
     newest = failures[-_FAILURES:] if limit else ()
     told = await asyncio.gather(
         *(_last_lines(context, run_id, failure, limit) for failure in newest)
@@ -39,8 +39,8 @@ def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
         return last_rank_lines(
             run_dir, failure.submission, failure.attempt, failure.first_rank, limit
         )
-    # The driver that was lost may be the one that tells of it, after it lost its controller, or the
-    # one of the submission before.
+    # The lost driver is either the one that reports it, after it lost its controller, or the one of
+    # the previous submission.
     before = failure.at.timestamp()
     told = [
         last_rank_lines(run_dir, submission, failure.attempt, None, limit, before)

@@ -1,10 +1,11 @@
-"""Positions in the merged log of a run. A line gets its ``seq`` when it is first read and keeps it.
+"""Positions in the merged log of a run. A line gets its ``seq`` when it is first read, and keeps
+it.
 
-Storage merges the logs of ranks that still write, so the order of lines depends on when they are
-read. A view therefore numbers lines once for all readers of this service. The newest lines stay in
-memory. For older ones the view remembers their logs and storage's cursors, and reads them again in
-the same order. A service that restarts numbers anew, in storage's order: lines that ranks logged at
-the same time may change places.
+Storage merges the logs of ranks that are still writing, so the order of lines depends on when they
+are read. A view therefore numbers lines once for all readers of this service. The newest lines stay
+in memory. For older ones the view remembers their logs and storage's cursors, and reads them again
+in the same order. After a restart the service numbers lines again, in storage's order; lines that
+ranks logged at the same time may change places.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _VIEWS: Final = 64
 
 @dataclass(frozen=True)
 class ViewKey:
-    """Which lines of which run; ``rank`` and ``attempt`` None take all."""
+    """Which lines of which run; ``rank`` and ``attempt`` None select all."""
 
     run_id: str
     rank: int | None
@@ -44,7 +45,7 @@ class ViewKey:
 
 @dataclass(frozen=True)
 class _Source:
-    """The log that a line is from."""
+    """The log that contains a line."""
 
     submission: int
     attempt: int
@@ -90,13 +91,13 @@ class LogView:
         """Return the lines after ``after`` in order, at most ``limit``.
 
         Args:
-            after: Position of the last line that the caller knows.
-            limit: Most lines.
+            after: position of the last line that the caller knows.
+            limit: maximum number of lines.
             fresh: False reads storage only if nobody did for POLL_S seconds, so that many followers
                 cost no more than one.
 
         Raises:
-            StorageError: The logs cannot be read now.
+            StorageError: the logs cannot be read now.
         """
         async with self._lock:
             if fresh or self._monotonic() - self._looked_at >= POLL_S:
@@ -147,8 +148,8 @@ class LogView:
     async def _read_again(self, after: int, kept: set[_Source]) -> tuple[list[LogLine], int]:
         """Read old lines up to the next mark again. Return them and that mark's position.
 
-        Every log is read from the mark before as far as it was read then, and its lines get their
-        old places. A log that grew too long has lost its oldest part: sources that are not in
+        Every log is read from the previous mark as far as it was read then, and its lines get their
+        old positions. A log that grew too long has lost its oldest part: sources that are not in
         ``kept`` are left out.
         """
         position = bisect_right(self._marks, after, key=lambda mark: mark.seq)
@@ -161,8 +162,7 @@ class LogView:
             lines, cursor = await self._fetch(cursor)
             if not lines:
                 raise StorageNotFound(
-                    f"log lines of run {self._key.run_id} that were there are gone; ask again "
-                    "from the start"
+                    f"log lines of run {self._key.run_id} were deleted; read again from the start"
                 )
             for line in lines:
                 source = _source_of(line)
@@ -190,7 +190,7 @@ class LogView:
 
 
 class LogViews:
-    """The views that were used last, at most 64."""
+    """The most recently used views, at most 64."""
 
     def __init__(self, storage: Storage, calls: BlockingCalls) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""Lines that ranks and driver logged."""
+"""Routes of log lines of ranks and the driver."""
 
 from __future__ import annotations
 
@@ -34,25 +34,19 @@ async def get_logs(
     context: Context,
     caller: Caller,
     rank: Annotated[
-        int | None, Query(ge=0, le=2**31, description="Lines of this rank only.")
+        int | None, Query(ge=0, le=2**31, description="Only lines of this rank.")
     ] = None,
     attempt: Annotated[
         int | None,
-        Query(
-            ge=0, le=2**31, description="Lines of this attempt only; the driver's are attempt 0."
-        ),
+        Query(ge=0, le=2**31, description="Only lines of this attempt; the driver is attempt 0."),
     ] = None,
     after: Annotated[
         int,
-        Query(
-            ge=0, le=2**53, description="Only what comes behind this `seq`, under the same filters."
-        ),
+        Query(ge=0, le=2**53, description="Only lines after this `seq`, with the same filters."),
     ] = 0,
-    follow: Annotated[
-        bool, Query(description="Stream, and wait for more until the run has ended.")
-    ] = False,
+    follow: Annotated[bool, Query(description="Stream new lines until the run has ended.")] = False,
     limit: Annotated[
-        int, Query(ge=1, le=5000, description="Most lines of one page; a stream has no limit.")
+        int, Query(ge=1, le=5000, description="Maximum lines per page; streams have no limit.")
     ] = 1000,
     cursor: Cursor = None,
     last_event_id: sse.LastEventId = None,
@@ -79,18 +73,17 @@ async def get_logs(
 async def _follow(
     context: ApiContext, run_id: str, view: LogView, after: int, *, until_ended: bool
 ) -> AsyncGenerator[bytes]:
-    """Frames of lines behind ``after``; new ones as they come, where asked for, until the run has
+    """Yield frames of lines after ``after``; with ``until_ended`` also new ones, until the run has
     ended or is deleted."""
     quiet_s = 0.0
     while not context.feed.closed:
-        # The status first: once a run has ended no line is written, so what is read after that is
-        # all there is.
+        # The status first: no lines are written after a run has ended, so a later read is complete.
         run = await context.database_call(context.runs.get, run_id)
         ended = run is None or run.status.terminal or not until_ended
         try:
             lines = await view.read(after, _STREAM_LINES, fresh=ended)
         except StorageError:
-            # the answer has begun: end it, and let the client come back with its Last-Event-ID
+            # the response has started: end it; the client reconnects with its Last-Event-ID
             return
         if lines:
             after, quiet_s = lines[-1].seq, 0.0

@@ -1,4 +1,4 @@
-"""What OpenAPI says beyond what FastAPI finds out: problems, the spec as a body, streams."""
+"""Additions to FastAPI's OpenAPI document: problems, the spec as a body, streams."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ _MEANINGS: Final = {
         "The token's role or project does not allow this (`forbidden`), or this service does not "
         "(`drills_disabled`)."
     ),
-    404: "No such thing, or it belongs to another project (`not_found`).",
+    404: "It does not exist, or belongs to another project (`not_found`).",
     409: "The state or a quota does not allow this (`invalid_transition`, `idempotency_conflict`, "
-    "`corrupt_checkpoint`, "
-    "`quota_exceeded`, `conflict`).",
+    "`corrupt_checkpoint`, `quota_exceeded`, `conflict`).",
     413: "The body is too large (`body_too_large`).",
-    416: "No byte of the content lies in the `Range` (`range_not_satisfiable`).",
-    415: "The body is not of the type that this route takes (`unsupported_media_type`).",
-    422: "A parameter, the spec or an archive is wrong; `errors` has one entry for each fault "
-    "(`invalid_request`, `invalid_spec`, "
-    "`invalid_archive`).",
-    429: "The token asks too often (`rate_limited`); try again after `Retry-After` seconds.",
-    503: "Database or storage is away; try again after `Retry-After` seconds.",
+    416: "The `Range` contains no byte of the content (`range_not_satisfiable`).",
+    415: "The route does not accept this type of body (`unsupported_media_type`).",
+    422: "A parameter, the spec or an archive is invalid; `errors` has one entry for each fault "
+    "(`invalid_request`, `invalid_spec`, `invalid_archive`).",
+    429: "The token exceeds its rate limit (`rate_limited`); retry after `Retry-After` seconds.",
+    503: "Database or storage is unavailable; retry after `Retry-After` seconds.",
 }
 
 SPEC_BODY: Final[dict[str, Any]] = {
@@ -62,7 +60,7 @@ SPEC_BODY: Final[dict[str, Any]] = {
 
 
 def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
-    """What to tell of a body that a route reads by itself."""
+    """Return the documentation of a body that a route parses itself."""
     content = {
         "application/json": {"schema": {"$ref": _REF.format(model=model)}, "example": example}
     }
@@ -80,17 +78,17 @@ TOKEN_BODY: Final = json_body(
 
 CreateProject = Annotated[
     bool,
-    Query(description="Make the project where there is none of this name; else that is a fault."),
+    Query(description="Create the project if it does not exist; otherwise that is an error."),
 ]
 
 STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
-"""Second media type of a 200 answer that may be a stream."""
+"""Second media type of a 200 response that may be a stream."""
 
 Responses = dict[int | str, dict[str, Any]]
 
 
 def problem_answers(*statuses: int) -> Responses:
-    """Documented problems of a route; 401, 429 and 503 belong to every one."""
+    """Return the documented problems of a route; every route has 401, 429 and 503."""
     schema = {"schema": {"$ref": _REF.format(model="Problem")}}
     return {
         status: {"description": _MEANINGS[status], "content": {problems.MEDIA_TYPE: schema}}
@@ -99,8 +97,8 @@ def problem_answers(*statuses: int) -> Responses:
 
 
 def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
-    """FastAPI's own shape of a 422, which it adds where a route declares none; this service never
-    answers so."""
+    """Remove FastAPI's default 422, which it adds to routes that declare none; this service never
+    sends it."""
     for methods in schema["paths"].values():
         for operation in methods.values():
             content = operation["responses"].get("422", {}).get("content", {})
@@ -151,13 +149,12 @@ _LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ..
         (("delete", "/v1/tokens/{token_id}"),),
     ),
 )
-"""What can be done with what a POST answered: route, status, where the parameter is in the answer,
-and the routes that take it."""
+"""Follow-up requests after a POST: route, status, location of the parameter in the response, and
+the routes that take it."""
 
 
 def _add_parameter_problems(schema: dict[str, Any]) -> None:
-    """Wherever there is a parameter, it can be one that cannot be: 422; and a body, one that cannot
-    be read: 400, 413."""
+    """Add 422 to every route with parameters, and 400 and 413 to every route with a body."""
     for methods in schema["paths"].values():
         for operation in methods.values():
             wrong = [422] * bool(operation.get("parameters")) + [400, 413] * bool(
@@ -180,7 +177,7 @@ def _add_links(schema: dict[str, Any]) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app.openapi`` complete."""
+    """Complete ``app.openapi``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,5 +1,5 @@
-"""``resume_from``: the checkpoint of another run that a new one begins from, made exact and held
-before the run is recorded."""
+"""``resume_from``: resolve and hold the checkpoint of another run before the new run is
+recorded."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ _SAME: Final = (
     ("optimizer", "name"),
     ("task", "data", "name"),
 )
-"""What both specs must say: with it the place in the data and the optimizer's moments mean the
-same."""
+"""Fields that must be equal in both specs, so that the position in the data and the optimizer's
+moments stay valid."""
 
 
 async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
-    """The spec with ``latest`` or ``best`` made a number, and the checkpoint kept from retention
-    until the run has its own; not kept where there will be no such run (``keep``).
+    """Return the spec with ``latest`` or ``best`` resolved, and protect the checkpoint from
+    retention until the run has its own.
 
-    Whether the model fits only a rank can tell, which builds it. Raises InvalidSpec naming the
-    field, StorageError.
+    Args:
+        keep: False does not protect it, because the run will be refused.
+
+    Whether the model fits is only known when a rank builds it. Raises InvalidSpec with the field,
+    StorageError.
     """
     wanted = spec.resume_from
     if wanted is None:
@@ -61,12 +64,12 @@ def _fault(field: str, msg: str) -> InvalidSpec:
 
 
 def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[Checkpoint]) -> None:
-    """Raises InvalidSpec that says which checkpoints there are."""
+    """Raise InvalidSpec with the checkpoints that exist, if this one cannot be used."""
     kept = sorted({each.step for each in found if each.state == "committed"})
     instead = (
-        f"; there are those of steps {', '.join(map(str, kept[-10:]))}"
+        f"; choose one of steps {', '.join(map(str, kept[-10:]))}"
         if kept
-        else "; there is none to begin from"
+        else "; the run has no checkpoint to start from"
     )
     if checkpoint is None:
         raise _fault("step", f"{missing}{instead}")
@@ -82,22 +85,22 @@ def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[C
 
 
 def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
-    """What differs between the runs and must not."""
+    """Return the fields that differ between the runs and must not."""
     own = spec.model_dump(mode="json")
     faults = []
     for path in _SAME:
         there, here = _at(parent.spec, path), _at(own, path)
         if there is not None and here is not None and there != here:
             msg = (
-                f"must be {there!r}, as in run {parent.id}, whose place in the data and optimizer "
-                "this run takes over"
+                f"must be {there!r}, as in run {parent.id}, whose position in the data and "
+                "optimizer state this run continues"
             )
             faults.append(FieldError(path, msg))
     named, wanted = (_patterns(each) for each in (parent.spec, own))
     if named != wanted:
         msg = (
-            f"must name {named} in this order, as in run {parent.id}, whose moments this run "
-            "takes over; the rest may change"
+            f"must list {named} in this order, as in run {parent.id}, whose optimizer state this "
+            "run continues; other fields may change"
         )
         faults.append(FieldError(("optimizer", "groups"), msg))
     return faults
@@ -114,7 +117,7 @@ def _at(node: Any, path: Sequence[str]) -> Any:
 
 
 def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
-    """A fault where the run would be over before its first step."""
+    """Return a fault if the run would end before its first step."""
     if not parent.steps_per_epoch:
         return []
     by_epochs = spec.train.epochs * parent.steps_per_epoch
@@ -125,14 +128,14 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     return [
         FieldError(
             ("train", field),
-            f"ends the run at step {total}, and its checkpoint has {step} steps already; raise it",
+            f"ends the run at step {total}, but its checkpoint already has {step} steps; raise it",
         )
     ]
 
 
 def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
-    """Keep the checkpoint, then see that it is there: in this order, retention cannot come in
-    between unnoticed."""
+    """Protect the checkpoint, then check that it exists. In this order retention cannot delete it
+    unnoticed."""
     context.kept_steps.hold(run_id, checkpoint.step)
     try:
         CheckpointStore(RunDir(context.storage, run_id)).manifest(checkpoint.name)

@@ -1,4 +1,4 @@
-"""Cursors of lists: opaque to clients, checked when they come back."""
+"""Cursors of lists: opaque to clients, validated when they come back."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from service.model.run_rows import RunHead
 T = TypeVar("T")
 Key = tuple[float | str, ...]
 
-Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="Maximum items per page.")]
 Cursor = Annotated[
     str | None,
-    Query(
-        max_length=200, description="`next_cursor` of the page before; leave it out for the first."
-    ),
+    Query(max_length=200, description="`next_cursor` of the previous page; omit it for the first."),
 ]
 
 
 def run_cursor(run: RunHead) -> str:
-    """Cursor behind this run in a list of runs, newest first."""
+    """Return the cursor after this run in a list of runs, newest first."""
     return encode_run_cursor(run.created_at, run.id)
 
 
 def encode_run_cursor(created_at: float, run_id: str) -> str:
-    """Cursor behind a run that was created at that moment, in unix seconds."""
+    """Return the cursor after a run with this creation time (unix seconds) and id."""
     return _encode((created_at, run_id))
 
 
 def parse_run_cursor(cursor: str | None) -> Place | None:
-    """(created_at, id) of the last run of the page before. Raises 422 for what was not made by
-    ``run_cursor``."""
+    """Return (created_at, id) of the last run of the previous page. Raises 422 for a cursor that
+    ``run_cursor`` did not make."""
     if cursor is None:
         return None
     match _decode(cursor):
@@ -54,11 +52,11 @@ def parse_run_cursor(cursor: str | None) -> Place | None:
 def page_of(
     items: Sequence[T], key: Callable[[T], Key], cursor: str | None, limit: int
 ) -> tuple[Sequence[T], str | None]:
-    """A page of a short list in the order of ``key``, which no two items share, and the cursor
-    behind it.
+    """Return a page of a short list in the order of ``key``, which is unique, and the cursor after
+    it.
 
-    The cursor says behind which item to go on, not how many came before: what is deleted meanwhile
-    makes nothing be passed over. Raises 422 for a cursor of another list.
+    The cursor names the last item, not a count, so deletions in between skip nothing. Raises 422
+    for a cursor of another list.
     """
     ordered = sorted(items, key=key)
     if cursor is not None:
@@ -77,7 +75,7 @@ def _encode(place: Key) -> str:
 
 
 def _decode(cursor: str) -> Any:
-    """What ``_encode`` was given, as a list; None for what it did not make."""
+    """Return the list that ``_encode`` was given; None for anything else."""
     try:
         return json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, TypeError, binascii.Error, RecursionError):
@@ -86,13 +84,13 @@ def _decode(cursor: str) -> Any:
 
 def _not_ours() -> ProblemError:
     return invalid_request(
-        "cursor", msg="is not a cursor of this list; take next_cursor of the page before"
+        "cursor", msg="is not a cursor of this list; use next_cursor of the previous page"
     )
 
 
 def position(cursor: str | None, after: int) -> int:
-    """Where to go on in a list that counts its items: ``cursor`` where given, else ``after``.
-    Raises 422."""
+    """Return where to continue in a numbered list: ``cursor`` if given, else ``after``. Raises
+    422."""
     if cursor is None:
         return after
     if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18:

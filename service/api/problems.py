@@ -1,5 +1,5 @@
-"""Errors as RFC 9457 answers: one place maps every exception to a status, a code and words that say
-what to do."""
+"""Errors as RFC 9457 responses: one place maps every exception to a status, a code and a
+message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETRY_AFTER_S: Final = 2
 
 
 class ProblemError(Exception):
-    """A request that cannot be served, as the client will read it."""
+    """A request that cannot be served, as the client will see it."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ def invalid_request(*loc: str | int, msg: str) -> ProblemError:
 
 
 def problem_response(problem: ProblemError) -> Response:
-    """The answer. Written as ASCII: what a client sent may hold text that UTF-8 cannot say."""
+    """Return the response. It is ASCII: the request may have contained text that UTF-8 cannot
+    represent."""
     body: dict[str, Any] = {
         "type": f"urn:everstep:problem:{problem.code}",
         "title": HTTPStatus(problem.status).phrase,
@@ -75,7 +76,7 @@ def problem_response(problem: ProblemError) -> Response:
 
 
 def as_problem(exc: Exception) -> ProblemError:
-    """What a client may know of an exception; what it must not is logged and becomes
+    """Return the problem for an exception. Internal errors are logged and become
     ``internal_error``."""
     match exc:
         case ProblemError():
@@ -84,7 +85,7 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(
                 422,
                 "invalid_spec",
-                f"the spec has {len(errors)} fault(s); see errors",
+                f"the spec has {len(errors)} fault(s); fix those in errors",
                 errors=errors,
             )
         case TransitionConflict(found=None):
@@ -103,11 +104,11 @@ def as_problem(exc: Exception) -> ProblemError:
             logger.error("database_unavailable", error=str(exc))
             return unavailable(
                 "database_unavailable",
-                "the database does not answer; nothing was changed, try again",
+                "the database does not respond; nothing was changed, try again",
             )
         case Unstorable():
             return ProblemError(
-                422, "invalid_request", f"the request holds what the database cannot: {exc}"
+                422, "invalid_request", f"the request contains a value that cannot be stored: {exc}"
             )
         case StorageNotFound():
             return not_found(str(exc))
@@ -135,10 +136,12 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
         case ClientDisconnect():
             return ProblemError(
-                400, "client_disconnected", "the client went away before its request was complete"
+                400,
+                "client_disconnected",
+                "the client disconnected before the request was complete",
             )
         case _:
-            return ProblemError(500, "internal_error", "the service failed; its log says how")
+            return ProblemError(500, "internal_error", "the service failed; read its log")
 
 
 _HANDLED: Final[tuple[type[Exception], ...]] = (
@@ -158,7 +161,7 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that leaves a handler with a problem."""
+    """Turn every exception that leaves a handler into a problem response."""
 
     async def handle(_request: Request, exc: Exception) -> Response:
         return problem_response(as_problem(exc))

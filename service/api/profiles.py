@@ -1,4 +1,4 @@
-"""Profiles of a run: asked for, listed, and their traces downloaded."""
+"""Routes of a run's profiles: request one, list them, download traces."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `
     openapi_extra=PROFILE_BODY,
 )
 async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
-    """For runs that are RUNNING. The rank records its next steps with torch's profiler; the other
-    ranks go on as they are, and no result changes. The list says when the trace is there."""
+    """Only for runs that are RUNNING. The rank records its next steps with torch's profiler; other
+    ranks and all results are unaffected. The list shows when the trace is ready."""
     return await order_profile(run, context, await read_model(ProfileRequest, request))
 
 
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
-    """Ask for a profile. Raises 409 for a run that does not train, 422 for a rank that it does not
-    have."""
+    """Request a profile. Raises 409 if the run is not training, 422 if it has no such rank."""
     now = context.clock()
     data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
     event = await rank_orders.record(context, run, orders.PROFILE, now, data)
@@ -80,7 +79,7 @@ async def get_profile(run: VisibleRun, context: Context, profile_id: ProfileId) 
     },
 )
 async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) -> StreamingResponse:
-    """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens as it is."""
+    """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens."""
     profile = await get_profile(run, context, profile_id)
     if profile.state is not ProfileState.DONE:
         why = profile.problem or f"the profile is {profile.state}"

@@ -1,6 +1,6 @@
-"""Figures for Prometheus: what is now, read from the database when it is asked for, the API's
-latency, and what happened since this process began (service/figures.py). docs/observability.md says
-what each one means."""
+"""Metrics for Prometheus: the current state, read from the database on demand, the API's latency,
+and counters since the start of the process (service/figures.py). docs/observability.md explains
+each one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class Figures:
-    """The registry of one app."""
+    """The metrics registry of one app."""
 
     def __init__(self, context: ApiContext) -> None:
         self.registry = CollectorRegistry()
         self.latency = Histogram(
             "everstep_api_request_seconds",
-            "Seconds from a request's arrival to the first byte of its answer.",
+            "Seconds from a request's arrival to the first byte of its response.",
             ("method", "route", "status"),
             buckets=_BUCKETS_S,
             registry=self.registry,
@@ -41,14 +41,13 @@ class Figures:
 
 
 class _StateCollector(Collector):
-    """Read when Prometheus asks, not before."""
+    """Collects the state when Prometheus scrapes, not before."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing: collect() reads the database, which must not happen when the registry is
-        made."""
+        """Return nothing: collect() reads the database, which must not happen at registration."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -58,7 +57,7 @@ class _StateCollector(Collector):
         yield runs
         checked = GaugeMetricFamily(
             "everstep_checked_checkpoints",
-            "Checkpoints by what they were when they were last read back.",
+            "Checkpoints by the result of their last verification.",
             labels=("result",),
         )
         for result, count in zip(
@@ -88,10 +87,10 @@ class _StateCollector(Collector):
                 oldest[run.project] = max(oldest[run.project], waited_s)
         waiting = GaugeMetricFamily(
             "everstep_queue_oldest_seconds",
-            "How long the run that waits longest has been QUEUED; 0 where none is.",
+            "How long the oldest QUEUED run has been waiting; 0 without one.",
             labels=("project",),
         )
-        training = GaugeMetricFamily("everstep_ranks", "Ranks that run.", labels=("project",))
+        training = GaugeMetricFamily("everstep_ranks", "Running ranks.", labels=("project",))
         for project in oldest:
             waiting.add_metric((project,), oldest[project])
             training.add_metric((project,), ranks[project])
@@ -99,16 +98,15 @@ class _StateCollector(Collector):
         yield training
 
     def _time(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges: time that turns out to be something else moves between buckets, and a counter
-        must never fall."""
+        """Yield gauges: time may move between buckets later, and a counter must never decrease."""
         spent = GaugeMetricFamily(
             "everstep_run_time_seconds",
-            "Wall time of all runs by what it went into.",
+            "Wall time of all runs by bucket.",
             labels=("project", "bucket"),
         )
         share = GaugeMetricFamily(
             "everstep_goodput_ratio",
-            "Productive share of all time but queued and paused, over all runs.",
+            "Productive share of all time except queued and paused, over all runs.",
             labels=("project",),
         )
         for project in self._context.time_book.by_project(self._context.clock()):
@@ -122,7 +120,7 @@ class _StateCollector(Collector):
 
 @router.get(
     "/metrics",
-    summary="Figures for Prometheus",
+    summary="Metrics for Prometheus",
     response_class=Response,
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -130,13 +128,13 @@ class _StateCollector(Collector):
     },
 )
 async def get_figures(request: Request, context: Context, caller: Caller) -> Response:
-    """In Prometheus' text format. It tells of every project: a token that reaches one only gets
-    403."""
+    """In Prometheus' text format, for all projects. A token of one project gets 403."""
     if caller.project is not None:
         raise ProblemError(
             403,
             "forbidden",
-            f"figures are of all projects; token {caller.name!r} reaches {caller.project} only",
+            f"metrics cover all projects, but token {caller.name!r} only has access to "
+            f"{caller.project}; use another token",
         )
     figures: Figures = request.app.state.figures
     told = await context.database_call(generate_latest, figures.registry)
@@ -146,7 +144,7 @@ async def get_figures(request: Request, context: Context, caller: Caller) -> Res
 
 
 class LatencyMiddleware:
-    """Times every answer by its route, never by its path: ids must not become labels."""
+    """Measures the latency by route, not by path: ids must not become labels."""
 
     def __init__(self, app: ASGIApp, figures: Figures) -> None:
         self._app = app

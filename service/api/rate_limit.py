@@ -1,5 +1,5 @@
-"""How many requests a token may make: a bucket that fills steadily, and from which each request
-takes one."""
+"""Rate limit per token: a token bucket that fills steadily, and from which each request takes
+one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Final
 from everstep.options.serve import DEFAULT_RATE_PER_S
 
 BURST_S: Final = 2.0
-"""So many seconds' worth of requests may come at once."""
+"""Requests worth this many seconds may come at once."""
 _MAX_TOKENS: Final = 10_000
-"""Buckets that are held; of more tokens, those that were silent longest begin with a full one
-again."""
+"""Maximum number of buckets; the least recently used are dropped, and start full again."""
 
 
 class RateLimit:
     """The buckets of one process.
 
     Args:
-        rate_per_s: Requests a second that each token may make for ever; 0 is no limit.
-        monotonic: Seconds that never go back.
+        rate_per_s: sustained requests per second of each token; 0 is no limit.
+        monotonic: monotonic clock in seconds.
     """
 
     def __init__(
@@ -35,11 +34,10 @@ class RateLimit:
         self._burst = max(1.0, rate_per_s * BURST_S)
         self._monotonic = monotonic
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By token id: what is in it, and when that was."""
+        """By token id: level, and when it was computed."""
 
     def wait_s(self, token_id: str) -> int:
-        """Take one request. 0 where it may be served, else whole seconds after which the next one
-        will be."""
+        """Take one request. Return 0 if it may be served, else the whole seconds to wait."""
         if self._rate_per_s <= 0:
             return 0
         now = self._monotonic()

@@ -1,5 +1,5 @@
-"""Whether database, storage and Ray answer. They are probed at most once a second, because anyone
-may ask without a token."""
+"""Whether database, storage and Ray respond. They are probed at most once a second, because no
+token is needed to ask."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ KEPT_S: Final = 1.0
 
 
 class ClusterProbe(Protocol):
-    """Where to ask for the Ray cluster."""
+    """Source of the state of the Ray cluster."""
 
     async def cluster(self) -> ClusterInfo:
-        """Return the cluster and its nodes as Ray reports them now. ``available`` is False if Ray
-        does not answer; that raises nothing."""
+        """Return the cluster and its nodes as Ray reports them. ``available`` is False if Ray does
+        not respond; nothing is raised."""
 
 
 class ReadinessCheck:
-    """Probe database, storage and Ray, and keep the answer for a second."""
+    """Probes database, storage and Ray, and keeps the result for a second."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ReadinessCheck:
         self._answer: Readiness | None = None
         self._answered_at = float("-inf")
         self._lock = asyncio.Lock()
-        # Own threads: probes that hang take none from requests. Once all hang, later probes time
+        # Own threads, so that hanging probes do not block requests. If all hang, later probes time
         # out.
         self._threads = anyio.CapacityLimiter(4)
 
@@ -82,8 +82,8 @@ class ReadinessCheck:
         )
 
     def _use_storage(self) -> None:
-        """Raise StorageError unless the storage takes bytes and belongs to the database. The
-        database's own probe reports a database that is away."""
+        """Raise StorageError unless the storage is writable and belongs to the database. The
+        database's own probe reports an unavailable database."""
         self._storage.probe()
         with suppress(DatabaseError):
             self._storage_gate.require()
@@ -94,7 +94,9 @@ class ReadinessCheck:
                 await anyio.to_thread.run_sync(probe, abandon_on_cancel=True, limiter=self._threads)
         except (DatabaseError, StorageError, TimeoutError) as exc:
             logger.warning(
-                "not_ready", what=what, error=str(exc) or f"no answer within {PROBE_TIMEOUT_S:g} s"
+                "not_ready",
+                what=what,
+                error=str(exc) or f"no response within {PROBE_TIMEOUT_S:g} s",
             )
             return False
         return True

@@ -1,4 +1,4 @@
-"""Around every request: how large its body may be, and its line in the audit log."""
+"""Middleware around every request: the limit of its body, and its line in the audit log."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from service.db.errors import DatabaseError
 logger = structlog.get_logger(__name__)
 
 UPLOAD_PATHS: Final = frozenset({"/v1/code"})
-"""Routes that take files: they have a limit of their own."""
+"""Routes for uploads, which have their own limit."""
 _HOST: Final = re.compile(rb"([A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 _FAULTS_OF_OURS: Final = 500
-"""Statuses from here on."""
+"""Statuses from here on are faults of the service."""
 _LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 
 class AddressMiddleware:
-    """Answer 400 to a request whose address cannot be put together.
+    """Responds 400 to a request with an invalid Host header or query.
 
-    The framework does that of the Host header and the query wherever the address is asked for, as
-    for a redirect, and raises ValueError where one holds half of a bracket or bytes that are no
-    text.
+    Starlette parses both wherever it needs the URL, for example for a redirect, and raises
+    ValueError for unbalanced brackets or invalid bytes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -47,17 +46,17 @@ class AddressMiddleware:
 def _address_problem(scope: Scope) -> ProblemError | None:
     if any(name == b"host" and not _HOST.fullmatch(value) for name, value in scope["headers"]):
         return ProblemError(
-            400, "malformed_host", "the Host header is no host; send HOST or HOST:PORT"
+            400, "malformed_host", "the Host header is invalid; send HOST or HOST:PORT"
         )
     if not scope["query_string"].isascii():
         return ProblemError(
-            400, "malformed_query", "the query holds bytes beyond ASCII; write them as %XX"
+            400, "malformed_query", "the query contains bytes beyond ASCII; write them as %XX"
         )
     return None
 
 
 class BodyLimitMiddleware:
-    """No request's body is read beyond its limit, whatever its headers promise."""
+    """Reads no body beyond its limit, whatever the headers say."""
 
     def __init__(self, app: ASGIApp, max_upload_bytes: int) -> None:
         self._app = app
@@ -77,21 +76,21 @@ class BodyLimitMiddleware:
             message = await receive()
             received += len(message.get("body", b""))
             if received > limit:
-                # FastAPI lets errors of this kind alone pass while it reads a body.
-                raise HTTPException(413, f"the body is larger than {limit} bytes")
+                # the only kind of error that FastAPI passes on while it reads a body
+                raise HTTPException(413, f"the body is larger than {limit} bytes; send less")
             return message
 
         await self._app(scope, limited_receive, send)
 
 
 class AuditMiddleware:
-    """Every call that may change something gets a line in the audit log.
+    """Adds every call that may change something to the audit log.
 
-    What a call writes takes its line along in the same transaction; a call that wrote nothing,
-    mostly because it was refused, gets one before its answer, so that the log's order is that of
-    the answers. A fault of the service's own, mostly a database that is away, is answered first.
-    Calls that are not let in, without a valid token or too many of them, are told to the service's
-    own log only: anybody could fill this one with them.
+    A change writes its entry in the same transaction. A call without a change, mostly a refused
+    one, gets its entry before its response, so that the log is in the order of responses. Failures
+    of the service itself, such as an unavailable database, are answered first. Calls without a
+    valid token or above the rate limit only go to the service's own log: anybody could fill the
+    audit log with them.
     """
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
@@ -127,7 +126,7 @@ class AuditMiddleware:
                 await self._record(entry)
 
     async def _record(self, entry: AuditEntry) -> None:
-        begin_entry(None)  # what is written from here on is the log itself
+        begin_entry(None)  # the following write is the log's own
         words = {
             "method": entry.method,
             "path": entry.path,
@@ -135,13 +134,13 @@ class AuditMiddleware:
             "status": entry.status,
         }
         if entry.token_id is None:
-            logger.info("a call was not let in", **words)
+            logger.info("call refused", **words)
             return
         try:
             await self._context.database_call(self._context.audit.complete, entry)
         except DatabaseError as exc:
             logger.warning(
-                "a call is missing in the audit log",
+                "audit entry lost",
                 token=entry.token_id,
                 problem=str(exc),
                 **words,

@@ -1,4 +1,4 @@
-"""Pages of runs: the filters, the query and the answers in JSON."""
+"""Pages of runs: filters, queries and the response in JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT_PAGE: Final = 50
 async def found_runs(
     context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None
 ) -> Page[Run]:
-    """A page of those of the runs that the caller may see."""
+    """Return a page of the runs that the caller may see."""
     found = await context.database_call(
         _page, context, caller, wanted, limit, parse_run_cursor(cursor)
     )
@@ -33,7 +33,7 @@ async def found_runs(
 def confirmed_page(
     context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
 ) -> bytes:
-    """The page in JSON. Raises 401 where the caller's token is worth nothing any more."""
+    """Return the page as JSON. Raise 401 if the caller's token is no longer valid."""
     with context.database.look() as connection:
         if not _reaches_any(caller, wanted):
             caller.confirm(context, connection)
@@ -47,7 +47,7 @@ def confirmed_page(
 def _page(
     context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None
 ) -> bytes:
-    """The page in JSON, for a caller who was confirmed."""
+    """Return the page as JSON, for a caller who was confirmed."""
     heads = (
         context.runs.page(_reached(caller, wanted), limit + 1, before)
         if _reaches_any(caller, wanted)
@@ -65,7 +65,7 @@ def _reached(caller: Principal, wanted: RunFilter) -> RunFilter:
 
 
 def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes:
-    """These runs in JSON, ``limit`` of them at most."""
+    """Return these runs as JSON, at most ``limit``."""
     answers = _answers_about(context, heads[:limit])
     cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
     # one may have been deleted since
@@ -74,7 +74,7 @@ def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes
 
 
 def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, bytes]:
-    """Each run in JSON; what was written about one that has ended is taken again."""
+    """Return the JSON of each run. The JSON of a run that has ended is cached."""
     about = dashboard_url, public_url = context.cluster_view.dashboard_url, context.public_url
     kept = {head.id: context.kept_answers.get(head, about) for head in heads}
     found = {run_id: answer for run_id, answer in kept.items() if answer is not None}
@@ -103,7 +103,7 @@ def statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
 
 
 def parse_tag(text: str) -> tuple[str, str | None]:
-    """``key=value`` or ``key`` as a filter has it."""
+    """Parse ``key=value`` or ``key`` for a filter."""
     key, separator, value = text.partition("=")
     if not separator:
         key, separator, value = text.partition(":")

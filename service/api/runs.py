@@ -1,4 +1,4 @@
-"""Runs: made, listed, looked at, stopped, resumed, deleted."""
+"""Routes of runs: submit, list, show, cancel, pause, resume, delete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
     summary="Submit a run",
     response_model=Run,
     responses={
-        200: {"model": Run, "description": "This Idempotency-Key made this run before."},
+        200: {"model": Run, "description": "This Idempotency-Key has already created this run."},
         **problem_answers(400, 403, 409, 413, 415, 422),
     },
     openapi_extra=SPEC_BODY,
@@ -45,14 +45,14 @@ async def create_run(
         str | None,
         Header(
             description=(
-                "1 to 255 printable ASCII characters. The same key and body give the same "
-                "run again with 200."
+                "1 to 255 printable ASCII characters. The same key and body return the same run "
+                "with 200."
             )
         ),
     ] = None,
     create_project: CreateProject = False,
 ) -> Response:
-    """Validates the spec completely and records the run as QUEUED; it starts when the cluster has
+    """Validates the spec completely and records the run as QUEUED. It starts when the cluster has
     room for it."""
     confirm = partial(caller.confirm, context)
     made, is_new = await submitted(
@@ -66,40 +66,39 @@ async def list_runs(
     context: Context,
     caller: CallerToConfirm,
     project: Annotated[
-        str | None, Query(max_length=64, description="Runs of this project only.")
+        str | None, Query(max_length=64, description="Only runs of this project.")
     ] = None,
     status: Annotated[
         list[str] | None,
         Query(
             description=(
-                "Runs in one of these statuses only; repeat it, or separate several by commas."
+                "Only runs in one of these statuses; repeat it, or separate several by commas."
             )
         ),
     ] = None,
     name: Annotated[
-        str | None, Query(max_length=128, description="Runs of exactly this name only.")
+        str | None, Query(max_length=128, description="Only runs with exactly this name.")
     ] = None,
     search: Annotated[
         str | None,
         Query(
             max_length=128,
-            description="Runs whose id, name, or a tag's key or value holds this text.",
+            description="Only runs whose id, name, or a tag's key or value contains this text.",
         ),
     ] = None,
     tag: Annotated[
         list[str] | None,
-        Query(description="`key=value` or `key`; runs with every one of these tags only."),
+        Query(description="`key=value` or `key`; only runs with all of these tags."),
     ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Response:
-    """Newest first; those of the token's project."""
+    """Newest first; only runs of the token's project."""
     wanted = RunFilter(
         project, statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
     )
     before = parse_run_cursor(cursor)
-    # A search reads run after run, and many take long to tell of: meanwhile the event loop serves
-    # others.
+    # A search scans runs, and a long page takes time to encode: keep both out of the event loop.
     ask = context.database_call if search or limit > SHORT_PAGE else context.database_look
     answer = await ask(confirmed_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
@@ -107,7 +106,7 @@ async def list_runs(
 
 @router.get("/{run_id}", summary="One run", response_model=Run, responses=problem_answers(404))
 async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
-    """Where it is in its life, how far it came, and what it is protected against."""
+    """Status, progress, and the failures that the run would survive."""
     run, transitions = seen
     return as_json(
         run_json(
@@ -133,8 +132,8 @@ async def get_spec(run: VisibleRun) -> RunSpec:
     responses=problem_answers(403, 404, 409),
 )
 async def cancel_run(run: ControlledRun, context: Context) -> Run:
-    """A run that trains commits a last checkpoint first. Asking again while it stops changes
-    nothing."""
+    """A run that is training commits a last checkpoint first. Repeating the request while it stops
+    changes nothing."""
     stopped = await context.database_call(context.runs.request_stop, run.id, "cancel")
     return (await run_answers(context, [stopped]))[0]
 
@@ -146,7 +145,7 @@ async def cancel_run(run: ControlledRun, context: Context) -> Run:
     responses=problem_answers(403, 404, 409),
 )
 async def pause_run(run: ControlledRun, context: Context) -> Run:
-    """A run that trains commits a checkpoint first, and gives its resources back."""
+    """A run that is training commits a checkpoint first, and releases its resources."""
     stopped = await context.database_call(context.runs.request_stop, run.id, "pause")
     return (await run_answers(context, [stopped]))[0]
 
@@ -158,7 +157,7 @@ async def pause_run(run: ControlledRun, context: Context) -> Run:
     responses=problem_answers(403, 404, 409),
 )
 async def resume_run(run: ControlledRun, context: Context) -> Run:
-    """It queues again, and goes on from its last checkpoint."""
+    """The run queues again, and continues from its last checkpoint."""
     resumed = await context.database_call(context.runs.resume, run.id)
     return (await run_answers(context, [resumed]))[0]
 
@@ -167,8 +166,8 @@ async def resume_run(run: ControlledRun, context: Context) -> Run:
     "/{run_id}", status_code=204, summary="Delete a run", responses=problem_answers(403, 404, 409)
 )
 async def delete_run(run: ControlledRun, context: Context) -> None:
-    """Runs that have ended only. Removes its directory with every checkpoint and log, then its
-    history."""
+    """Only runs that have ended. Deletes the run's directory with every checkpoint and log, then
+    its history."""
     if not run.status.terminal:
         raise TransitionConflict(
             run.id, run.status, "only a run that has ended can be deleted; cancel it first"
@@ -177,19 +176,19 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
         raise TransitionConflict(
             run.id,
             run.status,
-            "another run is to begin from its checkpoint; wait until that trains, or cancel that",
+            "another run will start from its checkpoint; wait until that run trains, or cancel it",
         )
-    # its directory would stay behind in the other storage
+    # with another storage mounted, its directory would be left behind
     await context.storage_call(context.storage_gate.require)
-    # The directory first: a crash between the two leaves a run that can be deleted again, never
-    # bytes that nobody owns.
+    # The directory first: after a crash in between, the run can be deleted again, and no orphaned
+    # files are left.
     await context.storage_call(RunDir(context.storage, run.id).delete)
     await context.database_call(context.runs.delete, run.id)
     context.logs.forget(run.id)
 
 
 async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
-    """The runs as clients read them, in the same order."""
+    """Return the runs as clients see them, in the same order."""
     transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
     return [

@@ -1,4 +1,4 @@
-"""Series of a run's metrics."""
+"""Routes of a run's metrics."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ async def get_metrics(
         str | None,
         Query(
             max_length=4096,
-            description="Names separated by commas; leave it out for all.",
+            description="Names separated by commas; default all.",
             examples=["loss,val_accuracy"],
         ),
     ] = None,
     max_points: Annotated[
-        int, Query(ge=MIN_POINTS, le=10_000, description="Most points of one series.")
+        int, Query(ge=MIN_POINTS, le=10_000, description="Maximum points per series.")
     ] = 500,
 ) -> MetricSeries:
-    """`[step, unix seconds, value]` for each name. Longer series are thinned here so that extremes
-    stay; a value that was not finite is null. A name that was never reported has no points."""
+    """`[step, unix seconds, value]` for each name. Longer series are down-sampled with extremes
+    kept; a value that was not finite is null. An unknown name has no points."""
     if names is None:
         wanted = await context.database_call(context.series.names, run.id)
     else:
@@ -45,8 +45,8 @@ async def get_metrics(
 async def thinned(
     context: ApiContext, run_id: str, names: Sequence[str], max_points: int
 ) -> dict[str, list[Point]]:
-    """Series of these names, each read in a thread of its own, so that several cores share a long
-    history."""
+    """Return these series, down-sampled. Each is read in its own thread, so that several cores
+    share a long history."""
     found = await asyncio.gather(
         *(context.database_call(context.series.points, run_id, name, max_points) for name in names)
     )

@@ -1,5 +1,4 @@
-"""Bodies of requests: read with limits, parsed strictly, and named by its content for
-idempotency."""
+"""Request bodies: read with limits, parsed strictly, and hashed for idempotency."""
 
 from __future__ import annotations
 
@@ -25,15 +24,14 @@ T = TypeVar("T")
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 20_000
-"""Most values in a body, those of lists and mappings counted with these."""
+"""Maximum number of values in a body, including those in lists and mappings."""
 _SMALL_BYTES: Final = 16 << 10
 _validators: Final = ThreadPoolExecutor(2, "validate")
-"""Few: whoever validates holds the interpreter for much of the time."""
+"""Few threads: validation holds the interpreter lock much of the time."""
 
 
 async def validated(parse: Callable[[Any], T], raw: Any) -> T:
-    """Return what ``parse`` makes of a body, in a thread: a large one takes a while, and others are
-    served meanwhile."""
+    """Run ``parse`` on a body in a thread and return its result: a large body takes time."""
     return await asyncio.get_running_loop().run_in_executor(_validators, parse, raw)
 
 
@@ -58,10 +56,9 @@ def _invalid(faults: Sequence[FieldError]) -> ProblemError:
 
 
 async def read_json(request: Request) -> Any:
-    """The request's JSON value.
+    """Return the request's JSON value.
 
-    NaN and Infinity pass: the spec's own check names the field that holds them. Raises 400, 413 or
-    415.
+    NaN and Infinity pass: the spec's own check names their field. Raises 400, 413 or 415.
     """
     _check_content_type(request.headers.get("content-type"))
     body = await _read_limited(request)
@@ -85,7 +82,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def content_sha256(value: Any) -> str:
-    """Name of a JSON value, whatever its spacing and the order of its keys."""
+    """Return a hash of a JSON value, independent of spacing and the order of keys."""
     return hashlib.sha256(
         json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -104,23 +101,21 @@ def _check_content_type(content_type: str | None) -> None:
 
 
 async def _read_limited(request: Request) -> bytes:
-    """The body, of which no more than the limit is ever held."""
+    """Return the body, holding no more than the limit in memory."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise ProblemError(
-                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes"
+                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less"
             )
     return bytes(body)
 
 
 def check_shape(value: Any) -> None:
-    """Raise 400 for what is nested too deeply, 413 for what holds more values than any request
-    needs.
+    """Raise 400 for a value that is nested too deeply, 413 for one with too many values.
 
-    To validate a value takes as long for a few bytes as for many: the size of the body alone is no
-    limit.
+    Validation time depends on the number of values, so a limit on the body's size is not enough.
     """
     level, num_values = [value], 1
     for _ in range(MAX_DEPTH):
@@ -133,7 +128,7 @@ def check_shape(value: Any) -> None:
         num_values += len(level)
         if num_values > MAX_VALUES:
             raise ProblemError(
-                413, "body_too_large", f"the body holds more than {MAX_VALUES} values; send fewer"
+                413, "body_too_large", f"the body has more than {MAX_VALUES} values; send fewer"
             )
         if not level:
             return

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, the resumption header, and the answer that carries them."""
+"""Server-sent events: frames, the resumption header, and the streamed response."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ LastEventId = Annotated[
     str | None,
     Header(
         alias="Last-Event-ID",
-        description="`id` of the last event that a client that reconnects has seen.",
+        description="`id` of the last event that a reconnecting client has received.",
     ),
 ]
 HEARTBEAT: Final = b": heartbeat\n\n"
-"""A comment: proxies and clients see that the stream lives, and a client that went away is
-noticed."""
+"""A comment. It shows proxies and clients that the stream is alive, and detects clients that went
+away."""
 
 
 def frame(event_id: int, json_data: str) -> bytes:
-    """One event; ``json_data`` has no line breaks, as JSON without indentation never has."""
+    """Return one event. ``json_data`` has no line breaks, like any JSON without indentation."""
     return f"id: {event_id}\ndata: {json_data}\n\n".encode()
 
 
 def wanted(request: Request) -> bool:
-    """Whether the client asks for a stream."""
+    """Return whether the client requests a stream."""
     return MEDIA_TYPE in request.headers.get("accept", "")
 
 
 def resume_after(last_event_id: str | None, after: int) -> int:
-    """Position to go on from: that of a client that reconnects, else ``after``. Raises 422."""
+    """Return where to continue: after the last event of a reconnecting client, else ``after``.
+    Raises 422."""
     if not last_event_id:
         return after
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= 18):
@@ -52,7 +53,7 @@ def resume_after(last_event_id: str | None, after: int) -> int:
 def response(
     context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]
 ) -> StreamingResponse:
-    """Answer with a stream, which ends when the caller's token or session does."""
+    """Return a streamed response that ends when the caller's token or session does."""
     frames = context.followers.confirmed(caller, frames)
     return StreamingResponse(
         frames,

@@ -1,4 +1,4 @@
-"""The storage that the database belongs to: for administrators."""
+"""Routes of the storage that the database belongs to; for administrators."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ router: Final = APIRouter(prefix="/v1/storage", tags=["administration"])
 
 
 @router.get(
-    "", summary="The storage, and whether it is the known one", responses=problem_answers(403)
+    "", summary="The storage, and whether it matches the database", responses=problem_answers(403)
 )
 async def get_storage(context: Context, caller: Caller) -> StorageStatus:
-    """Compares the storage with what the database knows of it: its id, and the newest submission of
-    each unended run."""
+    """Compares the storage with the database: its id, and the newest submission of each run that
+    has not ended."""
     caller.require("admin")
     return await context.storage_call(
         storage_status, context.storage, context.runs, context.storage_gate
     )
 
 
-@router.post(
-    "/adopt", summary="Go on with the storage that is there", responses=problem_answers(403)
-)
+@router.post("/adopt", summary="Adopt the present storage", responses=problem_answers(403))
 async def adopt(context: Context, caller: Caller) -> StorageAdoption:
     """For a storage that was replaced on purpose, or a database that is older than its storage.
-    Runs that have not ended go on from what this storage holds of them: submissions that the
-    database does not know are read again; what the storage lacks is lost."""
+    Runs that have not ended continue from the data in this storage: submissions that the database
+    does not know are read, and data that the storage lacks is lost."""
     caller.require("admin")
     return await context.storage_call(
         adopt_storage, context.storage, context.runs, context.storage_gate

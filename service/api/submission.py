@@ -33,15 +33,15 @@ async def submitted(
     *,
     create_project: bool = False,
 ) -> tuple[JsonObject, bool]:
-    """The run that a spec asks for, and whether it is new.
+    """Submit a run; return it, and whether it is new.
 
     Args:
-        context: The service's.
-        caller: Who asks.
-        raw: The spec as it came.
-        idempotency_key: The client's name for the request.
-        confirm: Raises where the caller may not have it after all.
-        create_project: Make a project that is missing; a caller's own project is made anyhow.
+        context: the service's context.
+        caller: who submits.
+        raw: the spec as received.
+        idempotency_key: the client's key for the request.
+        confirm: raises if the caller is no longer allowed to.
+        create_project: create a missing project; a caller's own project is always created.
     """
     caller.require("submitter")
     spec = await validated(parse_spec, raw)
@@ -59,7 +59,7 @@ async def submitted(
         _check_notify(context, spec)
     with _gathered(faults):
         context.storage_roots.check_data(spec)
-    # what follows tells of what there is
+    # confirm the caller before errors can reveal what exists
     if confirm is not None and (spec.code is not None or spec.resume_from is not None):
         await context.database_look(_confirmed, context, confirm)
     if spec.code is not None:
@@ -91,7 +91,7 @@ async def submitted(
 
 @contextmanager
 def _gathered(faults: list[FieldError]) -> Iterator[None]:
-    """All that is wrong with a spec is told at once."""
+    """Collect faults, so that all are reported at once."""
     try:
         yield
     except InvalidSpec as exc:
@@ -99,10 +99,10 @@ def _gathered(faults: list[FieldError]) -> Iterator[None]:
 
 
 def _check_notify(context: ApiContext, spec: RunSpec) -> None:
-    """Raises InvalidSpec where this service calls no such URL."""
+    """Raise InvalidSpec if this service does not call the URL."""
     if spec.notify is not None and not context.notify.allows(spec.notify.url):
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
-        msg = f"its origin is not allowed; allowed by this service's operator: {allowed}"
+        msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
 
 

@@ -1,4 +1,4 @@
-"""Projects, tokens and the audit log: for administrators."""
+"""Routes of projects, tokens and the audit log; for administrators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router: Final = APIRouter(prefix="/v1", tags=["administration"])
 
 
 async def administrator(caller: Caller) -> Principal:
-    """Raises 403 for others than administrators."""
+    """Return the caller. Raises 403 if it is not an administrator."""
     caller.require("admin")
     return caller
 
@@ -47,9 +47,9 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
 @router.post(
     "/projects",
     status_code=201,
-    summary="Make a project, or set its quotas",
+    summary="Create a project, or set its quotas",
     responses={
-        200: {"model": Project, "description": "It was there; it has these quotas now."},
+        200: {"model": Project, "description": "It existed; these are its quotas now."},
         **problem_answers(400, 403, 413, 415, 422),
     },
     openapi_extra=PROJECT_BODY,
@@ -57,8 +57,7 @@ TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok
 async def put_project(
     _caller: Administrator, request: Request, response: Response, context: Context
 ) -> Project:
-    """The quotas replace what the project had; they count for runs that start or are submitted from
-    now on."""
+    """Replaces the project's quotas; they apply to runs that start or are submitted from now on."""
     wanted = await read_model(ProjectRequest, request)
     row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
     response.status_code = 201 if is_new else 200
@@ -69,7 +68,7 @@ async def put_project(
 async def list_projects(
     _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[Project]:
-    """Every project with its quotas and what it uses now, by name."""
+    """Every project by name, with its quotas and usage."""
     found = await context.database_call(context.projects.all)
     shown, behind = page_of(found, lambda each: (each[0].name,), cursor, limit)
     return Page(
@@ -89,7 +88,7 @@ async def get_project(_caller: Administrator, project: ProjectPath, context: Con
     responses=problem_answers(403, 404, 409, 422),
 )
 async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
-    """Projects without runs and tokens only."""
+    """Only projects without runs and tokens."""
     note_target(project)
     if not await context.database_call(context.projects.delete, project):
         raise not_found(f"project {project} does not exist")
@@ -115,7 +114,7 @@ def _project_answer(row: ProjectRow, usage: Usage) -> Project:
 @router.post(
     "/tokens",
     status_code=201,
-    summary="Make a token",
+    summary="Create a token",
     responses=problem_answers(400, 403, 413, 415, 422),
     openapi_extra=TOKEN_BODY,
 )
@@ -126,20 +125,18 @@ async def create_token(
     context: Context,
     create_project: CreateProject = False,
 ) -> NewToken:
-    """The secret is in this answer and nowhere else: only its hash is kept."""
+    """The secret is only in this response; the service stores its hash."""
     wanted = await read_model(TokenRequest, request)
     if wanted.role == "admin" and wanted.project is not None:
         raise invalid_request(
             "project",
-            msg="an admin reaches every project; leave project out, or choose another role",
+            msg="an admin has access to every project; omit project, or choose another role",
         )
     if wanted.role != "admin" and wanted.project is None:
-        raise invalid_request("project", msg=f"a {wanted.role} belongs to a project; name it")
+        raise invalid_request("project", msg=f"a {wanted.role} belongs to a project; set project")
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
     if expires_at is not None and expires_at <= context.clock():
-        raise invalid_request(
-            "expires_at", msg="has passed already; give a time to come, or leave it out"
-        )
+        raise invalid_request("expires_at", msg="is in the past; use a future time, or omit it")
     row, secret = await context.database_call(
         context.tokens.create,
         wanted.name,
@@ -157,7 +154,7 @@ async def create_token(
 async def list_tokens(
     _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
 ) -> Page[Token]:
-    """Every token that is not revoked, expired ones too, oldest first; never a secret."""
+    """Every token that is not revoked, including expired ones, oldest first; without secrets."""
     found = await context.database_call(context.tokens.valid)
     shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
     return Page(items=tuple(map(_token_answer, shown)), next_cursor=behind)
@@ -170,10 +167,10 @@ async def list_tokens(
     responses=problem_answers(403, 404, 422),
 )
 async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
-    """From this answer on it is worthless on every replica."""
+    """Effective on every replica as soon as this returns."""
     note_target(token_id)
     if not await context.database_call(context.tokens.revoke, token_id):
-        raise not_found(f"token {token_id} does not exist, or was revoked before")
+        raise not_found(f"token {token_id} does not exist, or is already revoked")
 
 
 def _token_answer(row: TokenRow) -> Token:
@@ -196,12 +193,12 @@ async def list_audit(
     _caller: Administrator,
     context: Context,
     token_id: Annotated[
-        str | None, Query(max_length=32, description="Calls of this token only.")
+        str | None, Query(max_length=32, description="Only calls of this token.")
     ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[AuditEntry]:
-    """Every call that changed something, and every one that was refused, newest first."""
+    """Every call that changed something or was refused, newest first."""
     before = None if cursor is None else position(cursor, 0)
     found = await context.database_call(context.audit.page, limit + 1, before, token_id)
     items = tuple(_audit_answer(row) for row in found[:limit])

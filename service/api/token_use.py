@@ -1,5 +1,5 @@
-"""When tokens were last used. Uses are collected and written every few seconds, so that a read of a
-run costs no write."""
+"""When tokens were last used. Uses are collected and written every few seconds, so that reads cause
+no writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLUSH_S: Final = 5.0
 
 
 class TokenUse:
-    """Uses that are not in the database yet. ``clock`` gives unix seconds."""
+    """Uses that are not in the database yet. ``clock`` returns unix seconds."""
 
     def __init__(
         self, tokens: TokenStore, clock: Callable[[], float], calls: BlockingCalls
@@ -41,7 +41,7 @@ class TokenUse:
             await self._database_call(self._tokens.note_used, used_at)
         except DatabaseError as exc:
             self._used_at = used_at | self._used_at
-            logger.warning("the last use of tokens is noted later", problem=str(exc))
+            logger.warning("recording token use delayed", problem=str(exc))
 
     async def run(self) -> None:
         """Flush every few seconds, until cancelled."""

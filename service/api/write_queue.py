@@ -1,8 +1,8 @@
-"""Writes that requests wait for: one thread does as many as there are, in the order in which they
-came, and commits them together.
+"""Queue of writes on SQLite: one thread does all waiting writes in order, and commits them
+together.
 
-Threads of their own would wait for one another, and for the interpreter, at every statement: some
-of them many times as long as others.
+Separate threads would wait for one another, and for the interpreter lock, at every statement, some
+of them many times longer than others.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from service.db.engine import Database
 T = TypeVar("T")
 
 _MOST_TOGETHER: Final = 32
-"""So many writes of others at most does one wait for that is neither first nor last."""
+"""Maximum number of writes per commit, so that none waits for too many others."""
 
 
 @dataclass(eq=False)
 class _Write:
     call: Callable[[], Any]
     context: Context
-    """The request's own: its entry of the audit log is written along."""
+    """Context of the request, with its audit entry."""
     done: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
 
 
 class WriteQueue:
-    """The queue of one event loop to a SQLite database."""
+    """The write queue of one event loop to a SQLite database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -45,8 +45,8 @@ class WriteQueue:
         self._work: asyncio.Task[None] | None = None
 
     async def do(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, which writes to the database once all that it wrote is on the
-        disk. Raises what it raises, and DatabaseUnavailable."""
+        """Run ``call``, which writes to the database, and return its result once its writes are on
+        disk. Raises its errors, and DatabaseUnavailable."""
         write = _Write(call, copy_context(), asyncio.get_running_loop().create_future())
         self._waiting.append(write)
         if self._work is None:
@@ -62,7 +62,7 @@ class WriteQueue:
                 ]
                 await anyio.to_thread.run_sync(self._do, writes, limiter=self._thread)
                 for write in writes:
-                    if write.done.done():  # whoever waited for it was cancelled
+                    if write.done.done():  # the waiting request was cancelled
                         continue
                     if write.error is not None:
                         write.done.set_exception(write.error)

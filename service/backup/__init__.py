@@ -1,4 +1,4 @@
-"""Backups: one directory that holds a service's database and storage, and how it is restored.
+"""Backups: copy a service's database and storage to a directory, and restore them.
 
 Imports every other room of the service; nothing imports it. ``python -m service.backup`` runs it.
 """

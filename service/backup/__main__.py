@@ -1,4 +1,4 @@
-"""``python -m service.backup create|restore DIRECTORY``."""
+"""The command ``python -m service.backup create|restore DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from storage.errors import StorageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 not."""
+    """Run the command; return the exit code: 0 on success, else 1."""
     parser = argparse.ArgumentParser(
         prog="everstep backup|restore",
-        description="Copy a service's database and storage, and put them back.",
+        description="Back up a service's database and storage, and restore them.",
     )
     parser.add_argument("what", choices=("create", "restore"))
     parser.add_argument("directory", type=Path)
     for name in ("database_url", "storage_uri"):
         parser.add_argument(FLAGS[name].flag, dest=name, metavar=FLAGS[name].metavar)
     parser.add_argument(
-        "--database-only", action="store_true", help="create: leave the storage out"
+        "--database-only", action="store_true", help="create: leave out the storage"
     )
     parser.add_argument(
         "--follow",
         action="append",
         default=[],
         metavar="NAME",
-        help="create: a directory of the storage that is your own link",
+        help="create: also copy this directory of the storage if you made it a link",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of words")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     try:
         flags = {
@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{done.size_bytes / 1e6:.1f} MB"
     )
     for name in done.missing:
-        print(f"  not there: {printable(name)}, which retention took away meanwhile")
+        print(f"  not copied: {printable(name)}, which retention deleted meanwhile")
     if done.num_skipped:
-        print(f"  left out: {done.num_skipped} links, FIFOs and the like, which no run needs:")
+        print(f"  left out: {done.num_skipped} links, FIFOs and other special files:")
     for words in done.skipped:
         print(f"    {printable(words)}")
     return 0

@@ -1,9 +1,9 @@
-"""Make a copy of a service's database and storage, and restore one.
+"""Make a backup of a service's database and storage, and restore one.
 
-The database is copied first and the storage afterwards, while the service runs and runs train: rows
-then never speak of more than the journals hold, and what the journals hold beyond the rows is read
-again after a restore. Checkpoints are never overwritten, so that a row may only name one that
-retention took away in between, which its run's journal tells, too.
+The database is copied first and the storage afterwards, while the service and its runs continue. So
+rows never refer to more than the journals contain, and events beyond the rows are read again after
+a restore. Checkpoints are never overwritten: a row can only name one that retention deleted in
+between, which the run's journal records as well.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _STORAGE = "storage"
 
 @dataclass(frozen=True)
 class Summary:
-    """What a copy holds."""
+    """What a backup contains."""
 
     directory: Path
     num_runs: int
     num_checkpoints: int
     missing: tuple[str, ...]
-    """Checkpoints that the database names and the storage lacks, as ``RUN_ID/NAME``."""
+    """Checkpoints in the database that the storage lacks, as ``RUN_ID/NAME``."""
     size_bytes: int
     num_skipped: int = 0
-    """Links, FIFOs and the like in the storage, which are never copied."""
+    """Number of links, FIFOs and other special files in the storage, which are never copied."""
     skipped: tuple[str, ...] = ()
     """The first of them, each with the reason."""
 
@@ -53,20 +53,22 @@ class Summary:
 def create(
     settings: Settings, directory: Path, *, with_storage: bool = True, follow: Collection[str] = ()
 ) -> Summary:
-    """Copy database and storage of a service, which may run meanwhile, to a new directory.
+    """Copy database and storage of a service, which may be running, to a new directory.
 
-    The directory appears under its name once the copy is whole. ``follow``: as for ``copy_tree``.
+    The directory appears under its name once the backup is complete. ``follow``: as for
+    ``copy_tree``.
 
     Raises BackupError, LinkedRoot, StorageError, DatabaseError.
     """
     if directory.exists():
-        raise BackupError(f"{directory} exists; a copy is never changed: name a new directory")
+        raise BackupError(
+            f"{directory} already exists; backups are never overwritten. Choose a new directory"
+        )
     storage = open_storage(settings.storage_uri)
     if with_storage and not storage.is_local:
         raise BackupError(
-            f"the storage {storage.uri} is an object store: turn on its bucket's versioning or "
-            "replication, and copy the database "
-            "with --database-only"
+            f"the storage {storage.uri} is an object store: enable versioning or replication of "
+            "its bucket, and back up the database with --database-only"
         )
     url = checked_url(settings.database_url)
     draft = directory.with_name(f".{directory.name}.partial")
@@ -97,32 +99,32 @@ def create(
 
 
 def restore(settings: Settings, directory: Path) -> Summary:
-    """Put a copy where ``settings`` say that database and storage lie; both must be empty, and no
-    service may run there.
+    """Restore a backup to the database and storage in ``settings``. Both must be empty, and no
+    service may be running there.
 
     Raises BackupError, HomeError, StorageError, DatabaseError.
     """
     manifest = _manifest(directory)
     source = directory / str(manifest["database"])
     if _sha256(source) != manifest["database_sha256"]:
-        raise BackupError(f"{source} holds other bytes than were written: take another copy")
+        raise BackupError(f"{source} is damaged: its digest does not match. Use another backup")
     storage, url = open_storage(settings.storage_uri), checked_url(settings.database_url)
     with HomeLock(settings):
         if manifest["with_storage"]:
             if not storage.is_local:
                 raise BackupError(
-                    f"the copy's storage is a directory, and {storage.uri} is not; upload it, "
-                    "then restore with its URI"
+                    f"the backup contains a storage directory, but {storage.uri} is an object "
+                    "store; restore to a directory with --storage"
                 )
             _refuse_filled(Path(storage.uri))
             copy_tree(directory / _STORAGE, Path(storage.uri))
         put_database(url, source)
         database = Database(settings.database_url)
         try:
-            database.migrate()  # a copy that an older Everstep made
+            database.migrate()  # for a backup from an older Everstep
             if manifest["with_storage"]:
-                # The database was copied first: the storage's copy may hold submissions that were
-                # begun in between.
+                # The database was copied first: the storage's copy may contain submissions that
+                # were started in between.
                 runs = RunStore(database)
                 adopt_storage(storage, runs, StorageGate(storage, runs.storage))
         finally:
@@ -133,7 +135,7 @@ def restore(settings: Settings, directory: Path) -> Summary:
 def _refuse_filled(root: Path) -> None:
     if root.exists() and any(root.iterdir()):
         raise BackupError(
-            f"the storage {root} is not empty; move it away first, or give another --storage"
+            f"the storage {root} is not empty; move it away first, or use another --storage"
         )
 
 
@@ -149,17 +151,19 @@ def _manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
     except (OSError, ValueError) as exc:
-        raise BackupError(f"{directory} is no copy: {MANIFEST} is missing or unreadable") from exc
+        raise BackupError(
+            f"{directory} is not a backup: {MANIFEST} is missing or unreadable"
+        ) from exc
     if manifest.get("format") != FORMAT:
         raise BackupError(
-            f"{directory} has format {manifest.get('format')}, and this Everstep reads {FORMAT}; "
-            "use the one that made it"
+            f"{directory} has format {manifest.get('format')}, but this Everstep reads {FORMAT}; "
+            "use the version that made it"
         )
     return manifest
 
 
 def _summary(settings: Settings, storage: Storage, directory: Path) -> Summary:
-    """Held against each other: the checkpoints that the rows name, and those that are whole."""
+    """Return the summary: compare the checkpoints in the database with those in the storage."""
     database = Database(settings.database_url)
     try:
         kept = CheckpointRecords(database).kept()

@@ -18,15 +18,15 @@ _PROGRAM_S: Final = 24 * 3600
 
 
 class BackupError(Exception):
-    """A copy cannot be made or taken back; the message says why and the way out."""
+    """A backup cannot be made or restored; the message says why and what to do."""
 
 
 def copy_database(url: URL, directory: Path) -> str:
-    """The file's name."""
+    """Copy the database into the directory; return the file's name."""
     if url.get_backend_name() == "sqlite":
         if not url.database or not Path(url.database).is_file():
             raise BackupError(
-                f"there is no database {url.database}; EVERSTEP_HOME or --database names it"
+                f"database {url.database} does not exist; set EVERSTEP_HOME or --database"
             )
         _copy_sqlite(Path(url.database), directory / _SQLITE_FILE)
         return _SQLITE_FILE
@@ -40,21 +40,19 @@ def put_database(url: URL, source: Path) -> None:
     if url.get_backend_name() == "sqlite":
         if source.name != _SQLITE_FILE:
             raise BackupError(
-                "the copy is of a PostgreSQL database; give --database postgresql+psycopg://…"
+                "the backup is of a PostgreSQL database; use --database postgresql+psycopg://…"
             )
         target = Path(str(url.database))
         if target.exists():
             raise BackupError(
-                f"{target} exists; move it away first, with everything beside it that begins with "
-                "its name"
+                f"{target} already exists; move it away first, with all files whose names start "
+                "with its name"
             )
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _copy_sqlite(source, target)
         return
     if source.name != _POSTGRESQL_FILE:
-        raise BackupError(
-            "the copy is of a SQLite database; leave --database away, or give sqlite:///…"
-        )
+        raise BackupError("the backup is of a SQLite database; omit --database, or use sqlite:///…")
     command = [
         "pg_restore",
         "--no-owner",
@@ -67,7 +65,7 @@ def put_database(url: URL, source: Path) -> None:
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
-    """By SQLite's online backup: a state of one moment, whoever writes meanwhile."""
+    """Copy with SQLite's online backup: a consistent state, even while others write."""
     draft = target.with_name(f".{target.name}.partial")
     draft.unlink(missing_ok=True)
     try:
@@ -90,8 +88,8 @@ def _copy_sqlite(source: Path, target: Path) -> None:
 
 
 def _run_postgresql(command: Sequence[str], url: URL) -> None:
-    """One of PostgreSQL's own programs. It learns of the server by its environment, which no list
-    of processes shows."""
+    """Run one of PostgreSQL's own programs. The server's address and password are passed in the
+    environment, which process lists do not show."""
     given = {
         "PGHOST": url.host,
         "PGPORT": url.port,
@@ -118,5 +116,5 @@ def _run_postgresql(command: Sequence[str], url: URL) -> None:
         ) from exc
     if ended.returncode != 0:
         raise BackupError(
-            f"{command[0]} ended with {ended.returncode}: {ended.stderr.strip()[-500:]}"
+            f"{command[0]} failed with exit code {ended.returncode}: {ended.stderr.strip()[-500:]}"
         )

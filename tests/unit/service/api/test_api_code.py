@@ -69,7 +69,10 @@ async def test_what_is_refused_says_why(api: ApiService, monkeypatch: pytest.Mon
         await upload(api, tar_gz({"../a.py": ""})), 422, "invalid_archive", "use relative paths"
     )
     await refused(
-        await upload(api, tar_gz({"torch.py": ""})), 422, "invalid_archive", "'torch' is reserved for"
+        await upload(api, tar_gz({"torch.py": ""})),
+        422,
+        "invalid_archive",
+        "'torch' is reserved for",
     )
     await refused(
         await upload(api, tar_gz(FILES), field="code"), 422, "invalid_request", "file: is required"

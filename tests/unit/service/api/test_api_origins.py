@@ -69,7 +69,7 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
         in (await faults(api, fork(other)))["resume_from.run_id"]
     )
     assert (
-        "no checkpoint of step 11; there are those of steps 10, 20, 25"
+        "no checkpoint of step 11; choose one of steps 10, 20, 25"
         in (await faults(api, fork(run_id, 11)))["resume_from.step"]
     )
     assert (
@@ -82,7 +82,7 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
         [journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001")],
     )
     assert (
-        "deleted by retention; there are those of steps 20, 25"
+        "deleted by retention; choose one of steps 20, 25"
         in (await faults(api, fork(run_id, 10)))["resume_from.step"]
     )
     path = tmp_path / "storage" / "runs" / run_id / "checkpoints" / "step-000000020.s001.a001"

@@ -126,12 +126,13 @@ async def test_a_token_that_can_do_more_than_its_role_says_comes_with_a_warning(
     assert "warning" not in (await everstep(*create)).stderr
     api.context.embedded = True
     assert (
-        "everyone who may submit a run is the administrator" in (await made_token(api))["warning"]
+        "everyone who may submit a run is effectively an administrator"
+        in (await made_token(api))["warning"]
     )
     shown = await everstep(*create)
     assert (
         "warning: " in shown.stderr
-        and "is the administrator" in shown.stderr
+        and "is effectively an administrator" in shown.stderr
         and shown.stdout.startswith("evs_")
     )
     for harmless in ({"role": "viewer"}, {"role": "admin", "project": None}):
