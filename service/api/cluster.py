@@ -63,7 +63,7 @@ async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
 
 
 Order = Annotated[
-    NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk is failing"}}})
+    NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk fails"}}})
 ]
 Drain = Annotated[
     DrainOrder | None,

@@ -1,5 +1,5 @@
-"""Static files: read and compressed once, named by their content so that browsers may keep them for
-good."""
+"""Static files: read and compressed once, with their hash in the URL so that browsers can cache
+them for ever."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _A_YEAR_S: Final = 365 * 24 * 3600
 
 @dataclass(frozen=True)
 class Asset:
-    """One file as it is served."""
+    """A file as it is served."""
 
     body: bytes
     compressed: bytes
     media_type: str
     version: str
-    """The first digits of its SHA-256."""
+    """First digits of its SHA-256."""
 
 
 @cache
 def _names() -> frozenset[str]:
-    """Every file that there is: a path that is not among them is not looked for."""
+    """Return the names of all files. Other paths are never opened."""
     return frozenset(
         path.relative_to(_DIRECTORY).as_posix() for path in _DIRECTORY.rglob("*") if path.is_file()
     )
@@ -50,9 +50,9 @@ def _names() -> frozenset[str]:
 
 @cache
 def asset(name: str) -> Asset:
-    """The file of this name below ``static/``. Raises 404."""
+    """Return the file with this name below ``static/``. Raises 404."""
     if name not in _names():
-        raise not_found(f"there is no file {name[:80]!r}")
+        raise not_found(f"file {name[:80]!r} does not exist")
     path = _DIRECTORY / name
     body = path.read_bytes()
     return Asset(
@@ -64,14 +64,14 @@ def asset(name: str) -> Asset:
 
 
 def asset_url(name: str) -> str:
-    """Its address, which changes with its content."""
+    """Return the URL of a file, which changes with its content."""
     return f"/static/{name}?v={asset(name).version}"
 
 
 @router.get("/static/{name:path}")
 async def get_asset(name: str, request: Request) -> Response:
     if name not in _names():
-        raise not_found(f"there is no file {name[:80]!r}")
+        raise not_found(f"file {name[:80]!r} does not exist")
     found = await anyio.to_thread.run_sync(asset, name)
     headers = {
         "ETag": f'"{found.version}"',

@@ -1,4 +1,4 @@
-"""The pages *cluster* and *queue*: what runs where, and what waits for what."""
+"""The pages *cluster* and *queue*: which runs are on which nodes, and why runs wait."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
 
 
 def _worth_showing(resources: dict[str, float]) -> list[tuple[str, str]]:
-    """Resources that people ask for, CPUs and GPUs first; memory in bytes, and Ray's own marks left
-    out."""
+    """Return the resources to show, CPUs and GPUs first, memory in bytes, without Ray's internal
+    ones."""
     order = {"CPU": 0, "GPU": 1, "memory": 2}
     named = [
         (name, amount)
@@ -83,14 +83,14 @@ async def post_mark(
     except (ValidationError, ValueError) as exc:
         raise invalid_request(
             "deadline",
-            msg="give minutes above 0, at most 30 days, and a reason of at most 1000 letters",
+            msg="enter minutes above 0, at most 30 days, and a reason of at most 1000 characters",
         ) from exc
     return RedirectResponse("/cluster", 303)
 
 
 @router.get("/queue")
 async def get_queue(request: Request, context: Context, caller: WebCaller) -> Response:
-    """Queued runs in the order in which they start: by priority, then by age."""
+    """Show queued runs in the order in which they start: by priority, then by age."""
     where = RunFilter(project=caller.project, statuses=(RunStatus.QUEUED,))
     rows = await context.database_call(context.runs.find, where, _MOST_QUEUED)
     rows.sort(key=lambda run: (-run.priority, run.created_at, run.id))

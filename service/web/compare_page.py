@@ -1,5 +1,5 @@
-"""Several runs side by side: figures, what differs in their specs, curves. And one run's spec
-beside another's."""
+"""Compare several runs: figures, differences of their specs, curves. And one run's spec with
+another's."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ async def get_comparison(
     caller: WebCaller,
     run: Annotated[list[str] | None, Query()] = None,
 ) -> Response:
-    """The runs that ``run`` names, each once."""
+    """Show the runs in ``run``, each once."""
     ids = list(dict.fromkeys(run_id.strip() for run_id in run or () if run_id.strip()))
     if len(ids) > MOST_RUNS:
         raise ProblemError(
             422,
             "invalid_request",
-            f"{len(ids)} runs are too many to compare; choose at most {MOST_RUNS}.",
+            f"Cannot compare {len(ids)} runs; choose at most {MOST_RUNS}.",
         )
     rows = [await visible_run(run_id, context, caller) for run_id in ids]
     runs = await run_answers(context, rows)
@@ -62,7 +62,7 @@ async def get_spec(
     caller: WebCaller,
     against: Annotated[str, Query(max_length=64)] = "",
 ) -> Response:
-    """The spec as resolved; beside it what another run's says otherwise."""
+    """Show the resolved spec, and its differences from another run's."""
     other = await visible_run(against.strip(), context, caller) if against.strip() else None
     return await run_page(
         request,
@@ -78,7 +78,7 @@ async def get_spec(
 
 
 async def suggested(context: ApiContext, caller: Principal) -> list[RunRow]:
-    """The newest runs that the caller sees: what people most often compare with."""
+    """Return the newest runs that the caller can see, as suggestions to compare with."""
     return await context.database_call(
         context.runs.find, RunFilter(project=caller.project), _SUGGESTED
     )

@@ -1,4 +1,4 @@
-"""Curves of a run's metrics, grouped into charts, with its restarts marked on them."""
+"""Curves of a run's metrics, grouped into charts, with marks for its restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_MARKS: Final = 200
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Charts for these metrics, ``[{title, names}]``: training and validation of one metric
+    """Return charts for these metrics as ``[{title, names}]``: training and validation of a metric
     together, the loss first."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
@@ -30,10 +30,10 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
-    """Restarts, newest last: where the run went on (step, unix seconds) after which failure.
+    """Return restarts, newest last: where the run resumed (step, unix seconds) after which failure.
 
     Args:
-        events: History of the kinds in MARK_KINDS.
+        events: history with the kinds in MARK_KINDS.
     """
     found, why = [], ""
     attempts: set[int] = set()

@@ -1,4 +1,4 @@
-"""The dashboard: its rooms, joined to the application."""
+"""The dashboard: all pages, mounted on the application."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.web import (
 
 
 def install(app: FastAPI) -> None:
-    """Add every page. They are no part of the API that OpenAPI describes."""
+    """Add every page. Pages are not part of the API in OpenAPI."""
     for module in (
         assets,
         reference,

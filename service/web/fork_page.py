@@ -1,4 +1,4 @@
-"""Forking a run: a new run from its spec, changed by hand."""
+"""Fork a run: submit a new run from its edited spec."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ async def get_fork(
     caller: WebCaller,
     step: Annotated[str, Query(pattern=r"^(latest|best|\d{1,15})?$")] = "",
 ) -> Response:
-    """Show the spec for editing. With ``step`` the new run begins from that checkpoint."""
+    """Show the spec for editing. With ``step`` the new run starts from that checkpoint."""
     caller.require("submitter")
     spec = {**run.spec, "name": _forked_name(run.name)}
     checkpoint = run.stored_spec.checkpoint
-    # Leave an inferred mode out: the mode of another metric may be the other one.
+    # Leave out an inferred mode: another metric may have the other one.
     if checkpoint.best_mode == mode_of(checkpoint.best_metric):
         fields = spec.get("checkpoint", {}).items()
         spec["checkpoint"] = {name: value for name, value in fields if name != "best_mode"}
@@ -58,7 +58,7 @@ async def get_fork(
 async def post_fork(
     request: Request, run: WebRun, context: Context, caller: WebCaller, form: CheckedForm
 ) -> Response:
-    """Submit the spec. The form has a key, so that sending it twice makes one run."""
+    """Submit the spec. The form has a key, so that sending it twice creates one run."""
     caller.require("submitter")
     text, key = form.get("spec", ""), form.get("key", "")
     try:
@@ -82,7 +82,7 @@ async def post_fork(
 
 
 def _parsed(text: str) -> Any:
-    """Return the spec that was typed. Raises InvalidSpec unless it is JSON."""
+    """Return the spec that was entered. Raises InvalidSpec unless it is JSON."""
     try:
         value = json.loads(text)
         check_shape(value)

@@ -1,4 +1,4 @@
-"""What templates say beyond plain values: times, shares, statuses, buckets."""
+"""Formatting for templates: times, shares, statuses, buckets."""
 
 from __future__ import annotations
 
@@ -26,39 +26,38 @@ STATUS_GROUPS: Final[Mapping[str, tuple[RunStatus, ...]]] = MappingProxyType(
         "cancelled": (RunStatus.CANCELLED,),
     }
 )
-"""Statuses behind each filter of the list of runs."""
+"""Statuses of each filter of the list of runs."""
 
 BUCKET_WORDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "productive": ("Productive", "steps that count"),
-        "rework": ("Rework", "steps done again after a failure"),
-        "checkpoint_stall": ("Saving", "training stood still for a checkpoint"),
-        "detecting": ("Detecting", "from a failure until it was noticed"),
-        "restarting": ("Restarting", "from there until the next step"),
+        "rework": ("Rework", "steps repeated after a failure"),
+        "checkpoint_stall": ("Saving", "training waited for a checkpoint"),
+        "detecting": ("Detecting", "from a failure to its detection"),
+        "restarting": ("Restarting", "from detection to the next step"),
         "starting": ("Starting", "from the submission to the first step"),
         "queued": ("Queued", "waiting for room on the cluster"),
-        "paused": ("Paused", "as asked"),
+        "paused": ("Paused", "as requested"),
         "idle": ("Idle", "no ranks: waiting for nodes"),
     }
 )
-"""Title and meaning of each bucket of the goodput ledger, in the order in which they are shown."""
+"""Title and meaning of each bucket of the goodput ledger, in display order."""
 
 _UNKNOWN: Final = "\N{EN DASH}"
 
 
 def percent(share: float | None) -> str:
-    """``97.3 %``; a dash for what is not known."""
+    """Return text such as ``97.3 %``; a dash if unknown."""
     return _UNKNOWN if share is None else f"{100 * share:.1f} %"
 
 
 def clock(at: datetime | None) -> str:
-    """``2026-01-02 03:04:05`` in UTC; a dash for what is not known."""
+    """Return a time such as ``2026-01-02 03:04:05`` in UTC; a dash if unknown."""
     return _UNKNOWN if at is None else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 def span(seconds: float) -> str:
-    """A length of time in as few words as a list has room for: ``12 s``, ``4 min``, ``3 h 12 min``,
-    ``2 d 5 h``."""
+    """Return a short duration for lists: ``12 s``, ``4 min``, ``3 h 12 min``, ``2 d 5 h``."""
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
     if seconds < 3600:
@@ -67,8 +66,8 @@ def span(seconds: float) -> str:
 
 
 def headline(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The two metrics that say most about a run: its loss, and a validation metric that is not a
-    loss."""
+    """Return the two most informative metrics of a run: its loss, and a validation metric other
+    than the loss."""
     names = [name for name in metrics if name == "loss"][:1]
     validation = sorted(
         (name for name in metrics if name.startswith("val_")),
@@ -78,13 +77,13 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def progress_share(step: int, total_steps: int | None) -> float:
-    """0 to 1."""
+    """Return the progress from 0 to 1."""
     return min(1.0, step / total_steps) if total_steps else 0.0
 
 
 def bucket_shares(buckets: GoodputBuckets, wall_s: float) -> list[dict[str, Any]]:
-    """Each bucket with something in it: where its part of the bar begins, how wide it is (0 to 1),
-    and its seconds."""
+    """Return each non-empty bucket: start and width of its part of the bar (0 to 1), and its
+    seconds."""
     found, start = [], 0.0
     for name, (title, meaning) in BUCKET_WORDS.items():
         seconds = getattr(buckets, name)
@@ -105,8 +104,8 @@ def bucket_shares(buckets: GoodputBuckets, wall_s: float) -> list[dict[str, Any]
 
 
 def leaves(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty object
-    or list is a leaf."""
+    """Return every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty
+    object or list is a leaf."""
     if isinstance(value, Mapping) and value:
         return {
             name: text
@@ -117,8 +116,8 @@ def leaves(value: Any, path: str = "") -> dict[str, str]:
 
 
 def differences(specs: list[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Paths at which the specs are not all the same, with each one's value there; None where it has
-    none. Names are left out."""
+    """Return the paths at which the specs differ, with each spec's value; None if it has none.
+    Names are left out."""
     flat = [leaves(spec) for spec in specs]
     paths = dict.fromkeys(path for spec in flat for path in spec)
     rows = [(path, [spec.get(path) for spec in flat]) for path in paths if path != "name"]

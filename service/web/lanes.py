@@ -1,4 +1,4 @@
-"""What every rank did over time, folded from a run's history: one lane a rank."""
+"""What every rank did over time, from a run's history: one lane per rank."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Activity = Literal["starting", "training", "waiting"]
 ACTIVITY_WORDS: Final[dict[Activity, str]] = {
     "starting": "starting",
     "training": "training",
-    "waiting": "stopped by a failure, not yet noticed",
+    "waiting": "stopped by a failure, not yet detected",
 }
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one rank did from ``start`` to ``end`` (unix seconds)."""
+    """What a rank did from ``start`` to ``end`` (unix seconds)."""
 
     activity: Activity
     start: float
@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure that began with this rank."""
+    """A failure of which this rank was the first."""
 
     at: float
     verdict: Verdict
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass
 class Lane:
-    """One rank's time."""
+    """The time of one rank."""
 
     rank: int
     segments: list[Segment] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Lanes over one span of time (unix seconds)."""
+    """Lanes over a span of time (unix seconds)."""
 
     start: float
     end: float
@@ -72,7 +72,7 @@ class Lanes:
     num_attempts_left_out: int
 
     def position(self, at: float) -> float:
-        """Percent of the way from ``start`` to ``end``."""
+        """Return a time as percent of the way from ``start`` to ``end``."""
         return (
             0.0
             if self.end <= self.start
@@ -80,13 +80,13 @@ class Lanes:
         )
 
     def width(self, segment: Segment) -> float:
-        """Percent; never so little that it cannot be seen."""
+        """Return the width in percent, at least enough to be visible."""
         return max(0.15, self.position(segment.end) - self.position(segment.start))
 
 
 @dataclass
 class _Attempt:
-    """The worker group that runs."""
+    """The current worker group."""
 
     number: int
     started_at: float
@@ -96,11 +96,11 @@ class _Attempt:
 
 
 def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
-    """A lane for each rank that ever ran; None before the first attempt.
+    """Return a lane for each rank that ever ran; None before the first attempt.
 
     Args:
-        events: History of the kinds in KINDS.
-        now: Unix seconds: how far a group that still runs has come.
+        events: history with the kinds in KINDS.
+        now: unix seconds; end of a group that is still running.
     """
     found: dict[int, Lane] = {}
     current: _Attempt | None = None
@@ -125,7 +125,7 @@ def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
 
 
 def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
-    """What an event tells about the group that runs."""
+    """Apply an event to the current worker group."""
     if event.kind == EventKind.TRAINING_STARTED:
         current.trained_at = event.at
     elif event.kind == EventKind.FAILURE:
@@ -144,7 +144,7 @@ def _ends(event: EventRow) -> bool:
 
 
 def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
-    """Book the group's time, up to its end, on the lanes of its ranks."""
+    """Add the group's time, up to its end, to the lanes of its ranks."""
     if current is None:
         return
     end = max(at, current.started_at)
@@ -165,8 +165,8 @@ def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
 
 
 def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
-    """What is drawn of them: the lowest ranks and those that failed, and of their attempts as many
-    of the newest as fit."""
+    """Return the lanes to draw: the lowest ranks and those that failed first, with as many of the
+    newest attempts as fit."""
     ordered = sorted(found.values(), key=lambda lane: lane.rank)
     drawn = [lane for index, lane in enumerate(ordered) if index < MOST_RANKS or lane.faults]
     sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)

@@ -1,4 +1,4 @@
-"""Logging in with a token, and out."""
+"""Log in with a token, and log out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ async def post_log_in(
         if exc.status != 401:
             raise
         problem = (
-            "This token is not valid: unknown, expired or revoked." if secret else "Enter a token."
+            "This token is unknown, expired or revoked. Enter another one."
+            if secret
+            else "Enter a token."
         )
         return page(request, "login.html", None, 401, target=target, problem=problem)
     return response
@@ -52,7 +54,7 @@ async def post_log_in(
 
 @router.post("/logout")
 async def post_log_out(request: Request, context: Context, _form: CheckedForm) -> Response:
-    """Ends the session, wherever its cookie was copied to."""
+    """End the session, wherever its cookie was copied to."""
     await context.database_call(context.sessions.end, cookie_of(request))
     response = RedirectResponse("/login", 303)
     log_out_of_browser(request, response)

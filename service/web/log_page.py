@@ -1,4 +1,4 @@
-"""Logs of a run: the newest lines of a rank, an attempt, or that hold a text."""
+"""Logs of a run: the newest lines, by rank, attempt or text."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LogPage:
 
     lines: tuple[LogLine, ...]
     older_than: int | None
-    """Where older lines begin; None where there are none."""
+    """Position from which to show older lines; None if there are none."""
     num_searched: int
-    """Lines that were looked at."""
+    """Number of lines that were searched."""
 
 
 @router.get("/logs")
@@ -61,9 +61,10 @@ async def get_logs(
 
 
 async def newest(view: LogView, before: int | None, search: str) -> LogPage:
-    """The last lines, or those before line ``before``, that hold ``search`` in whatever case.
+    """Return the last lines, or those before line ``before``, that contain ``search``,
+    case-insensitive.
 
-    No more than the last 50,000 are searched: who looks for older ones goes on from there.
+    At most 50,000 lines are searched; a link continues with older ones.
     """
     end = await view.newest() if before is None else before - 1
     found: list[LogLine] = []
@@ -87,7 +88,7 @@ async def newest(view: LogView, before: int | None, search: str) -> LogPage:
 
 
 async def _between(view: LogView, start: int, end: int) -> Sequence[LogLine]:
-    """Lines behind ``start`` up to ``end``."""
+    """Return the lines after ``start`` up to ``end``."""
     lines: list[LogLine] = []
     while start < end:
         more = await view.read(start, end - start, fresh=False)

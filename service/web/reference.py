@@ -1,5 +1,5 @@
-"""The API reference: Swagger UI from our own files, so that it works without the internet and under
-our policy."""
+"""The API reference: Swagger UI from local files, so that it works without internet access and
+under our content policy."""
 
 from __future__ import annotations
 

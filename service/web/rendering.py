@@ -1,5 +1,4 @@
-"""Pages as answers: templates that escape, headers that allow nothing inline, errors that a person
-can read."""
+"""Render pages: escaping templates, headers that forbid inline scripts, and error pages."""
 
 from __future__ import annotations
 
@@ -62,14 +61,14 @@ _environment.filters |= {
 def page(
     request: Request, template: str, caller: Principal | None, /, status: int = 200, **values: Any
 ) -> HTMLResponse:
-    """A page from its template.
+    """Render a page from its template.
 
     Args:
-        request: What is answered.
-        template: File below ``templates/``.
-        caller: Who looks; None where nobody is logged in.
+        request: the request.
+        template: file below ``templates/``.
+        caller: who is logged in; None for nobody.
         status: HTTP status.
-        values: What the template names besides.
+        values: further variables of the template.
     """
     context: ApiContext = request.app.state.context
     theme = request.cookies.get(THEME_COOKIE)
@@ -85,8 +84,8 @@ def page(
 
 
 class PageRoute(APIRoute):
-    """A route for browsers: what its handler raises becomes a page, and every answer gets the
-    headers of pages."""
+    """A route for browsers: exceptions become error pages, and every response gets the headers of
+    pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -120,14 +119,13 @@ def _title(problem: ProblemError) -> str:
         403: "Not allowed",
         404: "Not found",
         409: "Not possible now",
-        422: "Not understood",
-        503: "Not available now",
+        422: "Invalid request",
+        503: "Unavailable",
     }.get(problem.status, "The service failed" if problem.status >= 500 else "Not possible")
 
 
 def _to_log_in(request: Request) -> Response:
-    """To the log-in page and back; a script is told with the status, and htmx with its own
-    header."""
+    """Redirect to the log-in page and back. Scripts get the status, htmx its own header."""
     if (
         request.method == "GET"
         and "text/html" in request.headers.get("accept", "")

@@ -1,4 +1,4 @@
-"""The page *runs*: found, filtered, and live."""
+"""The page *runs*: a live list with search and filters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def get_runs(
     given = {"search": search, "status": status, "project": project, "tag": tag}
 
     def link(**changes: str | None) -> str:
-        """This page with other filters; from its first run on."""
+        """Return the URL of this page with other filters, from its first run."""
         return _address(given | changes)
 
     return page(

@@ -1,4 +1,4 @@
-"""One run: overview, curves, checkpoints, history, and what may be done to it."""
+"""Pages of one run: overview, curves, checkpoints, history and actions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def run_page(
     /,
     **values: Any,
 ) -> Response:
-    """A page with the head that every page of a run has: name, status, actions."""
+    """Render a page with the head that all pages of a run have: name, status, actions."""
     [run] = await runs.run_answers(context, [row])
     return page(
         request,
@@ -61,7 +61,7 @@ async def run_page(
 
 
 def _actions(run: Run, caller: Principal) -> list[str]:
-    """What this caller may ask of the run now."""
+    """Return the actions that this caller may take on the run now."""
     if not caller.may("submitter"):
         return []
     possible = {
@@ -104,7 +104,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
 
 
 def _told(failure: Failure) -> dict[str, Any]:
-    """A failure with its story: the headline, and what followed."""
+    """Return a failure with its headline and the lines that follow."""
     headline = failure_words.headline(failure)
     return {
         "fault": failure,
@@ -121,7 +121,7 @@ async def get_curves(
     all: Annotated[bool, Query()] = False,
     max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS,
 ) -> Response:
-    """Charts, their series and the restarts, and the event behind which the stream goes on."""
+    """Return charts, their series, the restarts, and the event after which the stream continues."""
     grouped = curves.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
     series = await thinned(
@@ -193,7 +193,7 @@ async def post_profile(run: ControlledWebRun, context: Context, form: CheckedFor
         )
     except ValidationError as exc:
         raise invalid_request(
-            "profile", msg=f"give a rank from 0, and 1 to {MOST_STEPS} steps"
+            "profile", msg=f"enter a rank from 0, and 1 to {MOST_STEPS} steps"
         ) from exc
     await profiles.order_profile(run, context, wanted)
     return RedirectResponse(f"/runs/{run.id}#times-title", 303)
@@ -214,7 +214,7 @@ async def get_events(
     caller: WebCaller,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
 ) -> Response:
-    """What happened in words, oldest first; what is too small to be told is left out."""
+    """Show events as text, oldest first; minor events are left out."""
     page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _TOLD)
     events = [event_answer(row) for row in page.rows]
     told = [(event, text) for event in events if (text := event_words.event(event))]

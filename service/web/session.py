@@ -1,10 +1,10 @@
-"""Who looks at a page: the log-in cookie, and the proof that a form came from one of our pages.
+"""Browser sessions: the log-in cookie, and the CSRF protection of forms.
 
-The cookie names a session in the database, so that it is worth nothing elsewhere, a service that
-starts anew keeps its log-ins, and they end with the token that they were made with. Scripts cannot
-read it (HttpOnly), other sites' forms and requests do not carry it (SameSite=Lax), and over TLS no
-other host or plain connection can set it (``__Host-``). Every form carries a salted MAC under the
-cookie besides, and must come from this origin where the browser tells.
+The cookie names a session in the database. So it is useless elsewhere, survives a restart of the
+service, and ends with its token. Scripts cannot read it (HttpOnly), other sites' forms and requests
+do not send it (SameSite=Lax), and over TLS no other host or plain connection can set it
+(``__Host-``). In addition, every form carries a salted MAC keyed by the cookie, and must come from
+this origin if the browser sends it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from service.db.tokens import sha256_of
 from service.model.run_rows import RunRow
 
 COOKIE: Final = "everstep_session"
-"""Name of the cookie on a plain connection, as to this machine. It held a token once."""
+"""Name of the cookie on a plain connection, as on this machine. In older versions it contained a
+token."""
 SECURE_COOKIE: Final = f"__Host-{COOKIE}"
 CSRF_FIELD: Final = "csrf"
 _SALT_BYTES: Final = 16
 
 
 def cookie_of(request: Request) -> str:
-    """Return the session's secret as the browser sent it; empty where it has none."""
+    """Return the session's secret from the browser; empty if there is none."""
     return request.cookies.get(SECURE_COOKIE if _is_secure(request) else COOKIE, "")
 
 
@@ -43,8 +44,7 @@ def _is_secure(request: Request) -> bool:
 
 
 async def web_caller(request: Request, context: Context) -> Principal:
-    """Whose browser this is. Raises 401 where nobody is logged in; pages answer that by the log-in
-    page."""
+    """Return who is logged in. Raises 401 if nobody is; pages then redirect to the log-in page."""
     secret = cookie_of(request)
     found = await context.database_look(context.sessions.find, secret) if secret else None
     caller = admitted(request, context, found, sha256_of(secret))
@@ -56,7 +56,7 @@ WebCaller = Annotated[Principal, Depends(web_caller)]
 
 
 async def web_run(run_id: str, context: Context, caller: WebCaller) -> RunRow:
-    """The run of the path. One of another project does not exist for this caller: 404."""
+    """Return the run in the path. Runs of other projects do not exist for this caller: 404."""
     return await visible_run(run_id, context, caller)
 
 
@@ -64,7 +64,7 @@ WebRun = Annotated[RunRow, Depends(web_run)]
 
 
 async def web_controlled_run(run: WebRun, caller: WebCaller) -> RunRow:
-    """The run of the path, for an action on it. Raises 403 for viewers."""
+    """Return the run in the path, for an action on it. Raises 403 for viewers."""
     return await controlled_run(run, caller)
 
 
@@ -72,7 +72,7 @@ ControlledWebRun = Annotated[RunRow, Depends(web_controlled_run)]
 
 
 async def log_in(request: Request, response: Response, context: ApiContext, token: str) -> None:
-    """Begin a session of a token and set its cookie. Raises 401 where the token is not valid."""
+    """Start a session for a token and set its cookie. Raises 401 if the token is not valid."""
     caller = await principal(
         request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token)
     )
@@ -87,15 +87,14 @@ async def log_in(request: Request, response: Response, context: ApiContext, toke
 
 
 def log_out_of_browser(request: Request, response: Response) -> None:
-    """Delete the cookie, and the one of older versions, which held a token."""
+    """Delete the cookie, and that of older versions, which contained a token."""
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
     if _is_secure(request):
         response.delete_cookie(SECURE_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
 
 
 def csrf_token(secret: str) -> str:
-    """A proof for one form: a new salt each time, so that compression of pages gives nothing of it
-    away."""
+    """Return a token for one form. A new salt each time keeps page compression from leaking it."""
     salt = secrets.token_hex(_SALT_BYTES)
     return f"{salt}.{_mac(secret, salt)}"
 
@@ -105,21 +104,21 @@ def _mac(secret: str, salt: str) -> str:
 
 
 def is_csrf_token(secret: str, token: str) -> bool:
-    """Whether ``token`` was made for a form of whoever is logged in with the cookie ``secret``."""
+    """Return whether ``token`` was made for a form of the session ``secret``."""
     salt, _, mac = token.partition(".")
     return token.isascii() and hmac.compare_digest(mac, _mac(secret, salt))
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form from this origin. Raises 403 for one from elsewhere, 413 for one that is
-    too large."""
+    """Return the fields of a form from this origin. Raises 403 for another origin, 413 if it is too
+    large."""
     _check_origin(request)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise ProblemError(
-                413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes."
+                413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes; send less."
             )
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
@@ -130,7 +129,7 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def _host_of(origin: str) -> str | None:
-    """Return the host and port of an origin; None for what is none."""
+    """Return the host and port of an origin; None if it is invalid."""
     try:
         return urlsplit(origin).netloc
     except ValueError:  # as for "http://["
@@ -138,26 +137,28 @@ def _host_of(origin: str) -> str | None:
 
 
 def _check_origin(request: Request) -> None:
-    """Browsers tell where a form is from; what tells nothing is no browser and has no cookie of
-    ours to misuse."""
+    """Raise 403 for a form from another origin. Browsers send the origin; other clients have no
+    session cookie to misuse."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site is not None and site not in ("same-origin", "none")
     if origin is not None and _host_of(origin) != request.headers.get("host", ""):
         foreign = True
     if foreign:
         raise ProblemError(
-            403, "foreign_origin", "This form came from another site; nothing was done."
+            403,
+            "foreign_origin",
+            "This form came from another site; nothing was done. Open the page here and try again.",
         )
 
 
 async def checked_form(request: Request, _caller: WebCaller) -> dict[str, str]:
-    """The fields of a form that one of our pages made for this log-in. Raises 403."""
+    """Return the fields of a form that one of our pages made for this session. Raises 403."""
     fields = await read_form(request)
     if not is_csrf_token(cookie_of(request), fields.pop(CSRF_FIELD, "")):
         raise ProblemError(
             403,
             "stale_form",
-            "This form was made for another log-in; nothing was done. Reload the page.",
+            "This form belongs to another session; nothing was done. Reload the page.",
         )
     return fields
 
@@ -166,8 +167,8 @@ CheckedForm = Annotated[dict[str, str], Depends(checked_form)]
 
 
 def local_path(target: str | None) -> str:
-    """``target`` where it is a page of this service, else the first page: a link must not lead a
-    log-in elsewhere."""
+    """Return ``target`` if it is a page of this service, else the first page: a link must not
+    redirect a log-in elsewhere."""
     if (
         not target
         or not target.startswith("/")

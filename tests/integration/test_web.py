@@ -175,7 +175,7 @@ async def test_a_service_that_is_away_is_told_and_its_return_too(
 ) -> None:
     await page.goto("/runs")
     await context.set_offline(True)
-    await expect(page.locator("#connection")).to_contain_text("does not answer")
+    await expect(page.locator("#connection")).to_contain_text("does not respond")
     await context.set_offline(False)
     await expect(page.locator("#connection")).to_be_hidden()
 

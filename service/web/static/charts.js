@@ -1,4 +1,4 @@
-// Curves of one run, live, or of several beside each other. Drawn by uPlot from what the service has thinned already.
+// Curves of one run, live, or of several runs together. Drawn by uPlot from series that the service has down-sampled.
 "use strict";
 (() => {
   const MOST_POINTS = 4500;
@@ -31,13 +31,13 @@
       location.assign("/login");
       return null;
     }
-    if (!answer.ok) throw new Error(`the service answered ${answer.status}`);
+    if (!answer.ok) throw new Error(`the service responded with status ${answer.status}`);
     return answer.json();
   }
 
   function failed(problem) {
     if (state.plots.size) return window.everstep.away();
-    const text = message(`The curves could not be read: ${problem.message}. `);
+    const text = message(`Loading the curves failed: ${problem.message}. `);
     const again = document.createElement("button");
     again.type = "button";
     again.textContent = "Try again";
@@ -63,7 +63,7 @@
     const wanted = titles();
     if (!wanted.length) {
       state.plots.clear();
-      message(single ? "No metrics yet. The curves begin with the first step." : "None of these runs has metrics yet.");
+      message(single ? "No metrics yet. Curves appear with the first step." : "None of these runs has metrics yet.");
       return;
     }
     for (const [title, plot] of state.plots) if (!wanted.includes(title)) (plot.destroy(), state.plots.delete(title));
@@ -91,7 +91,7 @@
     root.append(button);
   }
 
-  // Lines of one chart: a metric and its validation twin, or that of every run.
+  // Lines of one chart: a metric and its validation counterpart, or one line per run.
   function linesOf(title) {
     const lines = [];
     state.runs.forEach((run, index) => {
@@ -111,7 +111,7 @@
     return lines;
   }
 
-  // One table of x and a column for each line; the newest value wins where two have one x.
+  // One table of x with a column for each line; of two values with the same x the newest wins.
   function tableOf(lines) {
     const tables = lines.map(({ points }) => {
       const begin = points.length ? points[0][1] : 0;
@@ -219,7 +219,7 @@
     }
   }
 
-  // A dashed line with the attempt's number wherever the run went on after a restart.
+  // A dashed line with the attempt's number wherever the run resumed after a restart.
   function drawMarks(u) {
     const { ctx, bbox } = u;
     ctx.save();
@@ -281,7 +281,7 @@
     return !["failure", "restored"].includes(event.kind);
   }
 
-  // Whether a metric belongs to a chart that is not shown: then its points are none of ours.
+  // Whether a metric belongs to a hidden chart, whose points are ignored.
   function isHidden(name) {
     const run = state.runs[0];
     return !run.series[name] && run.num_charts > run.charts.length;
@@ -291,7 +291,7 @@
     document.addEventListener("everstep:event", ({ detail }) => {
       if (state.runs.length && detail.seq <= state.runs[0].seq) return;
       if (!take(detail)) return rereadIn(600);
-      // At once after a quiet moment, and no more often than that while much happens.
+      // Immediately after a pause, and at a limited rate during a burst.
       redraw ??= setTimeout(() => {
         redraw = null;
         drawnAt = performance.now();

@@ -1,4 +1,4 @@
-// What every page does by itself: colours, polling and streams that keep it live, and telling when the service is away.
+// Behaviour of every page: theme, live updates by polling and streams, and a banner when the service is unreachable.
 "use strict";
 (() => {
   const byId = (id) => document.getElementById(id);
@@ -25,7 +25,7 @@
     document.dispatchEvent(new Event("everstep:theme"));
   }
 
-  // ---------------------------------------------------------------- the service is away
+  // ---------------------------------------------------------------- the service is unreachable
 
   const banner = byId("connection");
   let lastHeard = new Date();
@@ -33,7 +33,7 @@
   function away() {
     if (!banner.hidden) return;
     const at = lastHeard.toISOString().slice(11, 19);
-    banner.textContent = `The service does not answer. This is what was known at ${at} UTC; trying again.`;
+    banner.textContent = `The service does not respond. This page shows the state at ${at} UTC; retrying.`;
     banner.hidden = false;
   }
 
@@ -44,7 +44,7 @@
 
   window.everstep = { away, heard };
 
-  // ---------------------------------------------------------------- swaps that leave alone what the reader does
+  // ---------------------------------------------------------------- swaps that keep focus, selection and open parts
 
   const lastAnswers = new Map();
   let opened = [];
@@ -54,7 +54,7 @@
 
   const focusables = () => [...document.querySelectorAll("main :is(a, button, input, summary, [tabindex])")];
 
-  // What had the focus, to be found again in new markup: by its id or its address, else by its place.
+  // Identify the focused element, to find it again in new markup: by id or URL, else by position.
   function focusNow() {
     const element = document.activeElement;
     if (!element || !element.closest("main") || element.matches("main")) return null;
@@ -74,7 +74,7 @@
     heard();
     const isPoll = event.detail.requestConfig.triggeringEvent?.type === "refresh";
     const isBusy = document.querySelector("details.confirm[open]") || getSelection().type === "Range";
-    // A form's secret differs in every answer: what is the same but for that is the same.
+    // The CSRF token differs in every response: ignore it when comparing.
     const text = event.detail.serverResponse.replace(/name="csrf" value="[^"]*"/g, "");
     if (isPoll && (isBusy || lastAnswers.get(elt.id) === text)) {
       event.detail.shouldSwap = false;
@@ -105,7 +105,7 @@
     if (log) log.scrollTop = position ?? log.scrollHeight;
   }
 
-  // ---------------------------------------------------------------- polling, while somebody looks
+  // ---------------------------------------------------------------- polling, while the page is visible
 
   const asked = new WeakMap();
 
@@ -178,7 +178,7 @@
     open();
   }
 
-  // ---------------------------------------------------------------- begin
+  // ---------------------------------------------------------------- start
 
   const themeButton = byId("theme");
   showTheme(themeButton);

@@ -71,8 +71,8 @@ def fail(journal: Journal, **data: Any) -> Any:
 
 async def test_empty_pages_say_what_to_do(browser: Browser) -> None:
     assert "No runs yet" in await browser.page("/runs")
-    assert "No run fits" in await browser.page("/runs?search=nothing")
-    assert "Nothing waits" in await browser.page("/queue")
+    assert "No matching runs" in await browser.page("/runs?search=nothing")
+    assert "The queue is empty" in await browser.page("/queue")
     assert "Choose runs" in await browser.page("/compare")
     assert (await browser.http.get("/")).headers["location"] == "/runs"
     assert "does not exist" in await browser.page("/runs/run_000000000000", 404)
@@ -104,7 +104,7 @@ async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Br
     )
     assert wanted in (html := await browser.page("/runs?status=active")) and failed not in html
     for nothing in ("search=%25", "search=d%5Fx", "search=_00"):  # no wildcards
-        assert "No run fits" in await browser.page(f"/runs?{nothing}")
+        assert "No matching runs" in await browser.page(f"/runs?{nothing}")
     listed = await api.get("/v1/runs?search=PANDA")
     assert [item["id"] for item in listed["items"]] == [wanted]
     for index in range(50):
@@ -225,7 +225,7 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
     assert (
         "12.5 ms" in html
         and "87.5 ms" in html
-        and "Rank 1 on node <code>node-2</code> holds the others up" in html
+        and "Rank 1 on node <code>node-2</code> has been a straggler" in html
     )
     assert "GPU 85 %, 7 B of 10 B" in html
     refused = await browser.send(path, f"{path}/profiles", rank="7", steps="2")
@@ -235,7 +235,7 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
     assert (asked.status_code, asked.headers["location"]) == (303, f"{path}#times-title")
     order = RunDir(api.storage, run_id).profile_ordered(1)
     assert order is not None and (order.rank, order.steps) == (1, 2)
-    assert "asked for…" in await browser.page(path)
+    assert "requested…" in await browser.page(path)
     run_dir = RunDir(api.storage, run_id)
     run_dir.files.write(run_dir.trace_path(order.id), b"trace")
     done = {
@@ -330,7 +330,7 @@ async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
         assert (
             "train.epochs" in html
             and "tags.x" in html
-            and "train.seed" not in html.split("Spec as resolved")[0]
+            and "train.seed" not in html.split("Resolved spec")[0]
         )
     await browser.page("/compare?" + "&".join(f"run=run_{index:012d}" for index in range(9)), 422)
 
@@ -360,7 +360,7 @@ async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Br
     assert "rank 1 says 1199" in one and "rank 0" not in one
     found = text_of(await browser.page(f"{path}?search=SAYS+0007"))
     assert "rank 0 says 0007" in found and "rank 1 says 0007" in found and "0008" not in found
-    assert "No lines fit" in await browser.page(f"{path}?search=absent")
+    assert "No matching lines" in await browser.page(f"{path}?search=absent")
     await browser.page(f"{path}?rank=x", 422)
 
 
@@ -393,7 +393,7 @@ async def test_nodes_are_shown_and_marked(api: ApiService, browser: Browser) -> 
     viewer = await Browser.logged_in(api, api.token("viewer"))
     assert "/drain" not in await viewer.page("/cluster") and run_id in await viewer.page("/cluster")
     api.cluster.available = False
-    assert "Ray does not answer" in await browser.page("/cluster")
+    assert "Ray does not respond" in await browser.page("/cluster")
 
 
 async def test_the_queue_is_in_the_order_of_starts(api: ApiService, browser: Browser) -> None:
