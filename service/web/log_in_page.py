@@ -44,7 +44,7 @@ async def post_log_in(
         if exc.status != 401:
             raise
         problem = (
-            "This token is unknown, expired or revoked. Enter another one."
+            "This token is not valid (unknown, expired or revoked). Enter another one."
             if secret
             else "Enter a token."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 import zipfile
@@ -41,8 +42,12 @@ class Line:
 
 
 def tar_gz(files: dict[str, str | bytes], *extra: tarfile.TarInfo) -> bytes:
+    """Return an archive of these files; the same bytes at any time."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as stream,
+        tarfile.open(fileobj=stream, mode="w") as tar,
+    ):
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             info = tarfile.TarInfo(name)
@@ -54,10 +59,13 @@ def tar_gz(files: dict[str, str | bytes], *extra: tarfile.TarInfo) -> bytes:
 
 
 def zip_of(files: dict[str, str | bytes]) -> bytes:
+    """Return an archive of these files; the same bytes at any time."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
-            archive.writestr(name, content)
+            info = zipfile.ZipInfo(name)  # of 1980; a name alone would get the present time
+            info.external_attr = 0o600 << 16
+            archive.writestr(info, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 

@@ -43,11 +43,10 @@ def own_spec(digest: str, task: str = "mine.task:Line", **code: Any) -> dict[str
 
 
 async def test_the_same_bytes_are_stored_once(api: ApiService, tmp_path: Path) -> None:
-    zipped = zip_of(FILES)  # a zip tells the time: made again two seconds later it is another
     answers = [
         await upload(api, tar_gz(FILES)),
-        await upload(api, zipped),
-        await upload(api, zipped),
+        await upload(api, zip_of(FILES)),
+        await upload(api, zip_of(FILES)),
     ]
     assert [answer.status_code for answer in answers] == [201, 201, 201], answers[0].text
     [tar, archive, again] = [CodeArchive.model_validate(answer.json()) for answer in answers]

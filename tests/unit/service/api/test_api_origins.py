@@ -73,7 +73,7 @@ async def test_what_is_not_there_is_named_by_its_field(api: ApiService, tmp_path
         in (await faults(api, fork(run_id, 11)))["resume_from.step"]
     )
     assert (
-        "no committed checkpoint yet; there is none"
+        "no committed checkpoint yet; the run has no checkpoint to start from"
         in (await faults(api, fork(empty, "latest")))["resume_from.step"]
     )
     assert "checkpoint.best_metric" in (await faults(api, fork(empty, "best")))["resume_from.step"]
@@ -118,7 +118,7 @@ async def test_what_must_be_the_same_and_what_would_be_over_at_once(api: ApiServ
         train={"epochs": 3},
         optimizer={"name": "adamw", "groups": [{"parameters": "blocks.0.*"}]},
     )
-    assert (await faults(api, grouped))["optimizer.groups"].startswith("must name []")
+    assert (await faults(api, grouped))["optimizer.groups"].startswith("must list []")
     assert "train.max_steps" in await faults(
         api, fork(run_id, 20, train={"epochs": 3, "max_steps": 15})
     )
