@@ -121,60 +121,73 @@ def _tell(
     """Print the summary; return the exit code."""
     code = exit_code_of_status(run.status)
     if code != Exit.SUCCEEDED:
-        reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason was given"
-        kept = keep_log(service)
-        raise DemoFailed(
-            f"the demo's run ended {run.status}: "
-            f"{reason}{f'; read the service log in {kept}' if kept else ''}"
-        )
+        raise _failed(service, run)
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
     result = _result(run, story, out)
     if terminal.as_json:
         terminal.json({**result, **(_how_to_go_on(service) if keep or not service.pid else {})})
         return code
-    accuracy = run.run.metrics.get("val_accuracy")
-    recovery_s, once = result["recovery_s"], result["every_sample_once"]
-    victim = story.victim
     terminal.line()
     terminal.line("The run continued.", style="bold green")
+    weights = (out / "model.pt").absolute()
     terminal.fields(
         [
-            (
-                "accuracy",
-                f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None,
-            ),
-            (
-                "killed",
-                f"node {victim.node_id[:8]} with rank {victim.rank}, at step {story.killed_step}"
-                if victim
-                else None,
-            ),
-            (
-                "recovered",
-                f"{recovery_s:.1f} s from the kill to the next step"
-                if recovery_s is not None
-                else "no step after it",
-            ),
-            (
-                "ranks",
-                f"{SPEC['scaling']['max_workers']} before, {story.world_size_after} after"
-                if victim
-                else None,
-            ),
-            ("steps lost", run.steps_lost),
-            (
-                "samples",
-                "each used exactly once in every epoch"
-                if once
-                else "NOT each used once; run everstep samples",
-            ),
-            ("checkpoint", f"{(out / 'model.pt').absolute()} (step {checkpoint.step}, verified)"),
+            *_summary(run, story, result),
+            ("checkpoint", f"{weights} (step {checkpoint.step}, verified)"),
         ]
     )
     if keep or service.pid is None:
         _tell_how_to_go_on(terminal, service, run.run)
     return code
+
+
+def _failed(service: Service, run: RunHandle) -> DemoFailed:
+    """Return the error for a run that did not succeed, with the place of the service's log."""
+    reason = f"{run.reason.code}: {run.reason.message}" if run.reason else "no reason was given"
+    kept = keep_log(service)
+    return DemoFailed(
+        f"the demo's run ended {run.status}: "
+        f"{reason}{f'; read the service log in {kept}' if kept else ''}"
+    )
+
+
+def _summary(run: RunHandle, story: Story, result: dict[str, Any]) -> list[tuple[str, object]]:
+    """Return names and values that say what happened to the run."""
+    accuracy = run.run.metrics.get("val_accuracy")
+    recovery_s, once = result["recovery_s"], result["every_sample_once"]
+    victim = story.victim
+    return [
+        (
+            "accuracy",
+            f"{accuracy:.1%} on the held-out digits" if accuracy is not None else None,
+        ),
+        (
+            "killed",
+            f"node {victim.node_id[:8]} with rank {victim.rank}, at step {story.killed_step}"
+            if victim
+            else None,
+        ),
+        (
+            "recovered",
+            f"{recovery_s:.1f} s from the kill to the next step"
+            if recovery_s is not None
+            else "no step after it",
+        ),
+        (
+            "ranks",
+            f"{SPEC['scaling']['max_workers']} before, {story.world_size_after} after"
+            if victim
+            else None,
+        ),
+        ("steps lost", run.steps_lost),
+        (
+            "samples",
+            "each used exactly once in every epoch"
+            if once
+            else "NOT each used once; run everstep samples",
+        ),
+    ]
 
 
 def _result(run: RunHandle, story: Story, out: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle
 from everstep.spec.plain_text import printable
 from everstep.text import words
+from everstep.wire import Run
 
 
 @command
@@ -77,61 +78,54 @@ def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) 
     run = terminal().client().runs.get(run_id).run
     if terminal().as_json:
         terminal().json(run)
-        return
-    checkpoint = run.latest_checkpoint
+    else:
+        terminal().fields(_fields(run))
+
+
+def _fields(run: Run) -> list[tuple[str, object]]:
+    """Return names and values to show of a run; None is left out."""
+    checkpoint, is_live = run.latest_checkpoint, not run.status.terminal
     survives = ", ".join(run.protection.survives) or "nothing"
     lost = words.count(run.protection.worst_case_steps_lost, "step")
-    terminal().fields(
-        [
-            ("id", run.id),
-            ("name", run.name),
-            ("project", run.project),
-            ("status", run.status),
-            ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
-            ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
-            ("created", words.ago(run.created_at)),
-            (
-                "forked from",
-                f"step {run.forked_from.step} of {run.forked_from.run_id}"
-                if run.forked_from
-                else None,
-            ),
-            ("step", f"{words.progress(run)}, epoch {run.epoch}"),
-            ("ranks", run.world_size),
-            ("metrics", words.numbers(run.metrics) or None),
-            (
-                "best",
-                f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}"
-                if run.best
-                else None,
-            ),
-            (
-                "checkpoint",
-                f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}"
-                if checkpoint
-                else None,
-            ),
-            ("attempt", f"{run.attempt} of submission {run.submission}"),
-            (
-                "failures",
-                (
-                    f"{words.count(run.restarts, 'restart')}, "
-                    f"{words.count(run.steps_lost, 'step')} "
-                    "lost"
-                ),
-            ),
-            (
-                "survives",
-                f"loss of {survives}; at most {lost} would be repeated"
-                if not run.status.terminal
-                else None,
-            ),
-            ("protection", run.protection.message if not run.status.terminal else None),
-            ("samples", run.guarantee),
-            ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
-            ("Ray job", run.links.ray_job),
-        ]
-    )
+    return [
+        ("id", run.id),
+        ("name", run.name),
+        ("project", run.project),
+        ("status", run.status),
+        ("reason", f"{run.reason.code}: {run.reason.message}" if run.reason else None),
+        ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
+        ("created", words.ago(run.created_at)),
+        (
+            "forked from",
+            f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
+        ),
+        ("step", f"{words.progress(run)}, epoch {run.epoch}"),
+        ("ranks", run.world_size),
+        ("metrics", words.numbers(run.metrics) or None),
+        (
+            "best",
+            f"{run.best.metric} {words.number(run.best.value)} at step {run.best.step}"
+            if run.best
+            else None,
+        ),
+        (
+            "checkpoint",
+            f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}" if checkpoint else None,
+        ),
+        ("attempt", f"{run.attempt} of submission {run.submission}"),
+        (
+            "failures",
+            (f"{words.count(run.restarts, 'restart')}, {words.count(run.steps_lost, 'step')} lost"),
+        ),
+        (
+            "survives",
+            f"loss of {survives}; at most {lost} would be repeated" if is_live else None,
+        ),
+        ("protection", run.protection.message if is_live else None),
+        ("samples", run.guarantee),
+        ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
+        ("Ray job", run.links.ray_job),
+    ]
 
 
 @command

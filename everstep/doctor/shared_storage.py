@@ -47,35 +47,8 @@ def sharing_findings(
     nodes: Sequence[NodeFacts], names: dict[str, str], uri: str
 ) -> Iterator[Finding]:
     """Return whether every node can write the storage and read what the others wrote."""
-    bad = False
-    for node in nodes:
-        facts = node.storage
-        if facts is None:
-            continue
-        bad = bad or bool(facts.problem or facts.unseen or facts.differs)
-        if facts.problem:
-            remedy = (
-                "Check that it is mounted there, that Ray's user can write, that it has free "
-                "space, and that the node has its credentials."
-            )
-            yield problem("storage", f"{names[node.id]} cannot use {uri}: {facts.problem}", remedy)
-        remedy = "Mount one shared filesystem there on every node, the head included, or use s3://."
-        for others, what in (
-            (facts.unseen, "does not see"),
-            (facts.differs, "reads different bytes than were written to"),
-        ):
-            if others:
-                listed = joined([names.get(other, other[:8]) for other in others])
-                yield problem(
-                    "storage",
-                    f"{names[node.id]} {what} the file of {listed} in {uri}: it is not shared",
-                    remedy,
-                )
-    rates = [
-        node.storage.write_mb_per_s
-        for node in nodes
-        if node.storage and node.storage.write_mb_per_s is not None
-    ]
+    problems = [found for node in nodes for found in _node_problems(node, names, uri)]
+    yield from problems
     if uri.startswith("gs://"):
         words = (
             f"Everstep's client for {uri} has no conditional create: if two processes write the "
@@ -86,8 +59,38 @@ def sharing_findings(
             "storage promises what) lists what is missing without it."
         )
         yield warning("storage", words, remedy)
-    if not bad and rates:
+    rates = [
+        node.storage.write_mb_per_s
+        for node in nodes
+        if node.storage and node.storage.write_mb_per_s is not None
+    ]
+    if rates and not problems:
         yield ok(
             "storage",
             f"all nodes read each other's files in {uri}; slowest write {min(rates):g} MB/s",
         )
+
+
+def _node_problems(node: NodeFacts, names: dict[str, str], uri: str) -> Iterator[Finding]:
+    """Return what keeps a node from writing the storage, or from reading other nodes' files."""
+    facts = node.storage
+    if facts is None:
+        return
+    if facts.problem:
+        remedy = (
+            "Check that it is mounted there, that Ray's user can write, that it has free "
+            "space, and that the node has its credentials."
+        )
+        yield problem("storage", f"{names[node.id]} cannot use {uri}: {facts.problem}", remedy)
+    remedy = "Mount one shared filesystem there on every node, the head included, or use s3://."
+    for others, what in (
+        (facts.unseen, "does not see"),
+        (facts.differs, "reads different bytes than were written to"),
+    ):
+        if others:
+            listed = joined([names.get(other, other[:8]) for other in others])
+            yield problem(
+                "storage",
+                f"{names[node.id]} {what} the file of {listed} in {uri}: it is not shared",
+                remedy,
+            )

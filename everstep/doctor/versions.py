@@ -17,19 +17,7 @@ def version_findings(
     """Return versions that differ between nodes, or from the service."""
     wrong = 0
     for what in _MUST_AGREE:
-        versions = {node.id: node.versions.get(what) for node in nodes}
-        # a head without GPUs may have the CPU build of the same version
-        if what.startswith("torch"):
-            versions = {
-                node_id: version and version.partition("+")[0]
-                for node_id, version in versions.items()
-            }
-        if what in ("cuda", "nccl"):  # a head without GPUs has neither, and needs neither
-            versions = {
-                node.id: versions[node.id]
-                for node in nodes
-                if node.gpus and versions[node.id] is not None
-            }
+        versions = _versions_of(what, nodes)
         told = [*versions.values(), *([service.versions["everstep"]] if what == "everstep" else [])]
         if len(set(told)) <= 1:
             continue
@@ -68,3 +56,19 @@ def version_findings(
             if nodes[0].versions.get(what)
         )
         yield ok("versions", f"the same everywhere: {shown}")
+
+
+def _versions_of(what: str, nodes: Sequence[NodeFacts]) -> dict[str, str | None]:
+    """Return the versions to compare by node id, without nodes that do not need the package."""
+    versions = {node.id: node.versions.get(what) for node in nodes}
+    if what.startswith("torch"):  # a head without GPUs may have the CPU build of the same version
+        return {
+            node_id: version and version.partition("+")[0] for node_id, version in versions.items()
+        }
+    if what in ("cuda", "nccl"):  # a head without GPUs has neither, and needs neither
+        return {
+            node.id: versions[node.id]
+            for node in nodes
+            if node.gpus and versions[node.id] is not None
+        }
+    return versions
