@@ -11,7 +11,8 @@ import structlog
 
 from service.cluster.ray_errors import RayError, RayRefused
 from service.cluster.ray_jobs import RayJobs
-from service.db.engine import Database, DatabaseError
+from service.db.engine import Database
+from service.db.errors import DatabaseError
 from service.db.storage_identity import StorageRecords
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
