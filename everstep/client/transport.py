@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import email.utils
 import json
-import os
-import ssl
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,6 +16,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from everstep.client.address import Address
+from everstep.client.certificates import trusted_certificates
 from everstep.client.timing import Timing
 from everstep.errors import (
     AuthError,
@@ -90,21 +89,6 @@ def _translated(url: str) -> Iterator[None]:
         raise translate(exc, url) from exc
 
 
-def _trusted_certificates() -> ssl.SSLContext:
-    """Return a context with the certificates that SSL_CERT_FILE or SSL_CERT_DIR names, or else
-    certifi's. Raises UsageError where they cannot be read."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as exc:  # ssl.SSLError is one
-        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
-            if path := os.environ.get(name):
-                raise UsageError(
-                    f"{name} {path!r} cannot be used ({exc}); name a PEM file with the service's "
-                    "certificate authority, or unset it"
-                ) from exc
-        raise
-
-
 class Transport:
     """Sends requests to one service. ``base`` is httpx's own transport; tests replace it."""
 
@@ -135,7 +119,7 @@ class Transport:
                 # Two processes on one machine do not talk through the environment's proxy; the
                 # environment's certificates (SSL_CERT_FILE, SSL_CERT_DIR) apply there, too.
                 trust_env=not address.is_local,
-                verify=_trusted_certificates() if address.url.startswith("https:") else True,
+                verify=trusted_certificates() if address.url.startswith("https:") else True,
             )
         # Clients are often garbage-collected without close(): this avoids a ResourceWarning.
         weakref.finalize(self, self._http.close)
