@@ -21,7 +21,7 @@ def test_every_node_is_asked_and_nothing_is_wrong(service: ServiceProcess) -> No
         finding["check"]: finding["message"] for finding in json.loads(ended.stdout)["findings"]
     }
     assert "all 4 nodes" in found["nodes"]
-    assert "over 3 nodes by gloo" in found["all_reduce"]
+    assert "over 3 nodes with gloo" in found["all_reduce"]
     assert "torch" in found["versions"] and "read each other's files" in found["storage"]
     [check_id] = [entry.name for entry in (service.home / "storage/cluster/checks").iterdir()]
     with service.client() as client:
