@@ -1,4 +1,4 @@
-"""The training state: everything that a run needs to go on as if nothing had happened.
+"""The training state: everything that a run needs to resume exactly where it stopped.
 
-Imports optimizers and averages. Checkpoints, snapshots and the loop import it.
+Imports samples, step and tasks. Checkpoints, snapshots and the loop import it.
 """

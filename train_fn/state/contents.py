@@ -1,9 +1,8 @@
-"""What is in the data and the model: sketches of a few samples and of the weights, to compare ranks
-and attempts.
+"""Sketch a few samples of the data and the weights of the model, to compare ranks and attempts.
 
 A sketch is exact for labels, tokens, text and shapes. Pixels and other large or computed numbers
-enter as means of their parts: nodes with other CPUs or decoders differ in their last bits, and that
-is not other data.
+are reduced to means of their parts: nodes with other CPUs or decoders differ in the last bits, and
+this does not mean that the data differs.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ from train_fn.samples.randomness import seed_sample
 from train_fn.tasks.checks import is_iterable
 
 NUM_SAMPLES = 8
-"""Samples of each set that are read."""
+"""Number of samples that are read from each data set."""
 READ_S = 2.0
-"""Longest time that goes into reading them; the first of each set is always read."""
+"""Time limit for reading them, in seconds. The first sample of each set is always read."""
 
 DRAW_ALIKE = (
     "draw from Python's, numpy's or torch's global generators, which Everstep seeds by "
     "train.seed, or from one with a fixed seed, "
     "and sort what a directory or a set lists"
 )
-"""The way out where ranks or attempts build different things."""
+"""Advice for errors where ranks or attempts build different things."""
 
 Sketch = list[Any]
-"""[digest of what is exact, [[tolerance, scale, numbers …] …]]: plain values, for the training
-state."""
+"""[digest of the exact parts, [[tolerance, scale, numbers …] …]]. These are plain values, since the
+training state holds them."""
 
 _SET_NAMES = {"train": "train", "val": "validation"}
 _NAMES_SHOWN = 3
 _EXACT_DEPTH = 6
 _MOST_ITEMS = 1000
 _MOST_NUMBERS = 1 << 16
-"""Numbers of one tensor that are looked at, spread over all of it."""
+"""Limit on the numbers that are read from one tensor, evenly spaced over it."""
 _FEW_NUMBERS = 64
-"""A tensor of so few is compared number by number, a larger one by the means of its parts."""
+"""A tensor of at most this many is compared number by number, a larger one by means of parts."""
 _NUM_PARTS = 8
 _PART_TOLERANCE = 2e-3
 _TOLERANCES = {2: 1e-2, 4: 1e-5, 8: 1e-9}
-"""By bytes of a number."""
+"""Relative tolerance by the size of a number in bytes."""
 
 
 class Contents:
-    """Sketches of a few samples of a task's data sets, by name: ``train sample 17``, ``validation
-    sample 3``."""
+    """Hold sketches of a few samples of a task's data sets, by name (``train sample 17``,
+    ``validation sample 3``)."""
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
-        """Iterable sets, and those that are read by ``fetch`` (Everstep's own, which say what they
-        hold), are not read."""
+        """Sketch the data sets. Samples of iterable sets, and of sets with a ``fetch`` method
+        (Everstep's own, whose contents are known), are not read."""
         self._sources: dict[str, tuple[Any, int]] = {}
         self.sketches: dict[str, Sketch] = {}
         for key, word in _SET_NAMES.items():
@@ -79,7 +78,7 @@ class Contents:
             self._read()
 
     def differing(self, other: Mapping[str, Sketch]) -> list[str]:
-        """Names of what both have, and have differently."""
+        """Return the names that are in both but have different sketches."""
         return [
             name
             for name, mine in self.sketches.items()
@@ -87,8 +86,8 @@ class Contents:
         ]
 
     def unstable(self, names: Iterable[str]) -> list[str]:
-        """Those samples that differ from one reading to the next in this process, for they draw
-        from generators of their own."""
+        """Return those samples that differ when this process reads them again. They draw from
+        random generators of their own."""
         with self._left_as_built():
             return [name for name in names if not self._reads_alike(name)]
 
@@ -103,7 +102,7 @@ class Contents:
             self.sketches.pop(name, None)
 
     def dump(self) -> str:
-        """For the training state."""
+        """Return all sketches as JSON, for the training state."""
         return json.dumps(self.sketches)
 
     def _left_as_built(self) -> AbstractContextManager[None]:
@@ -120,9 +119,9 @@ class Contents:
                 self.sketches[name] = found
 
     def _sketch_of(self, dataset: Any, index: int) -> Sketch | None:
-        """None for a sample that cannot be read: training or evaluation will say so when it needs
-        it."""
-        # by no seed of the run's: a state may be read by a run with another one
+        """Return the sketch of one sample; None if it cannot be read. Training or evaluation raises
+        the error when it needs the sample."""
+        # A fixed seed, not the run's: a run with another seed may read the state.
         seed_sample(0, 0, index)
         try:
             return sketch(dataset[index])
@@ -131,15 +130,15 @@ class Contents:
 
 
 def few(names: list[str]) -> str:
-    """The first names of many."""
+    """Return the first names as text, with the number of further ones."""
     return ", ".join(names[:_NAMES_SHOWN]) + (
         f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     )
 
 
 def spread(length: int) -> list[int]:
-    """A few indices: the first, the last, and between them one of each equal part, by the length
-    alone."""
+    """Return a few indices: the first, the last, and one from each equal part between them. They
+    depend only on the length."""
     if length <= NUM_SAMPLES:
         return list(range(length))
     drawn = np.random.default_rng(length)
@@ -149,22 +148,22 @@ def spread(length: int) -> list[int]:
 
 
 def sketch_weights(model: nn.Module, *, all_of_it: bool) -> dict[str, Sketch]:
-    """Sketches of a model's parameters and buffers by name; without ``all_of_it`` only of those
-    that no state holds."""
+    """Return sketches of a model's parameters and buffers by name. Without ``all_of_it``, include
+    only those that are not in its ``state_dict``."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = set() if all_of_it else model.state_dict().keys()
     return {name: sketch(tensor) for name, tensor in tensors.items() if name not in held}
 
 
 def sketch(value: Any) -> Sketch:
-    """What ``value`` holds, in short."""
+    """Return a short description of the contents of ``value``."""
     exact, numbers = hashlib.sha256(), list[list[float]]()
     _walk(value, exact, numbers, 0)
     return [exact.hexdigest()[:16], numbers]
 
 
 def alike(one: Sketch, other: Sketch) -> bool:
-    """Whether two sketches are of the same thing."""
+    """Return whether two sketches are equal within their tolerances."""
     if one[0] != other[0] or len(one[1]) != len(other[1]):
         return False
     return all(map(_close, one[1], other[1]))
@@ -177,8 +176,8 @@ def _close(one: list[float], other: list[float]) -> bool:
 
 
 def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> None:
-    """Enter every leaf of ``value``: into ``exact`` what is the same to the bit everywhere, else
-    into ``numbers``."""
+    """Add every leaf of ``value`` to ``exact`` if it is bitwise equal on all nodes, else to
+    ``numbers``."""
     exact.update(f"({type(value).__qualname__}".encode())
     if depth > _EXACT_DEPTH or value is None:
         return
@@ -187,7 +186,7 @@ def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> Non
     elif isinstance(value, float | complex | np.ndarray | np.generic):
         _enter_array(np.asarray(value), exact, numbers, depth)
     elif isinstance(value, str | PurePath):
-        text = str(value)  # a file's name, not where this node has it
+        text = str(value)  # only a file's name: its directory may differ by node
         exact.update(
             (PurePath(text).name if text.startswith("/") else text).encode(errors="surrogatepass")
         )
@@ -210,7 +209,7 @@ def _walk(value: Any, exact: Any, numbers: list[list[float]], depth: int) -> Non
 
 
 def _enter_tensor(tensor: torch.Tensor, exact: Any, numbers: list[list[float]]) -> None:
-    if is_lazy(tensor):  # gets its shape by the first forward pass
+    if is_lazy(tensor):  # the first forward pass sets its shape
         return
     exact.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

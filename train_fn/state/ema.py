@@ -10,8 +10,8 @@ from torch import nn
 
 
 class Ema:
-    """A second set of weights that follows the first. Buffers are not averaged: the model's own
-    serve both."""
+    """Keep an exponential moving average of the parameters. Buffers are not averaged: both sets of
+    weights use the model's own."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -27,8 +27,8 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Follow the weights after a step; ``step`` counts steps done. The decay grows from 0.1, so
-        that the start is forgotten."""
+        """Update the averages after a step; ``step`` counts steps done. The decay starts near 0.1
+        and grows, so that the initial weights lose their influence."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(
             list(self._averages.values()), list(self._parameters.values()), 1 - decay
@@ -36,8 +36,8 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the averages inside, and with its own weights again after,
-        whatever happens."""
+        """Use the averages as the model's weights inside the block. Restore its own weights
+        afterwards, even on an error."""
         self._swap()
         try:
             yield
@@ -45,18 +45,18 @@ class Ema:
             self._swap()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The average under every name of its parameter: tied weights have several in the model's
-        own state, too."""
+        """Return each average under every name of its parameter. Tied weights have several names,
+        as in the model's own ``state_dict``."""
         return {name: self._averages[first] for name, first in self._names.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over the averages of every parameter from ``state``, which may hold more."""
+        """Load the average of every parameter from ``state``. Ignore other entries."""
         for name, average in self._averages.items():
             average.copy_(state[name])
 
     def _swap(self) -> None:
-        """Exchange storages: nothing is copied, and views that DDP or the optimizer hold stay those
-        of the parameters."""
+        """Swap the storages of weights and averages. Nothing is copied, and DDP and the optimizer
+        keep referring to the same parameter objects."""
         for name, parameter in self._parameters.items():
             parameter.data, self._averages[name] = self._averages[name], parameter.data

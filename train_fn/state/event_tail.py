@@ -1,5 +1,5 @@
-"""The last events that a rank reported. They travel with its state, since the rank that tells the
-journal may die before it has."""
+"""The last events that a rank reported. They are part of its training state, since the rank that
+sends them to the journal may die before it has done so."""
 
 from __future__ import annotations
 
@@ -12,33 +12,37 @@ from typing import Any
 from everstep.wire.events import EventKind
 
 NUM_POINTS = 64
-"""Metrics of so many steps, and of those before them that the journal does not know of."""
+"""Steps whose metrics are always kept. Older ones are kept until the journal has them."""
 MOST_POINTS = 4096
-"""Of so many steps in all: what a rank remembers while rank 0 is cut off from the journal."""
+"""Limit on steps whose metrics are kept in all, for when rank 0 is cut off from the journal."""
 NUM_OTHERS = 16
-"""Ends of epochs, evaluations and the like, and those before them that the journal does not know
-of. Apart from the metrics: short steps must not push out what is told once an epoch."""
+"""Other events (ends of epochs, evaluations) that are always kept. Older ones are kept until the
+journal has them. They are separate from metrics, so that short steps do not push out events that
+are reported once an epoch."""
 MOST_OTHERS = 1024
-"""Of these in all."""
+"""Limit on other events in all."""
 _METRICS_KIND = EventKind.METRICS.value
 
 
 class EventTail:
-    """Entries are ``{"kind": …, "at": unix seconds, "data": …}``, JSON all of it."""
+    """Keep a rank's last events.
+
+    An entry is ``{"kind": …, "at": Unix time in seconds, "data": …}`` and can be written as JSON.
+    """
 
     def __init__(self, entries: list[dict[str, Any]] | None = None) -> None:
         self.points: deque[dict[str, Any]] = deque()
-        """Those of metrics. Every step appends one (``add_point``)."""
+        """Metrics events. Every step appends one (``add_point``)."""
         self.others: deque[dict[str, Any]] = deque()
-        """What happened between steps (``add_other``)."""
+        """Events between steps (``add_other``)."""
         for entry in entries or ():
             (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
 
     def add_point(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
-        """Append a step's metrics, and let go of the oldest that need not travel any more.
+        """Append a step's metrics, and drop the oldest that need not be kept.
 
         Args:
-            told_step: Return the newest step that the journal knows of.
+            told_step: returns the newest step that the journal has.
         """
         points = self.points
         points.append(entry)
@@ -48,10 +52,10 @@ class EventTail:
             points.popleft()
 
     def add_other(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
-        """Append what happened between steps, and let go of the oldest as ``add_point`` does.
+        """Append an event between steps, and drop the oldest as ``add_point`` does.
 
-        ``entry`` holds the step, too. Of entries of older versions, which do not, none is kept
-        beyond NUM_OTHERS.
+        ``entry`` also has a ``step``. Entries from older versions have none, and are dropped beyond
+        NUM_OTHERS.
         """
         others = self.others
         others.append(entry)
@@ -61,9 +65,10 @@ class EventTail:
             others.popleft()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """By time."""
+        """Iterate over all entries by time."""
         return iter(sorted((*self.points, *self.others), key=itemgetter("at")))
 
     def dump(self) -> str:
-        """As one value: as many small ones as these take a boundary's copy a millisecond."""
+        """Return all entries as one JSON string. As many small values would add a millisecond to
+        each copy of the state at a step boundary."""
         return json.dumps([*self.points, *self.others])

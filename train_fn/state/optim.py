@@ -23,11 +23,11 @@ from train_fn.errors import BadTask
 
 
 def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases,
-    normalisation scales) are not decayed.
+    """Return the optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases,
+    normalisation scales) have no weight decay by default.
 
-    Fused kernels on every device: one call for all parameters, which on a CPU is what keeps small
-    models from being bound by Python. Raises BadTask where a pattern of ``spec.groups`` is the
+    Use fused kernels on every device: one call updates all parameters. On a CPU, small models
+    would otherwise spend their time in Python. Raise BadTask if a pattern of ``spec.groups`` is the
     first match of no parameter.
     """
     groups = parameter_groups(spec, model)
@@ -42,10 +42,10 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
 
 
 def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters by learning rate and decay: first those that no pattern names, then as
-    ``spec.groups`` has them.
+    """Return parameter groups by learning rate and weight decay: first the parameters that match no
+    pattern, then those of each entry of ``spec.groups`` in order.
 
-    Their order is part of the optimizer's state.
+    The order is part of the optimizer's state.
     """
     own = dict(enumerate(spec.groups))
     members: dict[tuple[int, bool], list[nn.Parameter]] = {}
@@ -74,9 +74,9 @@ def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, An
 
 
 def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: int) -> float:
-    """Learning rate of the step that follows ``step`` steps done, as a share of the peak.
+    """Return the learning rate of the step after ``step`` steps done, as a fraction of the peak.
 
-    The warm-up ends on the peak at step ``warmup_steps``; cosine and linear end on
+    The warm-up reaches the peak at step ``warmup_steps``. Cosine and linear schedules reach
     ``final_fraction`` at the last step.
     """
     if step < spec.warmup_steps:
@@ -91,14 +91,14 @@ def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: 
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Parameter] = ()) -> None:
-    """As ``optimizer.zero_grad(set_to_none=True)``, which an optimizer may define for itself.
+    """Set all gradients to None, like ``optimizer.zero_grad(set_to_none=True)``.
 
-    Torch's own takes several times as long between a model's passes: it is made for its profiler
-    and for zeros, too.
+    An optimizer that defines its own ``zero_grad`` has it called. Torch's takes several times as
+    long, since it also handles the profiler and zero filling.
 
     Args:
-        others: parameters that the optimizer does not hold, and whose gradients would add up from
-            step to step.
+        others: parameters that the optimizer does not hold. Their gradients would otherwise
+            accumulate from step to step.
     """
     for parameter in others:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""An optimizer's moments as few tensors, for small models: they are written in a fifth of the time.
+"""Pack a small model's optimizer moments into few tensors. Writing these takes a fifth of the time.
 
 ``unpacked`` reads both forms.
 """
@@ -18,30 +18,29 @@ _form = operator.attrgetter("shape", "dtype")
 _nbytes = operator.attrgetter("nbytes")
 
 FLAT_BYTES = 64 << 20
-"""Larger states are left as they are: one more copy of them would cost more than their many tensors
-do."""
+"""Larger states are not packed: another copy would cost more than writing many tensors."""
 
 
 class Packer:
-    """Gathers one optimizer's values for all parameters in one flat tensor of each kind, where they
-    are alike and small.
+    """Pack one optimizer's values of all parameters into one flat tensor for each name, if they are
+    alike and small.
 
-    To describe a tensor is Python, as much of it as to write 50 kB: of a small model's moments that
-    is most of a checkpoint. How they lie is found out once, and holds as long as they are the same
-    objects.
+    Describing one tensor in Python takes as long as writing 50 kB. For a small model's moments this
+    is most of a checkpoint's time. The layout is computed once and reused while the tensors are
+    the same objects.
     """
 
     def __init__(self) -> None:
         self._flat: _Flat | None = None
 
     def packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's ``state_dict``, its values as they are now.
+        """Return the optimizer's ``state_dict`` with its current values packed.
 
         Returns:
-            In place of ``state`` the entry ``flat``: ``parameters``, their numbers; ``values``, by
-            name one tensor with the values of all parameters one behind the other, which the next
-            call overwrites; ``shapes``, by name those of each, as JSON. Others come back as they
-            are.
+            ``state`` unchanged if it cannot be packed. Otherwise its entry ``state`` is replaced by
+            ``flat``, with ``parameters`` (their numbers), ``values`` (for each name, one tensor
+            with the values of all parameters in sequence) and ``shapes`` (for each name, the shapes
+            as JSON). The next call overwrites ``values``.
         """
         columns = _columns(state["state"])
         if self._flat is None or not self._flat.is_of(columns):
@@ -57,7 +56,7 @@ class Packer:
 
 
 class _Flat:
-    """Flat tensors, and where in them the values of each parameter lie."""
+    """Hold flat tensors, and views of them for the values of each parameter."""
 
     def __init__(self, columns: dict[str, list[torch.Tensor]]) -> None:
         self._names = list(columns)
@@ -80,7 +79,8 @@ class _Flat:
         }
 
     def is_of(self, columns: dict[str, list[Any]]) -> bool:
-        """Whether these are the values that it was made for, and of the same shapes and kinds."""
+        """Return whether these are the same tensors that this was built for, with the same shapes
+        and dtypes."""
         values = list(itertools.chain(*columns.values()))
         return (
             list(columns) == self._names
@@ -96,7 +96,7 @@ class _Flat:
 
 
 def unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    """What ``Packer.packed`` was given, with tensors of their own."""
+    """Return the ``state_dict`` that ``Packer.packed`` was given, with separate tensors."""
     if "flat" not in state:
         return state
     flat = state["flat"]
@@ -110,7 +110,7 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _columns(values: dict[Any, dict[str, Any]]) -> dict[str, list[Any]]:
-    """By name the values of all parameters; none where parameters have other names."""
+    """Return the values of all parameters by name; empty if the parameters' names differ."""
     rows = list(values.values())
     names = list(rows[0]) if rows else []
     if any(list(row) != names for row in rows):
@@ -119,13 +119,13 @@ def _columns(values: dict[Any, dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _are_alike(columns: dict[str, list[Any]]) -> bool:
-    """Whether values can lie in a flat tensor of each name, and are small."""
+    """Return whether the values of each name fit in one flat tensor, and are small in all."""
     alike = bool(columns) and all(map(_is_alike, columns.values()))
     return alike and sum(sum(map(_nbytes, column)) for column in columns.values()) <= FLAT_BYTES
 
 
 def _is_alike(column: list[Any]) -> bool:
-    """Whether these are plain tensors of numbers that one flat tensor can hold."""
+    """Return whether these are plain floating-point tensors that one flat tensor can hold."""
     if set(map(type, column)) != {torch.Tensor}:
         return False
     [(dtype, _, layout, requires_grad), *others] = set(map(_kind, column))

@@ -1,5 +1,5 @@
-"""Steps that fp16's loss scaler left out because gradients were not finite: counted, and refused
-when nothing else happens."""
+"""Count the steps that fp16's loss scaler skipped because gradients were not finite. Raise an error
+if no other step succeeds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from train_fn.errors import NothingTrained
 from train_fn.state.sound_state import not_finite
 
 MOST_IN_A_ROW = 30
-"""A scale that began too high is halved so often at most: 2**30 times too high, by where GradScaler
-begins (2**16) or grows to."""
+"""Limit on consecutive skipped steps. Each halves the scale, so a scale may start 2**30 times too
+high. GradScaler starts at 2**16."""
 LEAST_SCALE = 2.0**-14
-"""Below it a scaled gradient is smaller than fp16 holds: it is no protection any more."""
+"""Below this scale, scaled gradients underflow in fp16, so scaling no longer helps."""
 
 
 class SkippedSteps:
-    """Part of the training state. A skipped step has used its samples: the position in the data and
-    the schedule move on."""
+    """Count skipped steps, as part of the training state. A skipped step has used its samples: the
+    position in the data and the schedule still advance."""
 
     def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
 
     def note(self, scaler: torch.amp.GradScaler, scale_before: float) -> bool:
-        """Count the step that the scaler has just been updated for; whether it was left out. A
-        scaler backs off exactly then."""
+        """Count a step after the scaler's update, and return whether it was skipped. A scaler
+        lowers its scale exactly when it skips a step."""
         scale = scaler.get_scale()
         skipped = scale < scale_before or scale == 0
         self.total += skipped
@@ -44,8 +44,8 @@ class SkippedSteps:
         *,
         last: bool,
     ) -> None:
-        """Raise NothingTrained, with the gradients that are to blame, where steps are left out for
-        good. After a skipped step.
+        """Raise NothingTrained if steps keep being skipped, and name the gradients that are not
+        finite. Call this after a skipped step.
 
         Args:
             step: steps done.

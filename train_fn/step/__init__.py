@@ -1,4 +1,4 @@
-"""One step: totals that travel with the gradients, plans, peers and their collectives, buffers,
+"""One step: totals in the gradients' all-reduce, plans, peers and their collectives, buffers,
 precision, timing.
 
 Imports the samples only. The loop imports it.

@@ -1,16 +1,16 @@
-"""What forward passes change in a model, running statistics above all: one change a step, the same
-at every world size.
+"""Commit the tensors that forward passes change, such as running statistics, once a step and with
+the same values at every world size.
 
-Every micro-batch starts from the values that the step began with. Of every tensor that its forward
-passes change the step commits
+Every micro-batch starts from the values at the beginning of the step. For each tensor that forward
+passes change, the step commits one of two values:
 
 - ``mean``: the mean of the values after each micro-batch, weighted by its samples. So running
-  statistics take one momentum update a step, and ``num_batches_tracked`` counts steps;
-- ``first``: the value after the global batch's first micro-batch, where a mean has no meaning: of
-  integers and booleans, of buffers beside such in one module (a queue and the pointer into it), and
-  of parameters that are not trained (a teacher's).
+  statistics take one momentum update a step, and ``num_batches_tracked`` counts steps.
+- ``first``: the value after the global batch's first micro-batch. It is used where a mean has no
+  meaning: for integers and booleans, for buffers in the same module as these (a queue and its
+  pointer), and for parameters that are not trained (a teacher's).
 
-A module chooses for all of its own by an attribute ``buffers_take = "mean"`` or ``"first"``.
+A module chooses for all of its tensors by an attribute ``buffers_take = "mean"`` or ``"first"``.
 """
 
 from __future__ import annotations
@@ -43,37 +43,38 @@ logger = logging.getLogger(__name__)
 
 Rule = Literal["mean", "first"]
 _ALIGNMENT = 16
-"""Bytes: what any dtype's elements may begin at."""
+"""Alignment in bytes that suits the elements of every dtype."""
 
 
 @dataclass
 class _Late:
-    """A tensor that this rank saw move for the first time. The ranks have not agreed on it yet."""
+    """Hold a tensor that this rank saw change for the first time. The ranks have not agreed on it
+    yet."""
 
     tensor: torch.Tensor
     before: torch.Tensor | None
-    """Its value when the step began; None where no copy was kept."""
+    """Its value when the step began; None if no copy was kept."""
     first: torch.Tensor
     """Its value after this rank's first pass."""
     total: torch.Tensor
-    """The sum of its values after each pass, times their samples."""
+    """The sum of its values after each pass, weighted by the pass's samples."""
 
 
 class VolatileBuffers:
-    """What forward passes change in one replica.
+    """Track and commit the tensors that forward passes change in one replica.
 
-    A step is ``begin``; ``passed`` after each forward pass and ``rewind`` before each but the
-    first; ``start`` before the last backward and ``wait`` after it; ``agree`` where the totals say
-    that some rank saw something move for the first time; ``adopt``. A step that fails is
-    ``put_back``.
+    A step calls, in order: ``begin``; ``passed`` after each forward pass, and ``rewind`` before
+    each but the first; ``start`` before the last backward pass and ``wait`` after it; ``agree`` if
+    the totals say that some rank saw a tensor change for the first time; ``adopt``. A step that
+    fails calls ``put_back``.
 
     Args:
-        places: of all tensors that the optimizer does not move.
-        moving: numbers of those that are known to move, the same on every rank.
-        ignored: numbers of those that follow from the batch (a mask made for its length, say), and
-            are left alone.
-        carry: hears of what moves.
-        runs_again: whether backward passes run forward passes again, which moves buffers a second
+        places: of all tensors that the optimizer does not change.
+        moving: numbers of places that are known to change, the same on every rank.
+        ignored: numbers of places whose tensor depends on the batch alone (such as a mask of its
+            length). They are left alone.
+        carry: is called with the places that change.
+        runs_again: whether backward passes run forward passes again, which changes buffers a second
             time.
     """
 
@@ -91,7 +92,7 @@ class VolatileBuffers:
         self._may_be_plain = peers.alone and not runs_again
         self._late: dict[int, _Late] = {}
         self._unfit: dict[int, Kept] = {}
-        """What took another shape since the watch began."""
+        """Tensors that took another shape since the watch began."""
         self._agreed: dict[int, torch.Tensor] = {}
         self._is_kept = self._is_plain = False
         self._num_samples = self._own_samples = self._num_passes = 0
@@ -99,7 +100,7 @@ class VolatileBuffers:
         self._follow(moving)
 
     def _follow(self, moving: Iterable[int]) -> None:
-        """Take these for the ones that move, and what is there now for their values."""
+        """Follow these places as the moving ones, starting from their current values."""
         self._moving = sorted(set(moving) - self._ignored)
         left = set(range(len(self._places))) - self._ignored - set(self._moving) - set(self._late)
         self._watch = Watch(
@@ -131,31 +132,31 @@ class VolatileBuffers:
 
     @property
     def moving(self) -> list[Place]:
-        """Where the tensors that forward passes change are."""
+        """Return the places of the tensors that forward passes change."""
         return [self._places[number] for number in self._moving]
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank saw something move that the ranks have not agreed on."""
+        """Return whether this rank saw a tensor change that the ranks have not agreed on."""
         return bool(self._late)
 
     def renew(self) -> None:
-        """Take everything as it is: the state was restored, or code of the task's ran between two
-        steps."""
+        """Make all current values the new baseline. Call this after the state was restored, or
+        after code of the task ran between two steps."""
         self._follow(self._moving)
 
     # -- a step
 
     def begin(self, num_samples: int, num_passes: int) -> None:
-        """Remember the values that the step begins with.
+        """Save the values at the beginning of a step.
 
         Args:
-            num_samples: of the global batch.
+            num_samples: samples in the global batch.
             num_passes: forward passes of this rank.
         """
         self._is_plain = self._may_be_plain and num_passes == 1
         self._num_samples, self._own_samples, self._num_passes = num_samples, 0, 0
-        if moved := self._watch.moved():  # by a hook of the optimizer's, say
+        if moved := self._watch.moved():  # for example by an optimizer hook
             self._watch.refresh(moved)
         for late in self._late.values():
             late.before, late.total = late.tensor.detach().clone(), torch.zeros_like(late.total)
@@ -166,7 +167,8 @@ class VolatileBuffers:
         copy_all(self._before, self._tensors)
 
     def rewind(self) -> None:
-        """Let the next forward pass start from the values that the step began with."""
+        """Reset the tensors to their values at the beginning of the step, for the next forward
+        pass."""
         self._put_own_in_place()
         copy_all(self._tensors, self._before)
         for number, late in self._late.items():
@@ -175,8 +177,8 @@ class VolatileBuffers:
                 copy_all([late.tensor], [late.before])
 
     def passed(self, num_samples: int) -> None:
-        """Take in what a forward pass on so many samples changed; on none, where it only kept other
-        ranks' company."""
+        """Add the values after a forward pass on ``num_samples`` samples. The number is 0 if this
+        rank ran the pass only because its peers did."""
         fault = self._note_late(num_samples)
         if fault is not None:
             raise fault
@@ -189,7 +191,7 @@ class VolatileBuffers:
             return
         if is_first and self._means:
             copy_all(self._sum_of, [now[at] for at in self._means])
-            # An infinite value times 0 would not be 0.
+            # Infinity times 0 is NaN, not 0.
             self._sums.mul_(num_samples) if num_samples else self._sums.zero_()
         elif num_samples and self._means:
             copy_all(self._value_of, [now[at] for at in self._means])
@@ -198,21 +200,20 @@ class VolatileBuffers:
             copy_all(self._first_of, [now[at] for at in self._firsts])
 
     def start(self) -> None:
-        """Begin to add up over ranks: after the step's last forward pass, so that it travels while
-        its backward runs."""
+        """Start the collectives over ranks. Call this after the step's last forward pass, so that
+        they overlap with its backward pass."""
         sums = self._peers.start_sum(self._sums) if self._means else None
         firsts = self._peers.start_broadcast(self._bytes, 0) if self._firsts else None
         self._works = [work for work in (sums, firsts) if work is not None]
 
     def wait(self) -> None:
-        """Until all ranks' values are here; raises what the collective raised when a peer is
-        gone."""
+        """Wait for the values of all ranks. Raise the collective's error if a peer is gone."""
         for work in self._works:
             work.wait()
         self._works = []
 
     def adopt(self) -> None:
-        """Put in place what the step commits."""
+        """Write the step's committed values into the model."""
         now = self._now() if self._is_plain else []
         self._put_own_in_place()
         if self._is_plain:
@@ -231,10 +232,10 @@ class VolatileBuffers:
             self._adopt_agreed()
 
     def before_step(self) -> list[tuple[Place, torch.Tensor]] | None:
-        """Return what forward passes have changed since the step began, each with its value from
-        then; None where something moved of which that is not known. Changes nothing.
+        """Return the places that forward passes change, each with its value from the beginning of
+        the step. Return None if a tensor changed whose earlier value is not known.
 
-        For another thread, while the one that trains stands still.
+        This changes nothing. Another thread calls it while the training thread is blocked.
         """
         if not self._is_kept:
             return []
@@ -243,10 +244,10 @@ class VolatileBuffers:
         return list(zip(self.moving, self._before, strict=True))
 
     def put_back(self) -> list[str]:
-        """Take back what the forward passes of a step that was not committed changed.
+        """Undo the changes that forward passes made in a step that was not committed.
 
-        Returns the names of the tensors of which that cannot be done, or not known: the state with
-        them in it is no step's.
+        Return the names of the tensors that cannot be restored, or may not have been. A state with
+        these tensors belongs to no step.
         """
         torn: list[int] = []
         if self._is_kept:
@@ -257,7 +258,7 @@ class VolatileBuffers:
             torn += [number for number, kept in self._unfit.items() if self._is_torn(number, kept)]
             try:
                 self.rewind()
-            except RuntimeError:  # one that took another shape through its .data
+            except RuntimeError:  # a tensor took another shape through its .data
                 torn += self._moving
         self._is_kept = False
         return [self._places[number].name for number in torn + self._watch.differing()]
@@ -266,8 +267,11 @@ class VolatileBuffers:
         return self._places[number].is_saved and kept.differs(kept.tensor)
 
     def _now(self) -> list[torch.Tensor]:
-        """What is in place; where that has another shape than before, what was there when the step
-        began."""
+        """Return the tensors that are in place now. Where the shape has changed, return the one
+        from the beginning of the step instead.
+
+        Raise BadTask if the ``state_dict`` contains a tensor with a changed shape.
+        """
         now = [holder[key] for holder, key in self._slots]
         for at, (tensor, own) in enumerate(zip(now, self._tensors, strict=True)):
             if tensor is not own and (tensor is None or not is_alike(tensor, own)):
@@ -285,8 +289,8 @@ class VolatileBuffers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave no trace of the forward passes inside, an evaluation's. ``rewind`` before each lets
-        all start alike."""
+        """Undo the changes of an evaluation's forward passes inside the block. Call ``rewind``
+        before each, so that all start from the same values."""
         self._keep()
         try:
             yield
@@ -295,8 +299,8 @@ class VolatileBuffers:
             self._is_kept = False
 
     def find_unnoticed(self) -> None:
-        """Between two steps: find what was written through ``.data``, or moved by an evaluation,
-        and follow it from now on."""
+        """Find tensors that were written through ``.data`` or changed by an evaluation, and follow
+        them from now on. Call this between two steps."""
         moved = set(self._watch.moved())
         for number, kept in self._watch.drop(moved | set(self._watch.differing())).items():
             place = self._places[number]
@@ -313,10 +317,10 @@ class VolatileBuffers:
     # -- what moves for the first time
 
     def _note_late(self, num_samples: int) -> BadTask | None:
-        """After a forward pass: find what moved for the first time, and add up what moves since
-        this step began.
+        """Find tensors that changed for the first time in a forward pass, and add the values of
+        those found earlier.
 
-        Returns what is wrong with the shape of something that moved.
+        Return the error if a tensor took a shape that is not allowed, else None.
         """
         is_first, fault = self._num_passes == 0, None
         for number, late in self._late.items():
@@ -331,7 +335,7 @@ class VolatileBuffers:
             place, now = self._places[number], self._places[number].tensor
             if now is None or not is_alike(now, kept.form):
                 fault = fault or shape_fault(place, now, kept.form)
-                self._unfit[number] = kept  # if it is no fault, it follows from the batch
+                self._unfit[number] = kept  # without a fault, it depends on the batch
                 continue
             logger.info("%s moved in a forward pass for the first time", place.name)
             self._late[number] = _late_of(
@@ -340,8 +344,8 @@ class VolatileBuffers:
         return fault
 
     def agree(self) -> None:
-        """Agree over ranks on what moved for the first time in this step, and on its value. A
-        collective."""
+        """Agree over ranks on which tensors changed for the first time in this step, and on their
+        values. All ranks call this at the same step."""
         peers = self._peers
         numbers = sorted({number for each in peers.gather(list(self._late)) for number in each})
         for number in numbers:
@@ -375,7 +379,7 @@ class VolatileBuffers:
         self._agreed = firsts | means
 
     def _unmoved(self, number: int) -> _Late:
-        """Something that moved on other ranks alone."""
+        """Return the entry for a tensor that changed only on other ranks."""
         [kept] = (self._watch.drop([number]) or {number: self._unfit.pop(number)}).values()
         return _late_of(
             keep([kept.tensor], kept.tensor.nbytes)[0],
@@ -404,10 +408,10 @@ def _late_of(
 
 
 def rules_of(places: Sequence[Place], others: Sequence[Place] = ()) -> list[Rule]:
-    """What the step commits of each of these tensors, by what else moves in its module: ``places``
-    and ``others``.
+    """Return which value the step commits for each of ``places``.
 
-    Raises BadTask for a module that asks for something else.
+    This depends on what else changes in a tensor's module, among ``places`` and ``others``. Raise
+    BadTask for a module whose ``buffers_take`` is neither 'mean' nor 'first'.
     """
     counting = {place.module for place in (*places, *others) if not _is_number(place)}
     rules: list[Rule] = []
@@ -432,8 +436,8 @@ def rules_of(places: Sequence[Place], others: Sequence[Place] = ()) -> list[Rule
 
 
 def _is_number(place: Place) -> bool:
-    """Whether a mean of its values has a meaning by itself: real numbers, and BatchNorm's count,
-    which every pass raises by one."""
+    """Return whether a mean of the tensor's values has a meaning by itself. It has for real
+    numbers, and for BatchNorm's count, which every pass increases by one."""
     is_count = place.key == "num_batches_tracked" and isinstance(place.module, _NormBase)
     return present(place).is_floating_point() or is_count
 
@@ -441,8 +445,8 @@ def _is_number(place: Place) -> bool:
 def _flat_like(
     tensors: list[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Bytes for all of them one after the other, and of these the tensors of each one's dtype and
-    shape."""
+    """Return one flat uint8 tensor with room for all ``tensors``, and views into it with the dtype
+    and shape of each."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     begins = [0]
     for size in sizes:

@@ -1,5 +1,5 @@
-"""Train and eval modes of a model's modules: as the task built them, and back to what they were
-after an evaluation."""
+"""Set the train and eval modes of a model's modules as the task built them, and restore them after
+an evaluation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def modes_of(model: nn.Module) -> Modes:
 
 
 class BuiltModes:
-    """The modes in which a model begins, and what its state keeps of later ones: those that differ,
-    by the modules' names."""
+    """Remember the modes in which a model was built. Its state holds the modes that differ now, by
+    module name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._built = [(name, module, module.training) for name, module in model.named_modules()]
@@ -42,7 +42,7 @@ def set_modes_for_training(model: nn.Module) -> list[str]:
     say. A model that is in eval mode as a whole is not: ``from_pretrained`` of Hugging Face's
     libraries returns such models.
 
-    Returns the names of the outermost modules that are in eval mode now.
+    Return the names of the outermost modules that are in eval mode now.
     """
     built = modes_of(model)
     model.train()
@@ -55,7 +55,7 @@ def set_modes_for_training(model: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode inside, and every module back into the mode that it was in."""
+    """Put the model into eval mode inside the block, and restore every module's mode afterwards."""
     modes = modes_of(model)
     model.eval()
     try:
@@ -65,12 +65,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _set_modes(modes: Modes) -> None:
-    """Set modes by each module's own ``train``, which may do more: LoRA layers merge their weights
-    in eval mode."""
+    """Set modes by calling each module's own ``train``, which may do more than set a flag: LoRA
+    layers merge their weights in eval mode."""
     for module, training in modes:
         if module.training != training:
             module.train(training)
-    for module, training in modes:  # where a module's own train() refuses
+    for module, training in modes:  # in case a module's own train() ignores the mode
         module.training = training
 
 

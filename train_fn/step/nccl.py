@@ -1,12 +1,11 @@
-"""NCCL where peers die: their collectives neither fail nor end, and once aborted they end without a
-result and without an error.
+"""Handle dead peers under NCCL. Collectives with a dead peer neither fail nor end. Once aborted,
+they end without a result and without an error.
 
-So somebody who knows (the controller, or torch's own watchdog after the time-out) aborts the
-communicator, and a rank looks at it before it believes in what was added up.
-``recovery/environment.py`` keeps torch from ending the process meanwhile: it holds the state that
-the run goes on from.
+So the controller, or torch's watchdog after the timeout, aborts the communicator. A rank checks the
+communicator before it uses the result of a collective. ``recovery/environment.py`` keeps torch from
+ending the process meanwhile, since the process holds the state that the run resumes from.
 
-Only gloo is known to fail by itself. Any other backend is treated as NCCL is.
+Only gloo is known to fail by itself. Any other backend is treated like NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from train_fn.errors import PeersGone
 _FAIL_BY_THEMSELVES = frozenset({"gloo"})
 
 ABORT_S = 10.0
-"""Longest wait for an abort. NCCL's own may hang, and what is left is to end the process."""
+"""Longest wait for an abort. NCCL's abort may hang; then the process can only be ended."""
 
 _aborted = threading.Event()
 _keep_first: Callable[[], None] | None = None
@@ -33,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def group_backend(device: torch.device) -> str:
-    """Return the backend for a group of ranks on such devices: NCCL on GPUs, gloo on CPUs, or what
-    a plug-in of torch's has put in its place."""
+    """Return the backend for ranks on such devices: NCCL on GPUs, gloo on CPUs, or the one that a
+    torch plug-in has registered instead."""
     return dist.get_default_backend_for_device(device)
 
 
 def fails_by_itself() -> bool:
-    """Return whether a collective of this process fails once a peer is gone. Without a process
-    group there is none to fail."""
+    """Return whether the collectives of this process fail by themselves once a peer is gone. True
+    without a process group, since there are no collectives then."""
     return not dist.is_initialized() or is_known_to_fail(dist.get_backend())
 
 
@@ -50,13 +49,12 @@ def is_known_to_fail(backend: str) -> bool:
 
 
 def abort_collectives() -> None:
-    """Free this process from collectives that will never end; where they fail by themselves,
-    nothing happens.
+    """Abort collectives that would never end. Do nothing if they fail by themselves.
 
-    Called from any thread but the one that trains. What ``keep_before_abort`` was given is called
+    Any thread but the training thread may call this. The callback of ``keep_before_abort`` runs
     first.
     """
-    group = dist.group.WORLD  # the training thread may be leaving it
+    group = dist.group.WORLD  # read once: the training thread may be leaving it
     if group is None or fails_by_itself():
         return
     _aborted.set()
@@ -70,13 +68,14 @@ def abort_collectives() -> None:
 
 
 def keep_before_abort(keep: Callable[[], None] | None) -> None:
-    """Have the state kept before an abort, which may take long; None for no more."""
+    """Set the callback that keeps the state before an abort, which may take long; None removes
+    it."""
     global _keep_first
     _keep_first = keep
 
 
 def within_limit(abort: Callable[[], None]) -> None:
-    """Call ``abort`` on a thread of its own, and wait ``ABORT_S`` for it at most."""
+    """Call ``abort`` on its own thread, and wait for it at most ``ABORT_S`` seconds."""
     thread = threading.Thread(target=abort, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_S)
@@ -85,17 +84,17 @@ def within_limit(abort: Callable[[], None]) -> None:
 
 
 def require_whole() -> None:
-    """Raise PeersGone where collectives of this process were aborted: what they left in memory is
-    no result.
+    """Raise PeersGone if collectives of this process were aborted, since their output is not a
+    result.
 
-    To be called after the device has finished them.
+    Call this after the device has finished them.
     """
     if fails_by_itself():
         return
     group = dist.group.WORLD
     assert group is not None
     error = _inner(group).get_error().name
-    # read after that: whoever aborts says so before anything ends
+    # Read `_aborted` after the error: it is set before the abort ends any collective.
     problem = "its peers are gone" if _aborted.is_set() else error
     if problem != "SUCCESS":
         raise PeersGone(
@@ -105,25 +104,24 @@ def require_whole() -> None:
 
 
 def begin_attempt() -> None:
-    """Forget what befell an earlier attempt of this process."""
+    """Reset what an earlier attempt left in this process: the abort mark and the callback."""
     _aborted.clear()
     keep_before_abort(None)
 
 
 def end_groups() -> None:
-    """Abort this process's groups, whatever their collectives wait for: to destroy them would wait,
-    too."""
+    """Abort the groups of this process, since destroying them would wait for their collectives."""
     for group in list(dist.distributed_c10d._world.pg_map):
         inner = _inner(group)
         if dist.get_backend(group) not in _FAIL_BY_THEMSELVES and inner is not _outer(group):
-            inner.abort()  # torch aborts the wrapper, which does nothing
+            inner.abort()  # torch aborts only the wrapper, which does nothing
     dist.distributed_c10d._abort_process_group()
 
 
 def unwrapped(backend: Any) -> Any:
-    """Return the backend inside of the one that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
+    """Return the backend inside the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds.
 
-    The outer one knows no errors, and to abort it does nothing.
+    The wrapper reports no errors, and aborting it does nothing.
     """
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg

@@ -1,5 +1,5 @@
-"""The ranks of an attempt and what they tell each other. With one rank every call returns at once,
-and no caller needs to care."""
+"""Collectives between the ranks of an attempt. With one rank every call returns at once, so callers
+need no special case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _NEVER_SENT = 0x7E5EE5
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank among its peers; calls are collective: every rank makes them in the same order."""
+    """Run collectives between this rank and its peers. All ranks make the calls in the same
+    order."""
 
     rank: int
     world_size: int
@@ -29,7 +30,7 @@ class Peers:
 
     @cached_property
     def on_cpu(self) -> bool:
-        """Looked up once: what every step asks for."""
+        """Return whether the device is a CPU. Cached, since every step reads it."""
         return self.device.type == "cpu"
 
     @property
@@ -37,27 +38,27 @@ class Peers:
         return self.world_size == 1
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        """Begin to overwrite ``tensor`` by that of rank ``source``; wait for what is returned
+        """Start to overwrite ``tensor`` with that of rank ``source``. Wait for the returned work
         before reading it."""
         return None if self.alone else dist.broadcast(tensor, source, async_op=True)
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin to overwrite ``tensor`` by the sum of all ranks' ones; wait for what is returned
+        """Start to overwrite ``tensor`` with its sum over all ranks. Wait for the returned work
         before reading it."""
         return None if self.alone else dist.all_reduce(tensor, async_op=True)
 
     def result(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` on the CPU once what ranks add up or send has arrived in it.
+        """Return ``tensor`` on the CPU once the collective that writes it has finished.
 
-        Raises PeersGone where it is no result.
+        Raise PeersGone if the collective was aborted.
         """
         arrived = tensor.cpu()  # waits for the device
         self.require_whole()
         return arrived
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that pickles), by rank. Nothing is unpickled before it
-        is known to have arrived whole."""
+        """Return every rank's ``value`` (any picklable object), by rank. Nothing is unpickled
+        before it is known to be complete."""
         if self.alone:
             return [value]
         data = self._pickled(value)
@@ -72,8 +73,8 @@ class Peers:
         return [_unpickled(row[:size]) for row, size in zip(arrived, num_bytes, strict=True)]
 
     def share(self, value: Any, source: int) -> Any:
-        """``value`` of rank ``source``; the other ranks' is ignored. Nothing is unpickled before it
-        is known to have arrived whole."""
+        """Return the ``value`` of rank ``source``, and ignore the other ranks'. Nothing is
+        unpickled before it is known to be complete."""
         if self.alone:
             return value
         data = self._pickled(value if self.rank == source else None)
@@ -87,14 +88,14 @@ class Peers:
         return value if self.rank == source else _unpickled(arrived)
 
     def require_whole(self) -> None:
-        """Raise PeersGone where what the collectives so far left behind is no result; the device
-        has finished them."""
+        """Raise PeersGone if an earlier collective was aborted. Call this after the device has
+        finished them."""
         if not self.alone and not self._fails_by_itself:
             require_whole()
 
     @cached_property
     def _fails_by_itself(self) -> bool:
-        """Looked up once, as ``on_cpu``."""
+        """Return ``nccl.fails_by_itself()``, cached like ``on_cpu``."""
         return fails_by_itself()
 
     def _pickled(self, value: Any) -> torch.Tensor:
@@ -119,15 +120,14 @@ def end_process_group() -> None:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Let every collective of gloo that this process is still in fail, and those of its peers with
-    it.
+    """Make every pending gloo collective of this process fail, and those of its peers with it.
 
-    Destroying the group would wait for them first. They wait for peers which do the same, or are in
-    a collective that this rank has left: nobody would ever leave. Where a message does not arrive
-    in time, gloo closes all connections of the group.
+    Destroying the group would wait for these collectives first. They wait for peers that do the
+    same, or that are in a collective which this rank has left, so no rank would ever finish. When a
+    message does not arrive in time, gloo closes all connections of the group.
     """
     for peer in range(group.size()):
         if peer != group.rank():
-            # that it did not arrive, or that this connection is closed already
+            # The message did not arrive, or this connection is already closed.
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

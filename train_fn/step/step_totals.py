@@ -1,14 +1,15 @@
-"""What all ranks need to know of a step, carried by the all-reduce of its gradients: no collective
-is added for it.
+"""Send the facts that all ranks need about a step in the all-reduce of its gradients, without an
+extra collective.
 
-The numbers of a rank are the gradient of a parameter that nothing else uses (``Carrier``). DDP adds
-them up with the first bucket that backward fills. A step is taken only if its totals are whole:
-every rank spoke, of this step, and all samples of the global batch are accounted for
-(``StepTotals.fault``). All ranks hold the same numbers, so that they agree to stop, to refuse the
-step, to report.
+A rank's numbers are the gradient of a parameter that nothing else uses (``Carrier``). DDP sums them
+with the first bucket that the backward pass fills. A step is taken only if its totals are complete:
+every rank sent numbers for this step, and all samples of the global batch are accounted for
+(``StepTotals.fault``). All ranks receive the same totals, so they agree on whether to stop, to
+refuse the step, or to report.
 
-DDP adds float32, and divides by the number of ranks: numbers are sent that many times as large, and
-whole ones byte by byte, since the sums of bytes are small enough to come out exact.
+DDP sums in float32 and divides by the world size. So numbers are multiplied by the world size
+before they are sent. Integers are sent byte by byte, since sums of bytes are small enough to be
+exact.
 """
 
 from __future__ import annotations
@@ -31,46 +32,45 @@ from train_fn.step.peers import Peers
 
 _FIELDS = "QBIIIQBBBBQ"
 """Weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's step;
-cancel, pause, save, news; a hash.
+cancel, pause, save, news; the sample hash.
 
 All but the last are the same from step to step, mostly."""
 _WHOLE = struct.Struct(f"<{_FIELDS[:-1]}")
 _MOST_WEIGHT = 1 << 48
-"""A weight below it is sent exactly; of one above, the digits of a float32."""
+"""A weight below it is sent exactly, a larger one with the precision of float32."""
 _NUM_FRACTIONS = 3
-"""Loss, rank of a loss that is not finite, and the weight's fraction or all of one that is too
-large. They come first."""
+"""Loss, rank of a loss that is not finite, and the weight's fraction (all of a weight that is too
+large). These come first."""
 _HASH = struct.Struct(f"<{_FIELDS[-1]}")
 _NUM_NUMBERS = _NUM_FRACTIONS + _WHOLE.size + _HASH.size
-"""All but those that each rank has a place of its own for: the step, and its own time."""
+"""The numbers that are summed over ranks. Not counted: each rank's own slots for step and time."""
 _FLOAT_BYTES = 4
 _LAYOUT = f"={_NUM_FRACTIONS}f{_FLOAT_BYTES * _WHOLE.size}s{_FLOAT_BYTES * _HASH.size}s"
-"""The numbers as float32; those of whole numbers' bytes, which are worked out before, as they are
-in memory."""
+"""The fractions as float32, then the bytes of integers, which are already encoded as float32."""
 _SENT = struct.Struct(_LAYOUT)
 _ENDS = list(
     itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS[:-1])), initial=0)
 )
 _REMEMBERED = 16
 _STEP_MARKS = 1 << 12
-"""Steps are told apart modulo this: a float32 holds the mark exactly, also as many times as large
-as there are ranks."""
+"""Steps are distinguished modulo this. So float32 holds the mark exactly, even multiplied by the
+world size."""
 
 
 class Expected(NamedTuple):
-    """What one rank tells of its samples where the loader yields what the sampler expects, worked
-    out before the step."""
+    """Hold what one rank sends about its samples if the loader yields what the sampler expects.
+    Computed before the step."""
 
     samples: Count
     told_hash: bytes
-    """As ``told_hashes`` makes it."""
+    """The sample hash as encoded by ``told_hashes``."""
 
 
 _NOTHING = Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
 
 
 class Facts(NamedTuple):
-    """What all ranks' fields add up to: the same from step to step, mostly."""
+    """Hold the sums of all ranks' fields. They are mostly the same from step to step."""
 
     weight: int
     num_nonfinite: int
@@ -79,49 +79,48 @@ class Facts(NamedTuple):
     num_unexpected: int
     num_missing: int
     checkpoint_step: int
-    """Step of a checkpoint that has been committed since and is to be reported; 0 for none."""
+    """Step of a newly committed checkpoint to report; 0 for none."""
     cancels: int
     pauses: int
     saves: int
     num_with_news: int = 0
-    """Ranks that saw a tensor move in a forward pass which the ranks have not agreed on yet
+    """Ranks that saw a forward pass change a tensor that the ranks have not agreed on yet
     (``VolatileBuffers.agree``)."""
 
     @property
     def stop(self) -> Stop | None:
-        """What at least one rank has heard that the user asked for."""
+        """Return the user's request to cancel or pause that at least one rank has received."""
         return "cancel" if self.cancels else "pause" if self.pauses else None
 
     @property
     def save(self) -> bool:
-        """Whether the state after this step is to be saved: rank 0's word, on every rank the
-        same."""
+        """Return whether to save the state after this step. Rank 0 decides, and all ranks receive
+        the same answer."""
         return self.saves > 0
 
 
 class StepTotals(NamedTuple):
-    """One global batch, over all ranks."""
+    """Hold the totals of one global batch over all ranks."""
 
     loss_sum: float
     weight: float
     """Samples or tokens that ``loss_sum`` is a sum over."""
     facts: Facts
     hash_sums: bytes
-    """Of the bytes of the ranks' hashes."""
+    """The sums of the bytes of the ranks' hashes."""
     step_marks: tuple[float, ...]
-    """Of each rank, ``step_mark`` of the step that it spoke of; 0 where it did not speak."""
+    """For each rank, the ``step_mark`` of the step that it sent; 0 if it sent nothing."""
     own_s: tuple[float, ...]
-    """Of each rank, the seconds of its own work in the step before this one; 0 where it does not
-    know them."""
+    """For each rank, the seconds of its own work in the step before this one; 0 if unknown."""
     nonfinite_ranks: float
-    """Their sum, each one more than it is."""
+    """The sum of (rank + 1) over ranks whose loss is not finite."""
 
     def fault(self, step: int, num_samples: int) -> str | None:
-        """Return why these totals are not those of a whole step; None if they are.
+        """Return why these totals are not those of a complete step; None if they are.
 
         Args:
             step: steps done before it.
-            num_samples: of its global batch.
+            num_samples: samples in its global batch.
         """
         mark = step_mark(step)
         apart = [
@@ -148,22 +147,24 @@ class StepTotals(NamedTuple):
 
     @property
     def nonfinite_rank(self) -> int | None:
-        """The one rank whose loss is not finite, where it is one."""
+        """Return the rank whose loss is not finite; None unless it is exactly one."""
         return round(self.nonfinite_ranks) - 1 if self.facts.num_nonfinite == 1 else None
 
     def counted(self) -> Count:
-        """All ranks' samples."""
+        """Return the count of all ranks' samples."""
         facts, (sample_hash,) = self.facts, _numbers_of(self.hash_sums, [0, _HASH.size])
         return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
 
 
 class Carrier:
-    """Gathers what a rank tells of a step, and has it added up: as the gradient of ``numbers``, a
-    parameter of the module that DDP wraps, of no model, and of no optimizer.
+    """Collect a rank's facts about a step, and have DDP sum them over ranks.
 
-    A step is ``begin``, ``add`` for each micro-batch, ``backward`` with the last, and ``take``.
-    With cold caches, as between a model's passes, a call of torch costs as much as all of this
-    does, and so do five objects not looked at since the last step.
+    They are the gradient of ``numbers``: a parameter of the module that DDP wraps, but of no model
+    and no optimizer. A step calls ``begin``, ``add`` for each micro-batch, ``backward`` with the
+    last, and ``take``.
+
+    Between a model's passes the caches are cold. One torch call, or touching five objects not used
+    since the last step, then costs as much as everything here. So there are few of both.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -174,24 +175,24 @@ class Carrier:
             )
         )
         self._written = np.zeros(_NUM_NUMBERS + 2 * peers.world_size, np.float32)
-        """Of which the places of other ranks stay zero."""
+        """The slots of other ranks stay zero."""
         self._told = torch.from_numpy(self._written)
         self._received = struct.Struct(f"{_LAYOUT}{2 * peers.world_size}f")
         self.begin(0)
 
     def begin(self, step: int, expected: Expected = _NOTHING) -> None:
-        """Begin the step before which ``step`` were done. This rank's loader is to yield what is
-        ``expected``."""
+        """Begin the step after ``step`` steps done. ``expected`` describes the samples that this
+        rank's loader should yield."""
         self._step, self._expected = step, expected
         self._loss, self._weight = 0.0, 0.0
         self._of_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
-        """Losses and weights that the device alone knows."""
+        """Losses and weights that are still on the device."""
 
     def add(
         self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None
     ) -> None:
-        """One micro-batch. ``difference`` is what the loader yielded in place of what was expected
-        of it."""
+        """Add one micro-batch. ``difference`` is the correction from expected to loaded samples;
+        None if they are equal."""
         if self._peers.on_cpu:
             self._loss += loss_sum.item()
             self._weight += float(weight)
@@ -210,15 +211,14 @@ class Carrier:
         has_news: bool = False,
         own_s: float = 0.0,
     ) -> None:
-        """``loss.backward()``, in which all ranks are told what was gathered.
+        """Run ``loss.backward()``, and send the collected facts in its all-reduce.
 
         Args:
-            stop: what this rank has heard that the user asked for.
-            checkpoint_step: of a checkpoint that has been committed since and is to be reported; 0
-                for none.
-            save: whether the state after this step is to be saved.
-            has_news: whether this rank saw a tensor move that the ranks have not agreed on.
-            own_s: of this rank's own work in the step before.
+            stop: the user's request to cancel or pause that this rank has received.
+            checkpoint_step: step of a newly committed checkpoint to report; 0 for none.
+            save: whether to save the state after this step.
+            has_news: whether this rank saw a tensor change that the ranks have not agreed on.
+            own_s: seconds of this rank's own work in the step before.
         """
         torch.autograd.backward(
             (loss, self.numbers),
@@ -233,8 +233,8 @@ class Carrier:
         own_s: float = 0.0,
         has_news: bool = False,
     ) -> torch.Tensor:
-        """Return what ``backward`` sends, in a tensor which the next call overwrites. On CUDA
-        nothing here waits for the device."""
+        """Return the numbers that ``backward`` sends, in a tensor that the next call overwrites.
+        Nothing here waits for a CUDA device."""
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, told_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
@@ -257,14 +257,14 @@ class Carrier:
         return torch.cat([of_losses * world_size, rest])
 
     def take(self) -> StepTotals:
-        """Return the totals over all ranks, once backward has returned; the device has finished it
-        then, too."""
+        """Return the totals over all ranks. Call this after ``backward`` has returned. It waits
+        until the device has finished."""
         sums, self.numbers.grad = self.numbers.grad, None
         assert sums is not None
         return self.totals_of(self._peers.result(sums).numpy().tobytes())
 
     def totals_of(self, sums: bytes) -> StepTotals:
-        """Return what the sums of all ranks' numbers say: as many float32 as ``numbers`` has."""
+        """Decode the sums of all ranks' numbers: as many float32 values as ``numbers`` has."""
         loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
         facts, world_size = _facts_of(fields), self._peers.world_size
         marks, own_s = tuple(of_ranks[:world_size]), tuple(of_ranks[world_size:])
@@ -273,8 +273,8 @@ class Carrier:
         )
 
     def _of_losses_on_device(self) -> torch.Tensor:
-        """The first of the numbers, where the device alone knows the losses, and those weights that
-        are tensors."""
+        """Compute on the device the first of the numbers, which depend on losses and weights that
+        are there."""
         device = self._peers.device
         losses, weights = zip(*self._of_device, strict=True)
         loss = torch.stack(losses).sum(dtype=torch.float64)
@@ -302,13 +302,13 @@ def expected(samples: Count, world_size: int) -> Expected:
 
 
 def step_mark(step: int) -> int:
-    """Return what a rank sends of the step before which ``step`` were done: never 0, which is what
-    a silent rank adds."""
+    """Return the mark that a rank sends for the step after ``step`` steps done. It is never 0,
+    which is what a silent rank adds."""
     return step % _STEP_MARKS + 1
 
 
 def told_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
-    """Each hash as a rank of ``world_size`` tells it."""
+    """Return each hash as a rank of a group of ``world_size`` sends it."""
     each = _sent(np.array(hashes, dtype="<u8").tobytes(), world_size)
     size = _FLOAT_BYTES * _HASH.size
     return [each[start : start + size] for start in range(0, len(each), size)]
@@ -316,7 +316,8 @@ def told_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
 
 @lru_cache(_REMEMBERED)
 def _told_fields(fields: tuple[int, ...], world_size: int) -> bytes:
-    """Remembered, as ``_facts_of``: they are the same from step to step, mostly."""
+    """Encode the fields. Cached, like ``_facts_of``, since they are mostly the same from step to
+    step."""
     return _sent(_WHOLE.pack(*fields), world_size)
 
 
@@ -326,17 +327,17 @@ def _facts_of(sums: bytes) -> Facts:
 
 
 def _sent(whole: bytes, world_size: int) -> bytes:
-    """Every byte as a float32, as many times as large as DDP divides by."""
+    """Return every byte as a float32, multiplied by the world size that DDP divides by."""
     return (np.frombuffer(whole, np.uint8).astype(np.float32) * np.float32(world_size)).tobytes()
 
 
 def _numbers_of(sums: bytes, ends: Sequence[int]) -> list[int]:
-    """Fields' sums modulo 2**64, as the hash is, from the sums of their bytes, each field's lowest
-    first.
+    """Return the sums of fields modulo 2**64, like the hash, from the sums of their bytes. Each
+    field has its lowest byte first.
 
     Args:
-        sums: float32.
-        ends: where in these the fields begin and end.
+        sums: float32 values.
+        ends: offsets in ``sums`` where fields begin and end.
     """
     sums_of_bytes = np.rint(np.nan_to_num(np.frombuffer(sums, np.float32))).tolist()
     return [

@@ -1,5 +1,5 @@
-"""The tensors of a model that its optimizer does not move: buffers, and parameters that are not
-trained. What else moves them?"""
+"""Find which tensors a model changes without its optimizer: buffers and parameters that are not
+trained."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.nn.parameter import is_lazy
 from train_fn.errors import BadTask
 
 COPIED_BYTES = 64 << 20
-"""Copies of tensors that are not known to move take no more than this together; of each tensor
-beyond, a sample is kept."""
+"""Limit on the total size of copies of tensors that are not known to change. A tensor that does not
+fit under it is sampled instead."""
 _SEEN_BYTES = 1 << 20
 _SAMPLED = 256
-"""Elements in a sample, about."""
+"""Approximate number of elements in a sample."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module has a tensor. A forward pass may put another one there (``self.mean = 0.9 *
-    self.mean + …``)."""
+    """Name the attribute of a module that holds a tensor. A forward pass may assign another tensor
+    to it (``self.mean = 0.9 * self.mean + …``)."""
 
     name: str
-    """As ``named_buffers`` has it."""
+    """Its qualified name, as in ``named_buffers``."""
     module: nn.Module
     key: str
     is_buffer: bool
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the model's ``state_dict`` has it."""
+        """Whether the model's ``state_dict`` contains the tensor."""
         return self.key not in self.module._non_persistent_buffers_set
 
     @property
@@ -48,8 +48,10 @@ class Place:
 
 
 def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[Place]:
-    """The places of all tensors that are not among ``trained`` and share no memory with them, each
-    once, in the modules' order."""
+    """Return the places of all tensors that are not in ``trained`` and share no memory with it.
+
+    Each tensor appears once, in the order of ``named_modules``.
+    """
     taken = {parameter.untyped_storage().data_ptr() for parameter in trained}
     seen: set[int] = set()
     places = []
@@ -70,8 +72,8 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
 
 
 def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether one can take the other's value: the same shape, and the same dtype or both
-    floating-point numbers."""
+    """Return whether one tensor can be copied into the other: same shape, and either the same dtype
+    or both floating point."""
     same_kind = first.dtype == second.dtype or (
         first.is_floating_point() and second.is_floating_point()
     )
@@ -87,8 +89,10 @@ def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None
 def shape_fault(
     place: Place, now: torch.Tensor | None, before: torch.Tensor | None
 ) -> BadTask | None:
-    """Return why a tensor of the model's state may not be replaced by one that is not ``is_alike``;
-    None where it may."""
+    """Return the error for replacing ``before`` by ``now`` at ``place``; None if that is allowed.
+
+    It is allowed if both are ``is_alike``, or if the ``state_dict`` does not contain the tensor.
+    """
     fits = now is before or (now is not None and before is not None and is_alike(now, before))
     if fits or not place.is_saved:
         return None
@@ -105,17 +109,17 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 class Kept(NamedTuple):
-    """What a tensor was: a copy, or of a large one some elements, or both."""
+    """Hold an earlier value of a tensor: a copy, a sample of a large one's elements, or both."""
 
     tensor: torch.Tensor
     form: torch.Tensor
-    """Without memory: its shape and dtype, which a write to ``tensor.data`` may change."""
+    """A meta tensor with its shape and dtype, since a write to ``tensor.data`` may change both."""
     copy: torch.Tensor | None
     sample: torch.Tensor | None
 
     @torch.no_grad()
     def differs(self, now: torch.Tensor) -> bool:
-        """Whether ``now`` has other contents."""
+        """Return whether ``now`` has another shape or other contents."""
         if now.shape != self.form.shape:
             return True
         if self.sample is not None:
@@ -125,7 +129,7 @@ class Kept(NamedTuple):
 
 
 def keep(tensors: Iterable[torch.Tensor], limit_bytes: int = COPIED_BYTES) -> list[Kept]:
-    """Copy the tensors while the copies together take up to ``limit_bytes``; sample the others."""
+    """Copy tensors until their copies take ``limit_bytes`` in all; sample those that do not fit."""
     kept, left = [], limit_bytes
     for tensor in tensors:
         form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -143,10 +147,9 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Tells which of the tensors at some places were moved since it last looked, by their versions
-    and memory.
+    """Detect which tensors at the given places changed, by version counter and data pointer.
 
-    A write through ``tensor.data`` leaves both as they are: ``differing`` compares contents.
+    A write through ``tensor.data`` changes neither. ``differing`` finds it by comparing contents.
     """
 
     def __init__(self, places: dict[int, Place]) -> None:
@@ -159,8 +162,8 @@ class Watch:
         self._look()
 
     def moved(self) -> list[int]:
-        """Numbers of the places whose tensor has another version or memory than before, or is
-        another one."""
+        """Return the numbers of places whose tensor has another version or data pointer than
+        before, or was replaced by another tensor."""
         if not self._tensors:
             return []
         now = [holder[key] for holder, key in self._slots]
@@ -177,18 +180,18 @@ class Watch:
         ]
 
     def differing(self) -> list[int]:
-        """Numbers of the places whose tensor has other contents than before."""
+        """Return the numbers of places whose tensor has other contents than before."""
         return [number for number, kept in self._kept.items() if kept.differs(kept.tensor)]
 
     def refresh(self, numbers: list[int]) -> None:
-        """Take what is there now, at these places, for unmoved."""
+        """Make the current tensors at these places the new baseline."""
         for number in numbers:
             limit = 0 if self._kept[number].copy is None else COPIED_BYTES
             [self._kept[number]] = keep([present(self._places[number])], limit)
         self._look()
 
     def drop(self, numbers: Iterable[int]) -> dict[int, Kept]:
-        """Watch these no longer. Returns what they were."""
+        """Stop watching these places. Return their kept values by number."""
         dropped = {number: self._kept.pop(number) for number in numbers if number in self._kept}
         if dropped:
             self._look()
@@ -206,18 +209,18 @@ def _marks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def present(place: Place) -> torch.Tensor:
-    """The tensor that a place is known to have."""
+    """Return the tensor at a place where one is known to be."""
     tensor = place.tensor
     assert tensor is not None, f"{place.name} is None"
     return tensor
 
 
 class WarmUp:
-    """Finds out what a first pass moves, by contents, and undoes it.
+    """Detect by contents what a first pass changes, and undo it.
 
     Args:
-        is_fresh: whether nothing is loaded afterwards: copies of large parameters are kept then,
-            too, in the host's memory.
+        is_fresh: whether no state is loaded afterwards. If so, large tensors are copied, too, to
+            host memory.
     """
 
     def __init__(self, model: nn.Module, places: list[Place], *, is_fresh: bool) -> None:
@@ -235,10 +238,11 @@ class WarmUp:
                 self._kept[at] = kept._replace(copy=kept.tensor.detach().to("cpu", copy=True))
 
     def look(self) -> tuple[set[int], set[int]]:
-        """Numbers of the places where something moved, and of those where something is that follows
-        from the batch.
+        """Return the numbers of places whose tensor changed, and of those to ignore because their
+        tensor depends on the batch alone.
 
-        Raises BadTask where one of another shape is part of the model's state.
+        Raise BadTask if a tensor of the model's ``state_dict`` was replaced by one of another
+        shape.
         """
         faults = [shape_fault(place, place.tensor, None) for place in self._empty]
         moving, ignored = set(), set()
@@ -248,7 +252,7 @@ class WarmUp:
                 faults.append(shape_fault(place, now, kept.form))
                 ignored.add(number)
             elif not place.is_saved and now is not kept.tensor and not kept.differs(now):
-                # made anew in every pass, from nothing that training changes: a mask, say
+                # Each pass creates it from values that training does not change, such as a mask.
                 ignored.add(number)
             elif now is not kept.tensor or kept.differs(now):
                 moving.add(number)
@@ -259,8 +263,8 @@ class WarmUp:
         return moving, ignored
 
     def has_moved_again(self) -> bool:
-        """Whether what moved has other contents than at the last look: gradient checkpointing runs
-        forward passes again."""
+        """Return whether a changed tensor has changed again since the last ``look``. Gradient
+        checkpointing, which runs forward passes again, does this."""
         return any(
             (now := self._places[number].tensor) is None or seen.differs(now)
             for number, seen in self._seen.items()
@@ -268,7 +272,7 @@ class WarmUp:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put every tensor, and its contents, back."""
+        """Restore every tensor object, and its contents where a copy was kept."""
         for place, kept in zip(self._places, self._kept, strict=True):
             place.holder[place.key] = kept.tensor
             if kept.copy is not None and kept.differs(kept.tensor):

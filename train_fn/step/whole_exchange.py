@@ -1,9 +1,9 @@
-"""Completes the exchange of gradients where a backward did not reach every parameter.
+"""Complete DDP's gradient all-reduce when a backward pass did not reach every parameter.
 
-DDP adds a bucket up once all of its parameters have a gradient. A parameter that the last
-micro-batch of a share does not use never gets one: its bucket, and those after it, stay this rank's
-own, while the other ranks wait for it or take part without it. Such a parameter adds zero, or what
-earlier micro-batches of the share gave it.
+DDP all-reduces a bucket once all of its parameters have a gradient. A parameter that this rank's
+last micro-batch does not use never becomes ready. Its bucket and those after it are then not
+reduced on this rank, while the other ranks wait or go on without it. Such a parameter contributes
+zero, or the gradient from the rank's earlier micro-batches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from train_fn.errors import StepNotWhole
 
 _UNREADY = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-"""How torch's reducer names them: by their place among those that it adds up."""
+"""How torch's reducer names such parameters: by their index among those that it reduces."""
 
 
 class _Reach(torch.autograd.Function):
-    """Lets a backward reach parameters without giving them anything: DDP's hooks run as they do
-    after a gradient."""
+    """Let a backward pass reach parameters without adding to their gradients. DDP's hooks run as
+    they do after a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -41,13 +41,14 @@ def finish_exchange(
     step: int,
     check_flags: Callable[[], None],
 ) -> None:
-    """Let the parameters take part that the backward just done did not reach. Nearly free where it
-    reached all.
+    """Include the parameters that the last backward pass did not reach in the all-reduce. Costs
+    next to nothing if it reached all.
 
     Args:
-        exchanged: what DDP adds up, in its own order.
-        step: steps done, for the message.
-        check_flags: raises BadTask where the task froze a parameter; no backward reaches one.
+        exchanged: the parameters that DDP all-reduces, in DDP's order.
+        step: steps done, for the error.
+        check_flags: raises BadTask if the task froze a parameter, since no backward pass reaches
+            it.
 
     Raises:
         StepNotWhole: the exchange could not be completed.
@@ -67,15 +68,15 @@ def finish_exchange(
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give a zero gradient to those that no micro-batch used, as an exchange does: the optimizer
-    then treats a parameter the same at every world size."""
+    """Give a zero gradient to parameters that no micro-batch used, as the all-reduce does. So the
+    optimizer treats a parameter the same at every world size."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
 def _unfinished(wrapped: DistributedDataParallel) -> str | None:
-    """Return what torch says of an exchange that has not come to its end; None for one that has."""
+    """Return torch's error if the gradient all-reduce is not complete; None if it is."""
     try:
         wrapped.reducer._check_reducer_finalized()
     except RuntimeError as exc:
