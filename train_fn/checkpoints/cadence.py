@@ -1,5 +1,5 @@
-"""When the next checkpoint is due: by steps, by time, or as often as the price of a save and the
-risk of a failure say."""
+"""Decide when the next checkpoint is due: by steps, by time, or from the cost of a save and the
+risk of a failure."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 
 ASSUMED_MTBF_S = 24 * 3600.0
-"""What a run is taken to survive before its first failure; weighs as much as one observed
-failure."""
+"""Mean seconds between failures that are assumed before the first one. It weighs as much as one
+observed failure."""
 STEPS_KEPT = 64
-"""Steps whose seconds are compared to tell what writing beside them costs."""
+"""Steps whose seconds are compared to estimate how much background writing slows them."""
 NEWS_RATIO = 1.25
-"""An interval that changed by this factor is told; less is no news."""
+"""An interval that changes by at least this factor is reported."""
 READ_BATCH = 5000
 
 _NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
-"""Failures against which checkpoints more often are no help: code that raises again, and moves that
-save before they leave."""
+"""Failures that more frequent checkpoints do not help against: code that raises again, and moves
+to other nodes, which save first."""
 
 
 @dataclass(frozen=True)
 class ObservedFailures:
-    """What a run lived through so far."""
+    """Hold a run's failures and training time so far."""
 
     num_failures: int = 0
     trained_s: float = 0.0
-    """Seconds in which a worker group was there, over all attempts."""
+    """Seconds in which a worker group existed, over all attempts."""
 
     def mtbf_s(self) -> float:
-        """Estimated mean seconds between failures: what was seen, and one failure in ASSUMED_MTBF_S
-        where nothing was."""
+        """Return the estimated mean seconds between failures: those observed, together with one
+        failure in ASSUMED_MTBF_S."""
         return (self.trained_s + ASSUMED_MTBF_S) / (self.num_failures + 1)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A choice of ``auto``, and what it rests on. All in seconds."""
+    """Hold an interval that ``auto`` chose, and its reasons. All times are in seconds."""
 
     interval_s: float
     cost_s: float
-    """What a save takes from training: the copy between two steps, and what writing slows the steps
-    beside it."""
+    """Training time that a save costs: the copy between two steps, and the slowdown of the steps
+    during the write."""
     write_s: float
     mtbf_s: float
     source: Literal["given", "observed"]
     num_failures: int
     bound: Literal["write", "min_interval_s", "max_interval_s"] | None
-    """What the formula's answer was cut to; None where it stands."""
+    """The limit that replaced the formula's result; None if none did."""
 
     def reason(self) -> str:
-        """The choice in words."""
+        """Return the reason for the choice as text."""
         risk = (
             "as given"
             if self.source == "given"
@@ -79,8 +79,8 @@ class Interval:
 
 
 def young_daly_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two saves that lose the least, to saving and to work that a
-    failure undoes.
+    """Return the seconds of training between two saves that minimise the time lost to saving and to
+    work that a failure undoes.
 
     Daly's higher-order refinement of Young's ``sqrt(2 * cost * mtbf)`` (J. T. Daly, 2006, equation
     37).
@@ -94,8 +94,8 @@ def young_daly_s(cost_s: float, mtbf_s: float) -> float:
 def choose_interval(
     spec: CheckpointSpec, cost_s: float, write_s: float, observed: ObservedFailures
 ) -> Interval:
-    """The interval of ``checkpoint.every_steps: auto``, within the bounds of the spec and of what
-    the storage can take."""
+    """Return the interval for ``checkpoint.every_steps: auto``, within the limits of the spec and
+    of the storage's write time."""
     mtbf_s = spec.mtbf_s if spec.mtbf_s is not None else observed.mtbf_s()
     interval_s = young_daly_s(cost_s, mtbf_s)
     bound: Literal["write", "min_interval_s", "max_interval_s"] | None = None
@@ -110,8 +110,8 @@ def choose_interval(
 
 
 def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
-    """Failures and seconds of training that the run's journals tell of. ``now`` in unix seconds.
-    Raises StorageError."""
+    """Return the failures and seconds of training in the run's journals. ``now`` is Unix time in
+    seconds. Raise StorageError if they cannot be read."""
     num_failures, trained_s, began = 0, 0.0, None
     for submission in run_dir.submissions():
         cursor: str | None = None
@@ -134,14 +134,14 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
 
 
 class SaveCadence:
-    """Rank 0's clock of periodic checkpoints. Seconds by a clock that only rises. Not
-    thread-safe."""
+    """Decide on rank 0 when periodic checkpoints are due. Times are seconds on a monotonic clock.
+    Not thread-safe."""
 
     def __init__(self, spec: CheckpointSpec, step: int, now: float) -> None:
         self._spec = spec
         self._saved_step, self._saved_at = step, now
         self.earliest_step = self._earliest_step()
-        """Nothing is due at a step before this one, whenever it comes."""
+        """No save is due before this step, at any time."""
         self._interval: Interval | None = None
         self._told_s: float | None = None
         self._quiet_s: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -155,8 +155,8 @@ class SaveCadence:
         return self._spec.every_steps == "auto"
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether the state after ``step`` is to be saved. What came due while it could not be done
-        stays due."""
+        """Return whether to save the state after ``step``. A save that became due while it was not
+        possible stays due."""
         if step < self.earliest_step:
             return False
         every_steps, every_s, passed_s = (
@@ -168,34 +168,34 @@ class SaveCadence:
             return True
         if every_s is not None and passed_s >= every_s:
             return True
-        # Before the first save there is no price: it comes early, so that there is one.
+        # The first save comes early, since the cost of a save is not known before it.
         return self.auto and passed_s >= (
             self._interval.interval_s if self._interval else self._spec.min_interval_s
         )
 
     def begun(self, step: int, now: float) -> None:
-        """A save of ``step`` was begun, whether because it was due or not."""
+        """Note that a save of ``step`` has started, due or not."""
         self._saved_step, self._saved_at = step, now
         self.earliest_step = self._earliest_step()
         self._slowdown_s, self._busy_s, self._just_begun = self._measure_slowdown_s(), [], True
 
     def step_ended(self, now: float, *, busy: bool) -> None:
-        """Take a step's seconds; ``busy`` where a save was being written beside it. Called at every
-        boundary, for ``auto`` only."""
+        """Note the end of a step; ``busy`` if a save was being written during it. Called at every
+        step boundary, for ``auto`` only."""
         before, self._step_ended_at = self._step_ended_at, now
         busy, self._just_begun = busy or self._just_begun, False
         if before is not None:
             (self._busy_s if busy else self._quiet_s).append(now - before)
 
     def boundary_left(self, now: float) -> None:
-        """The next step begins: what happened at the boundary is not part of it."""
+        """Note the start of the next step, so that work at the boundary does not count for it."""
         self._step_ended_at = now
 
     def committed(
         self, stall_s: float, write_s: float, observed: ObservedFailures
     ) -> dict[str, Any] | None:
-        """Choose anew after a save that took so long; the data of an event where that is news. For
-        ``auto`` only."""
+        """Choose the interval again after a save. Return the data of an event if it changed enough,
+        else None. For ``auto`` only."""
         slowdown_s = self._slowdown_s
         chosen = self._interval = choose_interval(
             self._spec, stall_s + slowdown_s, write_s, observed
@@ -224,8 +224,8 @@ class SaveCadence:
         return (self._saved_step // every_steps + 1) * every_steps
 
     def _measure_slowdown_s(self) -> float:
-        """What the last save took from the steps beside it. By medians: an evaluation between two
-        steps is no slow step."""
+        """Return the seconds by which the last save slowed the steps during its write. Medians are
+        compared, so that an evaluation between two steps does not count as a slow step."""
         if not self._busy_s or len(self._quiet_s) < 2:
             return 0.0
         return max(0.0, statistics.median(self._busy_s) - statistics.median(self._quiet_s)) * len(

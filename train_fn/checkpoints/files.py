@@ -1,5 +1,5 @@
-"""The files of a checkpoint and its manifest's facts, made of a state: the same for a rank's saver
-and for a run's last save."""
+"""Write a state as the files of a checkpoint, and return its facts for the manifest. Both a rank's
+saver and a run's last save use this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train_fn.checkpoints.torch_file import save
 MODEL_FILE = "model.pt"
 """The model's plain ``state_dict`` on the CPU."""
 EMA_FILE = "model_ema.pt"
-"""The same with averaged weights, where the run keeps them."""
+"""The same with averaged weights, if the run keeps them."""
 STATE_FILE = "train_state.pt"
 """Everything else of TrainState."""
 
@@ -25,11 +25,10 @@ def write_files(
     safetensors: bool,
     on_write: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the files of ``state``, a whole state as ``TrainState.state_dict`` gives it, on the
-    CPU.
+    """Write the files of ``state``, a complete ``TrainState.state_dict`` on the CPU.
 
     Args:
-        on_write: called whenever the storage took bytes.
+        on_write: called whenever the storage has taken bytes.
     """
     rest = dict(state)
     model, ema = rest.pop("model"), rest.pop("ema")
@@ -46,11 +45,12 @@ def write_files(
 
 
 def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the manifest says of ``state``, as arguments of ``CheckpointWriter.commit``."""
+    """Return the facts about ``state`` for the manifest, as arguments of
+    ``CheckpointWriter.commit``."""
     return {
         "epoch": state["epoch"],
         "parent": state["parent"],
         "sample_digest": state["ledger"]["chain"],
-        # else they are of other weights
+        # otherwise the metrics belong to other weights
         "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},
     }

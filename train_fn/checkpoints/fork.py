@@ -1,5 +1,5 @@
-"""A run that begins from a checkpoint of another run: which one, whether it fits, and what of its
-state is taken over."""
+"""Fork a run from a checkpoint of another run: find the checkpoint, check that it fits, and adopt
+its state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
 
 MAX_NAMED = 20
-"""Differences of one sort that are named; of more the number is told."""
+"""Limit on the differences of one kind that an error names. It gives the number of the others."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a forked run begins: the other run's checkpoint, and what its ledger says of the data
-    up to there."""
+    """Describe where a forked run starts: the other run's checkpoint, and its ledger's facts about
+    the data up to there."""
 
     run_id: str
     checkpoint: str
@@ -40,22 +40,23 @@ class Origin:
     samples: int
     """Samples of that epoch that the other run used."""
     digest: str
-    """The ledger's chain over every step up to there."""
+    """The ledger's hash chain over all steps up to there."""
 
     @property
     def name(self) -> str:
-        """``RUN_ID/CHECKPOINT``."""
+        """Return ``RUN_ID/CHECKPOINT``."""
         return f"{self.run_id}/{self.checkpoint}"
 
 
 def read_origin(
     ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState
 ) -> tuple[Origin, dict[str, Any]]:
-    """The checkpoint that the run begins from, and its state as this run takes it over.
+    """Return the checkpoint that the run starts from, and its state as this run adopts it.
 
     Raises:
-        ForkRefused: it is not there, damaged, or of another model or optimizer than the run's.
-        StorageError: the storage could not be asked.
+        ForkRefused: the checkpoint is missing or damaged, or its model or optimizer does not match
+            this run's.
+        StorageError: the storage could not be read.
     """
     run_dir = RunDir(ctx.run_dir.storage, resume_from.run_id)
     candidates = _candidates(run_dir, resume_from)
@@ -86,11 +87,11 @@ def read_origin(
 
 
 def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
-    """Moments are kept by a parameter's place among all, which is by groups. Raises ForkRefused
-    where these name others."""
+    """Raise ForkRefused if ``optimizer.groups`` has other patterns than the other run. Moments are
+    stored by a parameter's index, which depends on the groups."""
     try:
         there = run_dir.read_spec().optimizer
-    except StorageNotFound:  # a checkpoint that was copied here by itself
+    except StorageNotFound:  # only the checkpoint was copied here
         return
     named, own = ([group.parameters for group in each.groups] for each in (there, spec.optimizer))
     if named != own:
@@ -103,8 +104,8 @@ def _check_groups(run_dir: RunDir, spec: RunSpec) -> None:
 
 
 def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
-    """Checkpoints that the request may mean, the likeliest first. The service has made a number of
-    ``latest`` and ``best``."""
+    """Return the checkpoints that the request may mean, the likeliest first. The service has
+    already resolved ``latest`` and ``best`` to a step."""
     lineage = CheckpointStore(run_dir).lineage()[::-1]
     if resume_from.step == "latest":
         return lineage[:1]
@@ -122,11 +123,11 @@ def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
 def adopt(
     state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerContext
 ) -> dict[str, Any]:
-    """Another run's state as the beginning of this one.
+    """Return another run's state as the initial state of this one.
 
-    Weights, moments, position in the data, ledger and loss scale go on. What the spec says anew
-    (learning rate, decay) holds, an average that the other run did not keep begins at its weights,
-    and what the other run reported is not reported again.
+    Weights, moments, position in the data, ledger and loss scale are kept. Settings of this run's
+    spec (learning rate, decay) apply. If the other run kept no average of its weights, the average
+    starts at its weights. Events of the other run are not reported again.
     """
     _check_model(state["model"], into.model.state_dict(), origin)
     if divmod(state["step"], into.steps_per_epoch) != (state["epoch"], state["k"]):
@@ -154,7 +155,7 @@ def adopt(
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "skipped": into.skipped.state_dict(),
         "ema": averages,
-        # a fork may see the same samples otherwise: augmented, say, or divided anew
+        # A fork may change its samples, for example by augmentation or another split.
         "contents": None,
         "best": _best(state, ctx),
         "parent": origin.name,
@@ -163,7 +164,7 @@ def adopt(
 
 
 def _check_model(saved: Mapping[str, Any], own: Mapping[str, Any], origin: Origin) -> None:
-    """Raises ForkRefused that names every key and shape that differs."""
+    """Raise ForkRefused if keys or shapes differ, and name them."""
     shapes = {name: _shape(value) for name, value in saved.items()}
     wanted = {name: _shape(value) for name, value in own.items()}
     other = [
@@ -204,8 +205,8 @@ def _named(words: str, items: list[str]) -> list[str]:
 def _with_own_settings(
     saved: dict[str, Any], own: dict[str, Any], origin: Origin
 ) -> dict[str, Any]:
-    """The saved moments with the settings that this run's optimizer was built with. Raises
-    ForkRefused for another optimizer."""
+    """Return the saved moments with the settings of this run's optimizer. Raise ForkRefused if it
+    is another kind of optimizer."""
     sizes, own_sizes = (
         [len(group["params"]) for group in each["param_groups"]] for each in (saved, own)
     )
@@ -217,8 +218,7 @@ def _with_own_settings(
         )
     groups = []
     for group, own_group in zip(saved["param_groups"], own["param_groups"], strict=True):
-        # What sets the learning rate of each step adds ``initial_lr``, which a new optimizer does
-        # not have yet.
+        # LearningRates.set adds ``initial_lr``, which a new optimizer does not have yet.
         foreign = (group.keys() ^ own_group.keys()) - {"initial_lr"}
         if foreign:
             raise ForkRefused(
@@ -231,8 +231,8 @@ def _with_own_settings(
 
 
 def _best(state: Mapping[str, Any], ctx: WorkerContext) -> dict[str, Any] | None:
-    """The best of this run so far: what it begins from, where that was evaluated by the metric that
-    decides here."""
+    """Return the initial state as this run's best so far, if it was evaluated by this run's best
+    metric; else None."""
     wanted, metrics = ctx.spec.checkpoint.best_metric, state["metrics"]
     metric = wanted if wanted in metrics else f"val_{wanted}"
     if wanted is None or metric not in metrics or state["evaluated_step"] != state["step"]:

@@ -1,4 +1,4 @@
-"""A checkpoint's state from storage: read once, verified as it is read."""
+"""Load a checkpoint's state from storage. Files are read once and verified while they are read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
 
 
 def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
-    """The state in a checkpoint, on the CPU, as ``TrainState.load_state_dict`` takes it.
+    """Return the state in a checkpoint, on the CPU, for ``TrainState.load_state_dict``.
 
-    Files are read side by side; those that are not loaded are verified as well. Raises
-    CorruptCheckpoint where one is not what the manifest says, StorageNotFound, StorageError.
+    Files are read in parallel. Those that are not loaded are verified, too. Raise CorruptCheckpoint
+    if a file does not match the manifest, StorageNotFound, or StorageError.
     """
 
     store = CheckpointStore(run_dir)

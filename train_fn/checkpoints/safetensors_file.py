@@ -1,8 +1,7 @@
-"""Weights as a safetensors file, written tensor by tensor: the format is short, and a writer that
-joins it all in memory is not.
+"""Write weights as a safetensors file, tensor by tensor, without joining all of it in memory.
 
-Format: https://huggingface.co/docs/safetensors, "Format". Eight bytes with the length of the
-header, the header as JSON, the tensors' bytes one behind the other, all little-endian.
+Format: https://huggingface.co/docs/safetensors, "Format". The file has eight bytes with the length
+of the header, the header as JSON, and the bytes of the tensors in sequence, all little-endian.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _ALIGNMENT = 8
 
 
 def safetensors_name(file: str) -> str:
-    """``model.safetensors`` for ``model.pt``."""
+    """Return ``model.safetensors`` for ``model.pt``."""
     return file.removesuffix(".pt") + ".safetensors"
 
 
 def require_safetensors(state: Mapping[str, Any]) -> None:
-    """Refuse at once what could only fail at the first save. Raises BadTask naming what the format
-    does not hold."""
+    """Raise BadTask for values that the format cannot hold, and name them. Otherwise the first save
+    would fail."""
     odd = [
         name
         for name, value in state.items()
@@ -55,8 +54,8 @@ def require_safetensors(state: Mapping[str, Any]) -> None:
 
 
 def write_safetensors(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> None:
-    """Write a ``state_dict`` whose tensors lie on the CPU. Widest elements first, so that all are
-    aligned."""
+    """Write a ``state_dict`` with tensors on the CPU. Tensors with the widest elements come first,
+    so that all are aligned."""
     ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

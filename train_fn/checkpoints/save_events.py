@@ -1,4 +1,5 @@
-"""What the journal is told of a run's saves, also of those whose rank died before it could tell."""
+"""Report a run's saves to the journal, including those whose rank died before it could report
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from train_fn.context import WorkerContext
 def committed_data(
     manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0
 ) -> dict[str, Any]:
-    """Return the data of the event that tells of a committed checkpoint."""
+    """Return the data of the event that reports a committed checkpoint."""
     return {
         "step": manifest.step,
         "epoch": manifest.epoch,
@@ -29,15 +30,15 @@ def committed_data(
 
 
 class SavesTold:
-    """Of rank 0, the one that saves. Called from the saver's threads."""
+    """Report saves on rank 0, the rank that saves. The saver's threads call this."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._has_caught_up = (ctx.submission, ctx.attempt) == (1, 1)
 
     def committed(self, manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> None:
-        """A checkpoint is there. Seconds: how long training stood still for the copy, and how long
-        it was written."""
+        """Report a committed checkpoint. ``stall_s`` is the time for which the copy blocked
+        training, ``write_s`` that of the write, both in seconds."""
         self._ctx.journal.emit(
             EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s)
         )
@@ -59,11 +60,11 @@ class SavesTold:
         self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
 
     def catch_up(self) -> None:
-        """Once in an attempt, tell what earlier ones committed and deleted: their rank may have
-        died before it had told so.
+        """Report, once in an attempt, checkpoints that earlier attempts committed or deleted but
+        did not report. Their rank may have died first.
 
-        To be called before this attempt saves. Raises StorageError where journals or checkpoints
-        could not be looked through; the next call tries again.
+        Call this before this attempt saves. Raise StorageError if journals or checkpoints cannot be
+        read; the next call tries again.
         """
         if self._has_caught_up:
             return

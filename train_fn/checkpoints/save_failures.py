@@ -1,5 +1,4 @@
-"""Saves that fail: when the next one is tried, and when so many failed that the storage counts as
-unavailable."""
+"""Decide after failed saves when to retry, and when the storage counts as unavailable."""
 
 from __future__ import annotations
 
@@ -7,26 +6,26 @@ from everstep.spec.sections import CheckpointSpec
 from storage.run_control import Stop
 
 RETRY_S = 1.0
-"""Pause after the first failure; each further one doubles it."""
+"""Pause in seconds after the first failure. Each further one doubles it."""
 RETRY_MAX_S = 60.0
 STALLED_S = 60.0
-"""A save of which the storage took no byte for so long counts as failed, again and again while that
-lasts."""
+"""A save counts as failed if the storage takes no byte for this many seconds, and again after each
+further period of this length."""
 
 
 class SaveFailures:
-    """Counts failures in a row. Seconds by a clock that only rises. Not thread-safe."""
+    """Count consecutive failures. Times are seconds on a monotonic clock. Not thread-safe."""
 
     def __init__(self, spec: CheckpointSpec) -> None:
         self._spec = spec
         self._retry_at = float("-inf")
         self.in_a_row = 0
         self.stop: Stop | None = None
-        """``pause`` where the run asked for it and the storage is unavailable."""
+        """``pause`` if the spec asks for it and the storage counts as unavailable."""
 
     @property
     def retry_s(self) -> float:
-        """Pause that the last failure asks for."""
+        """Return the pause in seconds after the last failure."""
         return (
             min(RETRY_MAX_S, RETRY_S * 2.0 ** min(self.in_a_row - 1, 16)) if self.in_a_row else 0.0
         )
@@ -41,5 +40,5 @@ class SaveFailures:
         self.in_a_row, self._retry_at, self.stop = 0, float("-inf"), None
 
     def may_try(self, now: float) -> bool:
-        """Whether the pause after the last failure is over."""
+        """Return whether the pause after the last failure is over."""
         return now >= self._retry_at

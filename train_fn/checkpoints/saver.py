@@ -43,8 +43,8 @@ CONFIRM_S = 2.0
 """Longest wait for a journal that has not answered for a while, before old checkpoints are
 deleted."""
 WRITER_NICENESS = 10
-"""Niceness of the thread that writes. On a host whose cores are full of ranks, it takes the time
-that they leave."""
+"""Niceness of the writing thread. On a host whose cores are all used by ranks, it runs only in the
+time that they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Saver:
         self._lock = threading.Condition(self._mutex)
         self._waiting: Save | None = None
         self._current: Save | None = None
-        # when the storage last took bytes of the current save; None between two tries
+        # when the storage last took bytes of the current save; None between two attempts
         self._moved_at: float | None = None
         self._closed = self._hurry = False
         self._committed: Manifest | None = None
@@ -117,7 +117,7 @@ class Saver:
         ):
             return False  # most steps go no further
         now = time.monotonic()
-        with self._mutex:  # as self._lock, which is Python's own code, would take it
+        with self._mutex:  # the mutex of self._lock: Condition is Python code, and slower
             stalled = self._stalled(now)
             if (
                 self._current is not None
@@ -171,8 +171,7 @@ class Saver:
         ) from self._error
 
     def begin_last(self, *, is_best: bool, patience_s: float) -> Future[None]:
-        """Start ``save_now`` on a thread of its own. Nobody waits for it if the ranks fail
-        meanwhile."""
+        """Start ``save_now`` on its own thread. No one waits for it if the ranks fail meanwhile."""
         saving: Future[None] = Future()
 
         def save() -> None:
@@ -228,7 +227,7 @@ class Saver:
             ):
                 return
             self._drop_waiting()
-            if self._committed is not None:  # the other ranks hear of it later, if at all
+            if self._committed is not None:  # other ranks learn of it later, or never
                 self._state.parent = self._committed.name
         copy = self._copies.take()
         best = self._state.best
@@ -327,7 +326,7 @@ class Saver:
                     return None
                 manifest, is_new = self._commit(save), True
             except CheckpointExists as exc:
-                # by a try whose answer was lost; the checkpoint was just read back whole
+                # An earlier try committed it but lost the answer. It was just read back complete.
                 manifest, is_new = self._own(exc), exc.name == self._tried
         except Exception as exc:
             self._note_failed(save, exc)

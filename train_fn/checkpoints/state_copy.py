@@ -1,5 +1,5 @@
-"""Copies of the training state between two steps, for those who write them to somewhere while
-training goes on."""
+"""Copy the training state between two steps, so that threads can write the copy while training
+continues."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from train_fn.state.train_state import TrainState
 
 @dataclass
 class BoundaryCopy:
-    """The state after ``step``, on the CPU. Later steps leave it alone until everybody who took it
-    has released it."""
+    """Hold the state after ``step``, on the CPU. Its memory is not reused until every holder has
+    released it."""
 
     step: int
     epoch: int
     state: dict[str, Any]
     stall_s: float
-    """How long training stood still for the copy."""
+    """Seconds for which the copy blocked training."""
     num_holders: int = 1
 
 
 class BoundaryCopies:
-    """Makes the copies, in memory that is used again. Who asks at the same boundary shares one
-    copy.
+    """Make copies in reused memory. Callers at the same step boundary share one copy.
 
-    Between two steps the state changes where an epoch is closed, and where it is evaluated.
+    Between two steps the state changes when an epoch is closed, and when it is evaluated.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -37,14 +36,14 @@ class BoundaryCopies:
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None
         self._boundary = (-1, -1, -1)
-        """What the newest copy is of: steps done, epochs closed, step of the last evaluation."""
+        """State of the newest copy: steps done, epochs closed, step of the last evaluation."""
         self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
-        """A copy of the present state. Called by the training thread, between two steps; whoever
-        calls must release it.
+        """Return a copy of the current state. The training thread calls this between two steps, and
+        the copy must be released later.
 
-        Raises StateNotWhole, NonFiniteWeights for a state that must not be kept.
+        Raise StateNotWhole or NonFiniteWeights for a state that must not be saved.
         """
         began = time.perf_counter()
         boundary = (self._state.step, self._state.closed_epochs, self._state.evaluated_step)
@@ -63,10 +62,10 @@ class BoundaryCopies:
         return copy
 
     def release(self, copy: BoundaryCopy) -> None:
-        """Called from any thread, once for each ``take``: the last one gives the memory to a later
-        copy.
+        """Release a copy, once for each ``take``, from any thread. After the last release, a later
+        copy reuses the memory.
 
-        One copy's memory is kept for that, whatever number was held at a time.
+        The memory of only one copy is kept for reuse.
         """
         with self._lock:
             copy.num_holders -= 1

@@ -1,9 +1,9 @@
-"""``torch.save`` at the speed of memory: a zip file whose checksums are taken as its bytes pass, or
-that has none.
+"""Run ``torch.save`` at memory speed. Checksums of the zip file are computed as its bytes are
+written, or are left out.
 
-torch takes a CRC-32 of every record by a table, which costs a core more than all else about a
-checkpoint together; on a host whose ranks fill its cores it is taken from their steps. Only torch
-itself can do without it: whoever opens the file as a zip file looks.
+torch computes a CRC-32 of every record from a table, which takes more CPU time than the rest of a
+checkpoint together. On a host whose cores are all used by ranks, it slows their steps. Only torch
+can read a file without checksums: other zip readers verify them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _LOCAL_BYTES, _CENTRAL_BYTES = 30, 46
-"""Of the headers' fixed parts; names and padding follow."""
+"""Sizes of the headers' fixed parts, which names and padding follow."""
 
 
 class Sink(Protocol):
-    """What a file is written to."""
+    """Accept the bytes of a file."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 def save(content: Any, file: Sink) -> None:
-    """As ``torch.save``, to the same bytes but for the file's serial number."""
+    """Save like ``torch.save``. The bytes are the same, except for the file's serial number."""
     if not _layout_is_known():
         torch.save(content, cast(IO[bytes], file))
         return
@@ -46,8 +46,8 @@ def save(content: Any, file: Sink) -> None:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Inside, and in this thread alone, torch writes zeros in place of checksums; torch does not
-    look at them when it loads."""
+    """Make torch write zeros instead of checksums inside the block, in this thread only. Torch does
+    not verify them when it loads."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -57,14 +57,14 @@ def without_checksums() -> Iterator[None]:
 
 
 def _header_bytes(data: ReadableBuffer, at: int = 0) -> int:
-    """Length of a record's header."""
+    """Return the length of a record's header in bytes."""
     name_bytes, padding_bytes = struct.unpack_from("<HH", data, at + 26)
     return _LOCAL_BYTES + int(name_bytes + padding_bytes)
 
 
 def _checksum_places(data: ReadableBuffer, at: int) -> Iterator[int]:
-    """Where in a directory that begins there each record's checksum is; the caller knows how many
-    there are."""
+    """Yield the offset of each record's checksum in a directory that starts at ``at``. The caller
+    knows the number of records."""
     while True:
         yield at + 16
         at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", data, at + 28))

@@ -1,4 +1,4 @@
-"""Reads of a few samples in the rank's own process, before loader processes are forked."""
+"""Read a few samples in the rank's own process before loader processes are forked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 @contextmanager
 def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
-    """Put the attributes of data sets, and of those inside them, back after the reads inside.
+    """Restore the attributes of data sets, and of data sets inside them, after the block.
 
-    A file that it opens at its first read would be inherited by all loader processes, which share
-    its position: they would read each other's samples.
+    A data set may open a file at its first read. All loader processes would inherit that file and
+    share its position, and so read each other's samples.
     """
     seen = set[int]()
     owners = [owner for dataset in datasets for owner in _data_sets_in(dataset, seen)]
@@ -30,7 +30,7 @@ def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
 
 
 def _data_sets_in(dataset: Any, seen: set[int]) -> Iterator[Any]:
-    """``dataset``, and the data sets that it or its lists hold: a ``Subset`` holds one."""
+    """Yield ``dataset`` and the data sets in its attributes and lists. A ``Subset`` holds one."""
     if id(dataset) in seen or not hasattr(dataset, "__dict__"):
         return
     seen.add(id(dataset))

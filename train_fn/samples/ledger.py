@@ -1,5 +1,5 @@
-"""The sample ledger: proof of which samples the loaders really yielded, step by step, inside the
-training state."""
+"""The sample ledger: a proof, in the training state, of which samples the loaders yielded at each
+step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_WAITING = 64
 
 @dataclass(slots=True)
 class Count:
-    """What one rank saw of one global batch. ``sample_hash`` is a sum modulo 2**64, so that ranks'
-    sums add up in any order."""
+    """Count one rank's samples of one global batch. ``sample_hash`` is a sum modulo 2**64, so the
+    ranks' values can be added in any order."""
 
     num_samples: int = 0
     num_unexpected: int = 0
-    """Yielded, but not expected here: samples of other batches, or one a second time."""
+    """Yielded but not expected: samples of other batches, or duplicates."""
     num_missing: int = 0
     """Expected, but not yielded."""
     sample_hash: int = 0
@@ -39,7 +39,7 @@ class Count:
 
 
 def sample_hashes(places: Sequence[tuple[int, int]], batches: Sequence[IndexArray]) -> list[int]:
-    """The hash of each of several batches of samples, none of them empty, at its (epoch, step)."""
+    """Return the hash of each batch of samples at its (epoch, step). No batch may be empty."""
     if not batches:
         return []
     lengths = [len(indices) for indices in batches]
@@ -52,11 +52,11 @@ def sample_hashes(places: Sequence[tuple[int, int]], batches: Sequence[IndexArra
 def difference(
     epoch: int, step: int, expected: IndexArray, yielded: IndexArray, expected_hash: int
 ) -> Count | None:
-    """What is to be added to the count of what the sampler expected of a loader, to have that of
-    what it yielded; None for nothing.
+    """Return the correction from the count of expected to that of loaded samples; None if they are
+    equal.
 
     Args:
-        expected_hash: of the samples that are expected, worked out before.
+        expected_hash: hash of the expected samples, computed earlier.
     """
     if expected.tobytes() == yielded.tobytes():
         return None
@@ -75,7 +75,7 @@ def difference(
 
 @dataclass
 class _Entered:
-    """What the steps so far come to."""
+    """Hold the totals of the steps entered so far."""
 
     chain: str = _START
     epoch_chain: str = _START
@@ -98,11 +98,11 @@ class _Entered:
 
 
 class Ledger:
-    """Counts of the epoch in progress, and two hash chains over the steps: of the whole run, and of
-    this epoch.
+    """Keep counts of the current epoch, and two hash chains over steps: one for the whole run, one
+    for this epoch.
 
-    Steps wait to be entered many at once: between a model's passes, which leave nothing of this
-    code in a core's caches, one alone costs ten times as much as it does among others.
+    Steps are entered in groups. Between a model's passes the caches are cold, and entering a single
+    step costs ten times as much as entering it in a group.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Ledger:
         """Enter one global batch. ``step`` counts the steps done before it.
 
         Args:
-            total: what was counted over all ranks; asked for when the step is entered.
+            total: returns the count over all ranks; called when the step is entered.
         """
         self._waiting.append((step, total))
         if len(self._waiting) == _MOST_WAITING:
@@ -126,7 +126,7 @@ class Ledger:
         return self._entered
 
     def close_epoch(self) -> dict[str, Any]:
-        """Counts and digest of the epoch that ended; the next one starts from nothing."""
+        """Return counts and digest of the epoch that ended, and reset them for the next one."""
         entered = self._enter()
         self._entered = _Entered(chain=entered.chain)
         return {

@@ -90,7 +90,7 @@ class KeyedDataset(Dataset[Loaded]):
 
     @property
     def fingerprint(self) -> str:
-        """The data set's own fingerprint, or else its class and length."""
+        """Return the data set's own fingerprint, or else its class and length."""
         told = getattr(self.dataset, "fingerprint", None)
         return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
 
@@ -148,7 +148,7 @@ class Loader:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_stream(self._copies)
             for tensor in tensors_in(loaded.batch):
-                # its memory is not to be given away before the step has read it
+                # Its memory must not be reused before the step has read it.
                 tensor.record_stream(computing)
         return loaded
 
@@ -176,11 +176,11 @@ class Loader:
 
 
 def _begin_loader_process(name: str, number: int) -> None:
-    """In a loader process: mark its output, and let the kernel end it when the rank's thread that
-    started it ends.
+    """Set up a loader process: mark its output, and let the kernel end it when the rank's thread
+    that started it ends.
 
-    By itself it would notice that seconds later, and keep its memory until then; if it is stopped,
-    never.
+    By itself it would notice seconds later and keep its memory until then. A stopped process would
+    never notice.
     """
     mark_output(f"{name} {number}")
     if sys.platform == "linux":

@@ -1,9 +1,9 @@
-"""Counter-based randomness: every random choice is a function of what it is for, never of who makes
-it or when.
+"""Counter-based randomness: every random choice depends only on its purpose, never on which process
+makes it or when.
 
-All of it comes from one mixing function (the finaliser of splitmix64: Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014), on Python integers for keys and on numpy arrays
-for samples.
+All of it uses one mixing function, the finaliser of splitmix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014). It works on Python integers for keys and on numpy
+arrays for samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_U64, _SECOND_U64, _GOLDEN_U64 = np.uint64(_FIRST), np.uint64(_SECOND), np
 
 
 def key(*parts: int) -> int:
-    """One 64-bit key from integers; their order matters."""
+    """Return one 64-bit key from integers. Their order matters."""
     state = 0
     for part in parts:
         state = (state ^ (part & MASK64)) + _GOLDEN & MASK64
@@ -37,7 +37,7 @@ def key(*parts: int) -> int:
 
 
 def mix(values: UInt64Array, keyed: int | UInt64Array) -> UInt64Array:
-    """64 random bits for every value under a key, or each under its own; a new array."""
+    """Return a new array with 64 random bits for every value, under one key or a key for each."""
     mixed = (values ^ (np.uint64(keyed) if isinstance(keyed, int) else keyed)) + _GOLDEN_U64
     mixed ^= mixed >> _U30
     mixed *= _FIRST_U64
@@ -48,18 +48,18 @@ def mix(values: UInt64Array, keyed: int | UInt64Array) -> UInt64Array:
 
 
 def uniform(seed: int, epoch: int, indices: NDArray[np.int64], stream: str) -> NDArray[np.float64]:
-    """One number in [0, 1) for every sample index; ``stream`` keeps the uses of one sample's
-    randomness apart."""
+    """Return one number in [0, 1) for every sample index. ``stream`` separates different uses of a
+    sample's randomness."""
     bits = mix(indices.astype(np.uint64), key(seed, epoch, *stream.encode()))
     return (bits >> _U11).astype(np.float64) * 2.0**-53
 
 
 def seed_building(seed: int, purpose: int) -> None:
-    """Seed python's, numpy's and torch's global generators, those of all devices, before something
-    of the task's is built.
+    """Seed the global generators of Python, numpy and torch (on all devices) before a part of the
+    task is built.
 
-    Each thing has a ``purpose`` of its own, so that what one draws does not depend on how much the
-    one before it drew.
+    Each part has its own ``purpose``, so that its random numbers do not depend on how many an
+    earlier part drew.
     """
     keyed = key(seed, purpose)
     torch.manual_seed(keyed)
@@ -67,17 +67,16 @@ def seed_building(seed: int, purpose: int) -> None:
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed python's, numpy's and torch's global generators for one sample's transforms."""
+    """Seed the global generators of Python, numpy and torch for one sample's transforms."""
     _seed_all(key(seed, epoch, index, 1))
 
 
 def seed_micro_batch(
     seed: int, step: int, number: int, device: torch.device, *, torch_alone: bool = False
 ) -> None:
-    """Seed the global generators for one micro-batch's forward pass: dropout and whatever else a
-    model draws.
+    """Seed the global generators for one micro-batch's forward pass, such as for dropout.
 
-    With ``torch_alone`` those of torch only, for what is known to draw from no other.
+    With ``torch_alone`` seed only those of torch, for models that are known to use no other.
     """
     keyed = key(seed, step, number, 2)
     if torch_alone:
@@ -89,15 +88,14 @@ def seed_micro_batch(
 
 
 def torch_generators(device: torch.device) -> list[torch.Tensor]:
-    """States of those of torch's generators that a forward pass on ``device`` may draw from."""
+    """Return the states of the torch generators that a forward pass on ``device`` may use."""
     states = [torch.default_generator.get_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put python's, numpy's and torch's global generators back, afterwards, to what they are
-    now."""
+    """Restore the global generators of Python, numpy and torch after the block."""
     python, numpy, torchs = random.getstate(), np.random.get_state(), torch_generators(device)
     try:
         yield

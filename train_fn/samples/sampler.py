@@ -1,5 +1,5 @@
-"""Which samples make up each global batch, and which rank runs them: pure functions, no state, any
-world size.
+"""Choose the samples of each global batch, and the rank that runs them. All functions are pure and
+work at any world size.
 
 An epoch's order is a permutation that is computed index by index (a keyed Feistel network,
 cycle-walking), so that a data set of any size costs no memory and a resume at any step costs no
@@ -24,13 +24,13 @@ IndexArray = NDArray[np.int64]
 
 _ROUNDS = 8
 _BLOCK = 1 << 16
-"""Positions that are permuted at once; two such blocks are kept, so that a step costs a slice."""
+"""Positions that are permuted at once. Two such blocks are cached, so a step costs only a slice."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One canonical micro-batch. ``number`` is its place in the global batch; ``indices`` are
-    positions in the data set."""
+    """Describe one canonical micro-batch. ``number`` is its place in the global batch; ``indices``
+    are positions in the data set."""
 
     epoch: int
     number: int
@@ -41,7 +41,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of one run's training samples. Sizes in samples."""
+    """Compute the order of one run's training samples. Sizes are in samples."""
 
     num_samples: int
     global_batch_size: int

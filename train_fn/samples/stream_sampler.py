@@ -1,10 +1,10 @@
-"""Which samples of iterable data make up each global batch: the data is read as a fixed number of
-streams, whatever the world size.
+"""Choose the samples of each global batch from iterable data, which is read as a fixed number of
+streams at every world size.
 
-Iterable data has no index to permute. It is read as ``num_streams`` streams instead, each in its
-own order, as loader processes of one DataLoader would read it. Every micro-batch of a global batch
-comes from one certain stream, and a rank runs the micro-batches of whole streams, so that another
-world size moves streams to other ranks and changes no global batch. A stream that ends begins anew.
+Iterable data has no index to permute. Instead it is read as ``num_streams`` streams, each in its
+own order, as the loader processes of one DataLoader would read it. Every micro-batch of a global
+batch has a fixed stream, and a rank runs the micro-batches of whole streams. So another world size
+moves streams to other ranks, but changes no global batch. A stream that ends starts again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
 
 
 def num_streams_of(spec: RunSpec) -> int:
-    """One stream for each loader process at full size, but no more than there are micro-batches:
-    the same in every attempt."""
+    """Return the number of streams: one for each loader process at the largest world size, but at
+    most one for each micro-batch. It is the same in every attempt."""
     asked = spec.train.loader.num_workers
     processes = asked if isinstance(asked, int) else 1
     num_micro = -(-spec.train.global_batch_size // spec.micro_batch_size)
@@ -29,8 +29,8 @@ def num_streams_of(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class StreamSampler(Sampler):
-    """As ``Sampler``. An index is ``ordinal * num_streams + stream``: the ordinal counts the
-    stream's samples in the whole run."""
+    """Sample iterable data, like ``Sampler``. An index is ``ordinal * num_streams + stream``. The
+    ordinal counts the stream's samples over the whole run."""
 
     num_streams: int = 1
 
@@ -51,8 +51,8 @@ class StreamSampler(Sampler):
         return int(micro.indices[0]) % self.num_streams
 
     def of_stream(self, stream: int, epoch: int, k: int) -> list[MicroBatch]:
-        """The micro-batches of a global batch that come from a stream, in order; may be empty where
-        the batch is a short one."""
+        """Return the micro-batches of a global batch that come from a stream, in order. There may
+        be none if the batch is short."""
         size = self.size_of(k)
         ordinal = epoch * self._in_epoch(stream) + k * self._in_batch(
             stream, self.global_batch_size
@@ -68,7 +68,8 @@ class StreamSampler(Sampler):
         return micros
 
     def batches_from(self, first: MicroBatch) -> Iterator[list[MicroBatch]]:
-        """What a stream gives to every global batch from that of ``first`` on, without end."""
+        """Yield a stream's micro-batches for each global batch from that of ``first`` on, without
+        end."""
         stream, epoch, k = self.stream_of(first), first.epoch, first.k
         while True:
             yield self.of_stream(stream, epoch, k)
@@ -78,7 +79,7 @@ class StreamSampler(Sampler):
         return share_of(-(-size // self.micro_batch_size), stream, self.num_streams)
 
     def _in_batch(self, stream: int, size: int) -> int:
-        """Samples that a stream gives to a global batch of ``size``."""
+        """Return the number of a stream's samples in a global batch of ``size`` samples."""
         numbers = self._numbers(stream, size)
         return max(
             0,

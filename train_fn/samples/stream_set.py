@@ -1,12 +1,12 @@
-"""Iterable data sets: read stream by stream, with bookmarks from which a later attempt reads on
-exactly where this one was.
+"""Read iterable data sets stream by stream, with bookmarks from which a later attempt resumes at
+the exact sample.
 
-The convention is that of torchdata's StatefulDataLoader: a data set, or the iterator that it makes,
-may have ``state_dict()`` and ``load_state_dict(state)``. A bookmark is such a state with the number
-of samples before it; what lies between it and the first sample that is wanted is read and dropped.
-Bookmarks are taken every few steps, travel with their micro-batch out of the loader's process, and
-are exchanged by the ranks, so that every rank has those of all streams and no rank's death loses
-one.
+The convention is that of torchdata's StatefulDataLoader: a data set, or its iterator, may have
+``state_dict()`` and ``load_state_dict(state)``. A bookmark is such a state with the number of
+samples before it. Samples between the bookmark and the first one needed are read and dropped.
+
+Bookmarks are taken every few steps, and leave the loader process with their micro-batch. Ranks
+exchange them, so that every rank has those of all streams and a dead rank loses none.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from train_fn.samples.stream_sampler import StreamSampler
 BOOKMARK_STEPS = 20
 """Steps from one bookmark to the next."""
 _PURPOSE = 7
-"""Keeps what is drawn for samples of streams apart from what is drawn for others."""
+"""Separates the random numbers for samples of streams from those for other samples."""
 _NOTHING = object()
 
 
 class Bookmark(NamedTuple):
-    """Where a stream is."""
+    """Describe a position in a stream."""
 
     ordinal: int
-    """Samples of the stream that lie before it."""
+    """Number of the stream's samples before it."""
     pass_began: int
-    """How many of them lie before the pass that the stream is in."""
+    """Number of those samples that precede the current pass over the data."""
     state: bytes | None
-    """What the data set and its iterator said of themselves; None where they say nothing."""
+    """State of the data set and its iterator; None if they have no ``state_dict``."""
 
 
 class Bookmarks:
-    """The newest bookmark of every stream that is known to this rank; part of the training
+    """Hold the newest bookmark of every stream that this rank knows, as part of the training
     state."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Bookmarks:
         self._passed: dict[int, Bookmark] = {}
 
     def note(self, loaded: Loaded) -> None:
-        """A micro-batch was taken out of the loader."""
+        """Note the bookmark of a micro-batch that the loader returned, if it has one."""
         if loaded.place is not None:
             stream, bookmark = loaded.place
             self._passed[stream] = bookmark
 
     def exchange(self, step: int, gather: Callable[[Any], list[Any]]) -> None:
-        """After a step was committed: every few steps, tell all ranks of the bookmarks that were
-        passed. A collective."""
+        """Share the passed bookmarks with all ranks, once every BOOKMARK_STEPS steps. All ranks
+        call this after a step was committed."""
         if step % BOOKMARK_STEPS == 0:
             for passed in gather(self._passed):
                 self.newest.update(passed)
@@ -81,7 +81,7 @@ class Bookmarks:
 
 
 class StreamSet:
-    """An iterable training set."""
+    """Read an iterable training set."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StreamSet:
         collate: Collate,
         source: str,
     ) -> None:
-        """``source`` is the method that made the data set, in words: errors name it."""
+        """Wrap a data set. ``source`` names the method that built it, for errors."""
         self.dataset, self.sampler, self.collate, self.source = dataset, sampler, collate, source
         self.seed = key(spec.train.seed, _PURPOSE)
         self.bookmarks = Bookmarks()
@@ -100,17 +100,18 @@ class StreamSet:
 
     @property
     def fingerprint(self) -> str:
-        """What the data set says of itself, and into how many streams it is read."""
+        """Return the data set's own fingerprint, or else its class, and the number of streams."""
         told = getattr(self.dataset, "fingerprint", None) or type(self.dataset).__qualname__
         return f"{told}/{self.sampler.num_streams} streams"
 
     def guarantee(self) -> str:
-        """In words; reads a few samples to see what the data set does."""
+        """Return in words how the samples are used. Read a few samples to find out what the data
+        set supports."""
         first_two = [
             self.sampler.of_stream(stream, 0, 0)[:1]
             for stream in range(min(2, self.sampler.num_streams))
         ]
-        # of little data a stream may have none
+        # A small data set may leave a stream empty.
         begun = [self.first(micro) for micros in first_two for micro in micros]
         how = "from the state that the data set gives"
         if begun[0].place is None or begun[0].place[1].state is None:
@@ -161,15 +162,15 @@ class StreamSet:
             yield next(readers[stream])
 
     def _loaded_by(self, reader: _Reader, device: torch.device) -> Generator[Loaded]:
-        """What a reader reads, in a process of its own where the spec has such."""
+        """Yield what a reader reads, in its own process if the spec has loader processes."""
         num_workers = min(1, num_loader_workers(self._spec, self.dataset, self._local_world_size))
         options = loader_options(self._spec, num_workers, device, f"stream {reader.stream}, loader")
         yield from DataLoader(reader, batch_size=None, **options)
 
 
 class _Reader(IterableDataset[Loaded]):
-    """The micro-batches of one stream from ``first`` on, without end; ``always`` with a
-    bookmark."""
+    """Yield the micro-batches of one stream from ``first`` on, without end. With ``always``, each
+    has a bookmark."""
 
     def __init__(
         self,
@@ -208,8 +209,8 @@ class _Reader(IterableDataset[Loaded]):
 
 
 class _Samples:
-    """The samples of one stream, pass after pass. What is drawn for a sample follows from its
-    ordinal, also after a restart."""
+    """Read the samples of one stream, pass after pass. A sample's random numbers depend on its
+    ordinal, so they are the same after a restart."""
 
     def __init__(self, owner: StreamSet, dataset: Any, stream: int) -> None:
         self._owner, self._dataset, self._stream = owner, dataset, stream
@@ -218,15 +219,15 @@ class _Samples:
 
     @contextmanager
     def in_stream(self) -> Iterator[None]:
-        """While it lasts, torch tells the data set that it is read by loader process ``stream`` of
-        ``num_streams``."""
+        """Make ``get_worker_info`` return loader process ``stream`` of ``num_streams`` inside the
+        block."""
         with _as_worker(
             self._stream, self._owner.sampler.num_streams, self._owner.seed, self._dataset
         ):
             yield
 
     def open(self, bookmark: Bookmark | None, ordinal: int) -> None:
-        """Go to where ``ordinal`` is the next sample, from a bookmark before it where there is
+        """Advance until ``ordinal`` is the next sample, from an earlier bookmark if there is
         one."""
         state: dict[str, Any] = {}
         if bookmark is not None:
@@ -243,8 +244,8 @@ class _Samples:
             self.read()
 
     def read(self) -> Any:
-        """The next sample; after the last one of a pass the first one of the next. Raises BadTask
-        where there is none."""
+        """Return the next sample. Start a new pass after the last one. Raise BadTask if a new pass
+        has no sample."""
         sample = self._next()
         if sample is _NOTHING:
             self._pass_began = self.ordinal
@@ -288,8 +289,8 @@ class _Samples:
 
 @contextmanager
 def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterator[None]:
-    """While it lasts, torch tells a data set that loader process ``number`` of ``num_workers``
-    reads it."""
+    """Make ``get_worker_info`` return loader process ``number`` of ``num_workers`` inside the
+    block."""
     before = torch_worker._worker_info
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=seed, dataset=dataset
@@ -301,8 +302,8 @@ def _as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterat
 
 
 class WholePass(IterableDataset[Loaded]):
-    """One pass over an iterable validation set, cut into batches of which a rank keeps its own:
-    every rank reads all of it."""
+    """Yield a rank's batches of one pass over an iterable validation set. Every rank reads the
+    whole set and keeps its own batches."""
 
     def __init__(
         self,
@@ -314,7 +315,8 @@ class WholePass(IterableDataset[Loaded]):
         collate: Collate,
         most: int | None = None,
     ) -> None:
-        """``most`` batches are cut, and nothing beyond them is read; None for all."""
+        """Set up the pass. ``most`` limits the batches of all ranks, and nothing after them is
+        read; None reads all."""
         self._dataset, self._size, self._rank, self._world_size = dataset, size, rank, world_size
         self._seed, self._collate, self._most = seed, collate, most
 
@@ -335,8 +337,8 @@ class WholePass(IterableDataset[Loaded]):
             yield samples
 
     def _samples(self) -> Iterator[Any]:
-        """Read in this process, too, as by the one loader process that there may be: a data set
-        asks which part of it is wanted."""
+        """Yield all samples. In this process too, ``get_worker_info`` returns a single loader
+        process, since data sets use it to choose their part."""
         as_worker = (
             partial(_as_worker, 0, 1, self._seed, self._dataset)
             if torch_worker._worker_info is None
@@ -354,8 +356,8 @@ class WholePass(IterableDataset[Loaded]):
 
 
 def _copied(owner: StreamSet) -> Any:
-    """The data set for a stream that is read in this process: a loader process would have a copy as
-    well."""
+    """Return a copy of the data set for a stream that this process reads. A loader process would
+    have its own copy, too."""
     try:
         return copy.deepcopy(owner.dataset)
     except Exception as exc:

@@ -1,4 +1,5 @@
-"""Where to go on from: a pure choice among what all ranks found, the same on every rank."""
+"""Choose the snapshot to resume from, among those that all ranks found. A pure function, so every
+rank makes the same choice."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from train_fn.snapshots.store import Label, Origin
 
 @dataclass(frozen=True)
 class Offer:
-    """A snapshot, and the rank that can read it."""
+    """Name a snapshot and a rank that can read it."""
 
     rank: int
     label: Label
@@ -20,7 +21,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A state that was newer than the chosen one, or as new, and cannot be trusted."""
+    """Describe a snapshot that is not used, and why."""
 
     name: str
     problem: str
@@ -28,20 +29,20 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Elected:
-    """The newest trustworthy snapshot, None for none, and those that were rejected."""
+    """Hold the newest trusted snapshot (None if there is none), and the rejected ones."""
 
     offer: Offer | None
     rejected: tuple[Rejection, ...]
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
-    """The newest snapshot of this submission and those before it wins; of several equal ones that
-    of the lowest rank that can read it.
+    """Elect the newest snapshot of this submission or an earlier one. Among equal ones, the lowest
+    rank that can read it wins.
 
-    Snapshots of one step that differ contradict each other, and none of them is trusted. Those that
-    a later attempt left at the same step take precedence over earlier ones, since it went on from a
-    state that the ranks had agreed on. What a newer submission left is its own: this one has been
-    replaced.
+    If snapshots of the same step and attempt differ, none of them is trusted. At the same step, a
+    later attempt's snapshots win over an earlier one's, since that attempt resumed from a state
+    that the ranks had agreed on. Snapshots of a newer submission are ignored, since it has replaced
+    this one.
     """
     rejected: list[Rejection] = []
     usable: list[Offer] = []
@@ -74,15 +75,14 @@ def elect(offers: list[Offer], submission: int) -> Elected:
 def in_lineage(
     offers: list[Offer], starts: Mapping[Origin, RestorePoint]
 ) -> tuple[list[Offer], tuple[Rejection, ...]]:
-    """The offers that every later attempt lets stand, and the others.
+    """Return the offers that no later attempt voids, and rejections of the others.
 
-    An attempt that could not reach a snapshot went on from an older state; what it did then is the
-    run, and the snapshot, met again on a node that came back, is not. Nor is what a process
-    published that was given up but not dead: one of this submission, or all the ranks of an older
-    one.
+    An attempt that could not reach a snapshot resumed from an older state, and the run continued
+    from there. So the snapshot is void, even if its node comes back. The same holds for snapshots
+    of a process that was evicted but still ran, in this submission or an older one.
 
     Args:
-        starts: where each attempt began, by (submission, attempt).
+        starts: where each attempt started, by (submission, attempt).
     """
     standing, rejected = [], []
     for offer in offers:
@@ -97,5 +97,5 @@ def in_lineage(
 
 
 def snapshot_name(label: Label) -> str:
-    """How events name a snapshot."""
+    """Return the name of a snapshot in events."""
     return f"snapshot of step {label.step} by rank {label.rank} of attempt {label.attempt}"

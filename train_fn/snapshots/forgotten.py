@@ -1,8 +1,7 @@
-"""Snapshots that no run needs any more: removed by age from a node's shared memory by whoever
-starts there.
+"""Remove old snapshots that no run needs from a node's shared memory, when a worker starts there.
 
-A run's end removes them from every node that can be reached. What is left is of nodes that could
-not be, and of runs that nobody ended.
+The end of a run removes its snapshots from every reachable node. Snapshots remain on nodes that
+could not be reached, and of runs that never ended.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.store import Label, labels_in
 
 FORGOTTEN_S = 24 * 3600.0
-"""Snapshots that nobody touched for so long are removed, unless their run may still go on from
-them,"""
+"""Snapshots unchanged for this many seconds are removed, unless their run may still resume from
+them."""
 ABANDONED_S = 30 * FORGOTTEN_S
-"""and after so long in any case."""
+"""Snapshots unchanged for this many seconds are removed in any case."""
 
 logger = logging.getLogger(__name__)
 
 
 def sweep_forgotten(ctx: WorkerContext) -> threading.Thread | None:
-    """Remove what runs left here whose end this node did not see. None where there is nothing that
-    old.
+    """Remove old snapshots of other runs from this node. Return the thread that does so; None if
+    there are none.
 
-    On a thread: to learn whether a run lives its storage is read, which may be slow or away.
+    A thread is used because it reads the run's storage, which may be slow or unavailable.
     """
     old = [
         directory
@@ -56,7 +55,8 @@ def sweep_forgotten(ctx: WorkerContext) -> threading.Thread | None:
 
 
 def _sweep(directories: list[Path], reached: str) -> None:
-    """``reached`` is the URI of a storage that is known to be there."""
+    """Remove those directories that no run needs. ``reached`` is the URI of a storage that is known
+    to be available."""
     for directory in directories:
         with suppress(OSError):
             needed = any(_may_count(directory.name, label, reached) for label in _labels(directory))
@@ -66,7 +66,8 @@ def _sweep(directories: list[Path], reached: str) -> None:
 
 
 def _age_s(directory: Path) -> float:
-    """Seconds since anything in a run's directory changed; 0 where it is being removed."""
+    """Return the seconds since the last change in a run's directory; 0 if it cannot be read, as
+    while it is being removed."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
     except OSError:
@@ -74,7 +75,7 @@ def _age_s(directory: Path) -> float:
 
 
 def _labels(directory: Path) -> list[Label]:
-    """Those of states that are there."""
+    """Return the labels of readable snapshots in a run's directory."""
     return [
         label
         for place in directory.iterdir()
@@ -84,8 +85,8 @@ def _labels(directory: Path) -> list[Label]:
 
 
 def _may_count(run_id: str, label: Label, reached: str) -> bool:
-    """Whether the run may still go on from a snapshot: it has not ended, and has no checkpoint that
-    is as new."""
+    """Return whether the run may still resume from a snapshot: it has not ended, and has no
+    checkpoint of this step or a later one."""
     if label.storage is None:  # left by an older Everstep
         return False
     try:
@@ -102,8 +103,8 @@ def _may_count(run_id: str, label: Label, reached: str) -> bool:
 
 
 def _has_ended(run_dir: RunDir, submission: int) -> bool:
-    """Whether the journal of the newest submission says that the run cannot go on. Raises
-    StorageError."""
+    """Return whether the newest submission's journal says that the run cannot continue. Raise
+    StorageError if it cannot be read."""
     events, _ = read_journal(run_dir, submission, None, 1, (EventKind.FINISHED,), past_damage=True)
     if not events:
         return False

@@ -1,5 +1,5 @@
-"""What a state must be before it is saved, left on a node or gone on from: of whole steps only, and
-of finite weights."""
+"""Check a state before it is saved, published as a snapshot or resumed from. It must consist of
+complete steps and hold finite weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from train_fn.samples.sampler import Sampler
 def require_sound(
     state: Mapping[str, Any], sampler: Sampler | None, trained: Collection[str]
 ) -> None:
-    """Check a state as ``TrainState.state_dict`` gives it. One pass over the weights, wherever they
-    are.
+    """Check a state as returned by ``TrainState.state_dict``. This takes one pass over the weights,
+    on their device.
 
     Args:
-        sampler: None where the steps' samples are not known.
-        trained: names of the parameters that are trained. Others, and buffers, may hold what they
-            like.
+        sampler: None if the number of samples in the steps is not known.
+        trained: names of the parameters that are trained. Other parameters, and buffers, may hold
+            any values.
 
     Raises:
         StateNotWhole: its ledger does not account for all samples of the steps that it counts.
@@ -37,11 +37,10 @@ def require_sound(
 
 
 def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
-    """Return how the ledger's epoch differs from what the state's step comes to; None if it does
-    not.
+    """Return how the ledger's counts of the epoch differ from the state's step; None if they agree.
 
-    A sample that the loader left out is missing, and one that it gave in its place is a duplicate:
-    both are accounted for.
+    A sample that the loader left out counts as missing, and one that it yielded instead counts as a
+    duplicate. So both are accounted for.
     """
     closed = state["closed_epochs"] >= state["epoch"]
     expected = sampler.samples_before(state["k"]) if closed else sampler.num_samples
@@ -57,8 +56,8 @@ def ledger_fault(state: Mapping[str, Any], sampler: Sampler) -> str | None:
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of tensors that hold NaN or infinity. Cheap where there are none: a sum
-    each, and one number to the host."""
+    """Return the names of tensors that hold NaN or infinity. If there are none, this costs one sum
+    for each tensor and one number copied to the host."""
     floats = {
         name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()
     }
@@ -67,5 +66,5 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floats.values()])
     if math.isfinite(float(sums.sum())):
         return []
-    # sums of finite numbers may overflow
+    # A sum of finite numbers may overflow, so check the elements.
     return [name for name, tensor in floats.items() if not torch.isfinite(tensor).all()]

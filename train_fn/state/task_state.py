@@ -1,4 +1,4 @@
-"""A task's own state: what its ``state_dict`` gives after each step, saved with the training
+"""The task's own state: the result of its ``state_dict`` after each step, saved with the training
 state."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class TaskState:
-    """The optional methods ``state_dict()`` and ``load_state_dict(state)`` of a task. Without them
-    every call does nothing.
+    """Call a task's optional methods ``state_dict()`` and ``load_state_dict(state)``. Do nothing if
+    the task has neither.
 
-    Raises BadTask for a task that has one of the two alone.
+    Raise BadTask for a task that has only one of the two.
     """
 
     def __init__(self, task: Task) -> None:
@@ -43,8 +43,8 @@ class TaskState:
         return self._task is not None
 
     def capture(self) -> Any:
-        """Return a copy of the task's state as it is now; None without such methods. Raises BadTask
-        for what cannot be kept."""
+        """Return a copy of the task's current state; None if it has no such methods. Raise BadTask
+        for a value that cannot be saved."""
         return (
             copy_to_cpu({"task": self._task.state_dict()})["task"]
             if self._task is not None
@@ -52,7 +52,7 @@ class TaskState:
         )
 
     def load(self, state: Any) -> None:
-        """Give the task a state that was captured."""
+        """Load a captured state into the task."""
         if self._task is None:
             if state is not None:
                 logger.warning(
@@ -64,5 +64,5 @@ class TaskState:
 
 
 def _is_torchs(task: Task, name: str) -> bool:
-    """Whether it is nn.Module's own method: its state is the model's."""
+    """Return whether this is nn.Module's own method, whose state is the model's."""
     return isinstance(task, nn.Module) and getattr(type(task), name) is getattr(nn.Module, name)

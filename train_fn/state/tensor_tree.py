@@ -1,5 +1,5 @@
-"""Nested dicts with tensors in them: copied into reused memory, or taken apart for the wire and put
-together again."""
+"""Copy nested dicts with tensors into reused memory, or split them into structure and tensors for
+sending, and join them again."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch
 from train_fn.errors import BadTask
 
 PIECE_BYTES = 4 << 20
-"""Pieces of about this size are copied side by side; a state that is smaller than two of them is
-not worth the threads."""
+"""Pieces of about this size are copied in parallel. A state smaller than two pieces is copied by
+one thread."""
 COPY_THREADS = 4
-"""Memory has no room for more."""
+"""Limit on copying threads. More would not help, since they saturate the memory bandwidth."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Stands for a tensor in a tree that was taken apart; ``position`` is its place in the list of
+    """Stand for a tensor in a tree after ``take_apart``. ``position`` is its index in the list of
     tensors."""
 
     position: int
@@ -36,12 +36,12 @@ class TensorShape:
 
 
 def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
-    """A copy of ``tree`` on the CPU; tensors of ``reuse``, an earlier copy, are overwritten where
-    they fit.
+    """Return a copy of ``tree`` on the CPU. Tensors of ``reuse``, an earlier copy, are overwritten
+    if shape and dtype match.
 
-    Of CUDA tensors the copies lie in pinned memory, and are complete on return. Nothing of the copy
-    is shared with ``tree``, and all of it loads with ``weights_only=True``. Raises BadTask, with
-    its place, for what could not be loaded again.
+    CUDA tensors are copied to pinned memory, and the copies are complete on return. The copy shares
+    nothing with ``tree``, and loads with ``weights_only=True``. Raise BadTask, with the path of the
+    value, for a value that could not be loaded again.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
@@ -61,7 +61,8 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
 
 
 class _Unkept(Exception):
-    """A value of this kind could not be loaded again; ``path`` is its place in the tree."""
+    """Report a value of a type that could not be loaded again. ``path`` is its place in the
+    tree."""
 
     def __init__(self, kind: type, path: str = "") -> None:
         super().__init__(kind, path)
@@ -72,8 +73,8 @@ class _Unkept(Exception):
 
 
 def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """``tree`` with other tensors, to which those of ``tree`` are still to be copied: ``pairs`` of
-    target and source."""
+    """Return ``tree`` with new tensors that are not filled yet. Append each as a pair of target and
+    source to ``pairs``."""
     if isinstance(tree, torch.Tensor):
         fits = (
             isinstance(reuse, torch.Tensor)
@@ -114,7 +115,7 @@ def _items_laid_out(
     reuse: Mapping[Any, Any],
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[Any, Any]]:
-    """Names and values of a dict or a list, laid out. Raises _Unkept with their names."""
+    """Yield the names and laid-out values of a dict or list. Raise _Unkept with the name added."""
     for name, value in items:
         try:
             yield _plain(name), _laid_out(value, reuse.get(name), pairs)
@@ -123,8 +124,8 @@ def _items_laid_out(
 
 
 def _plain(value: Any) -> Any:
-    """A value that is not shared, and that loads with ``weights_only=True``: of numpy's numbers and
-    of enums their plain value."""
+    """Return an unshared value that loads with ``weights_only=True``. Numpy numbers and enums
+    become their plain values."""
     if type(value) in _FIXED:
         return value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -138,8 +139,8 @@ def _plain(value: Any) -> Any:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies of CUDA tensors are left to the stream. On the CPU training waits: where torch itself
-    has one thread, several copy."""
+    """Copy each source to its target. CUDA copies are queued on the stream. CPU copies block
+    training, so several threads make them if torch uses only one."""
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in pairs:
         if source.is_cuda:
@@ -171,7 +172,7 @@ def _copy_pieces(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _shares(
     pieces: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The pieces in so many parts of about the same size."""
+    """Return the pieces in ``num_threads`` parts of about the same size."""
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
     sizes = [0] * num_threads
     for piece in pieces:
@@ -187,7 +188,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """``tree`` with a TensorShape for every tensor, which is appended to ``tensors``."""
+    """Return ``tree`` with a TensorShape for every tensor. Append the tensors to ``tensors``."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree.detach())
         return TensorShape(len(tensors) - 1, tuple(tree.shape), tree.dtype)
@@ -199,7 +200,7 @@ def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_together(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of ``take_apart``."""
+    """Undo ``take_apart``."""
     if isinstance(tree, TensorShape):
         return tensors[tree.position]
     if isinstance(tree, dict):
@@ -210,7 +211,7 @@ def put_together(tree: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def shapes(tree: Any) -> list[TensorShape]:
-    """Every TensorShape in ``tree``, by position."""
+    """Return every TensorShape in ``tree``, by position."""
     if isinstance(tree, TensorShape):
         return [tree]
     values = (
@@ -220,7 +221,7 @@ def shapes(tree: Any) -> list[TensorShape]:
 
 
 def size_bytes(tree: Any) -> int:
-    """Bytes of all tensors in ``tree``."""
+    """Return the bytes of all tensors in ``tree``."""
     tensors: list[torch.Tensor] = []
     take_apart(tree, tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

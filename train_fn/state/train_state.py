@@ -1,5 +1,5 @@
-"""TrainState: the one registry of everything that a run needs to go on as if nothing had
-happened."""
+"""TrainState: the one registry of everything that a run needs to resume exactly where it
+stopped."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
 logger = logging.getLogger(__name__)
 
 VERSION = 3
-"""Version 1 had ``tail`` as a list; versions 1 and 2 had every value of the optimizer's as a tensor
-of its own."""
+"""Version 1 stored ``tail`` as a list. Versions 1 and 2 stored every optimizer value as a separate
+tensor."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far. ``checkpoint`` is the name of the checkpoint that holds it."""
+    """Describe the best evaluation so far. ``checkpoint`` names the checkpoint that holds it."""
 
     metric: str
     value: float
@@ -45,10 +45,10 @@ class Best:
 
 
 class TrainState:
-    """Live parts and counters. ``epoch`` and ``k`` (the global batch within it) follow from
-    ``step``, the steps done.
+    """Hold the live training objects and counters. ``epoch`` and ``k`` (the global batch within the
+    epoch) follow from ``step``, the steps done.
 
-    Between steps every rank holds the same state, bit for bit.
+    Between steps the state is bitwise equal on all ranks.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class TrainState:
         self._modes = BuiltModes(model)
         self.scaler = scaler
         self.skipped = SkippedSteps()
-        """Steps that the scaler left out."""
+        """Steps that the scaler skipped."""
         self.ema = ema
         self.steps_per_epoch = steps_per_epoch
         self.fingerprint = fingerprint
-        """Of the training data; resuming on other data is refused."""
+        """Fingerprint of the training data. Resuming on other data is refused."""
         self.sampler = sampler
-        """Knows how many samples the steps have; None where the ledger is not compared with
-        them."""
+        """Gives the number of samples in the steps; None if the ledger is not compared with it."""
         self._trained = {
             name
             for name, value in model.named_parameters(remove_duplicate=False)
             if value.requires_grad
         }
         self.contents = contents
-        """Sketches of a few samples; None where nothing is compared."""
+        """Sketches of a few samples; None if they are not compared."""
         self.data_name = (
             f"the training data of {data_source}" if data_source else "the training data"
         )
-        """In words; of a user's task with the method that made it, its file and line."""
+        """Name of the data in errors. For a user's task, with the method that built it, its file
+        and line."""
         self.bookmarks = bookmarks
-        """Of iterable data."""
+        """Positions in iterable data."""
         self.step = 0
         self.closed_epochs = 0
-        """Epochs whose end was reported and, where due, evaluated."""
+        """Epochs whose end was reported and, if due, evaluated."""
         self.evaluated_step = 0
         """Steps done at the last evaluation."""
         self.ledger = Ledger()
@@ -102,15 +102,15 @@ class TrainState:
         """Latest validation metrics."""
         self.best: Best | None = None
         self.parent: str | None = None
-        """Newest committed checkpoint that this state descends from, as far as this rank knows."""
+        """Newest committed checkpoint that this rank knows this state to descend from."""
         self.tail = EventTail()
         self.task: Any = None
         """The task's own state (``TaskState``) after the last step."""
         self._unsaved: dict[str, Place] = {}
-        """Buffers that forward passes change and the model's state_dict leaves out, by name."""
+        """Buffers, by name, that forward passes change but the model's state_dict leaves out."""
         self.complete = False
-        """Whether this is a state to resume from: restored, and not left in the middle of a
-        commit."""
+        """Whether a run can resume from this state. It must be restored, and no commit may have
+        stopped halfway."""
 
     @property
     def epoch(self) -> int:
@@ -121,18 +121,19 @@ class TrainState:
         return self.step % self.steps_per_epoch
 
     def carry(self, places: Iterable[Place]) -> None:
-        """Save these, too, where the model's ``state_dict`` does not: a forward pass changes
-        them."""
+        """Also save these places if the model's ``state_dict`` does not, since forward passes
+        change them."""
         self._unsaved |= {place.name: place for place in places if not place.is_saved}
 
     def committing(self) -> _Commit:
-        """The one block in which a step changes the state; it holds no collective. Left by an
-        exception, the state is torn."""
+        """Return the context in which a step changes the state. No collective runs inside. If an
+        exception leaves it, the state is not ``complete``."""
         return _Commit(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as nested dicts of plain values and tensors, live ones but for small moments
-        (``Packer``); a file of it loads with ``weights_only=True``."""
+        """Return the state as nested dicts of plain values and tensors. It can be saved to a file
+        that loads with ``weights_only=True``. Tensors are live, except for packed moments
+        (``Packer``)."""
         return {
             "version": VERSION,
             "step": self.step,
@@ -159,19 +160,19 @@ class TrainState:
         }
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
-        """Check a state of this run, its own or another process's, before it is kept or gone on
+        """Check a state of this run, from this or another process, before it is saved or resumed
         from.
 
-        Raises StateNotWhole, NonFiniteWeights.
+        Raise StateNotWhole or NonFiniteWeights.
         """
         require_sound(state, self.sampler, self._trained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, which is copied and left alone.
+        """Load a state. ``state`` is copied and not changed.
 
         Raises:
             DataChanged: it was trained on other data.
-            ValueError: it is of a version that this one does not know.
+            ValueError: this Everstep does not read the state's version.
         """
         if state["version"] not in range(1, VERSION + 1):
             raise ValueError(
@@ -199,7 +200,7 @@ class TrainState:
         self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
         _match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
-        if "skipped" in state:  # else it is of an earlier version, which did not count
+        if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -217,8 +218,8 @@ class TrainState:
         self.complete = True
 
     def _check_contents(self, state: dict[str, Any]) -> None:
-        """Raise DataChanged where samples are not what they were when the state was left; an older
-        state does not say."""
+        """Raise DataChanged if samples have changed since the state was saved. States of older
+        versions hold no samples to compare."""
         if self.contents is None or not state.get("contents"):
             return
         changed = self.contents.differing(json.loads(state["contents"]))
@@ -234,7 +235,7 @@ class TrainState:
             )
 
     def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
-        """Take over buffers that the model's ``state_dict`` leaves out."""
+        """Load buffers that the model's ``state_dict`` leaves out."""
         places = {place.name: place for place in untrained_places(self.model, ())} if saved else {}
         for name, value in saved.items():
             own = places[name].tensor if name in places else None
@@ -250,8 +251,8 @@ class TrainState:
 
 
 class _Commit:
-    """A class of its own, since a generator in its place costs ten times as much between a model's
-    passes."""
+    """Commit one step. This is a class because a generator-based context manager costs ten times as
+    much between a model's passes."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -266,8 +267,8 @@ class _Commit:
 
 
 def _match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Lay out an optimizer's tensors in memory as their parameters are: fused kernels walk both as
-    plain memory."""
+    """Give optimizer tensors the memory layout of their parameters, since fused kernels read both
+    as plain memory."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if (
@@ -279,10 +280,10 @@ def _match_layout(optimizer: torch.optim.Optimizer) -> None:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Digest of a state: equal where counters, ledger and every bit of every tensor are.
+    """Return a digest of a state, to compare counters, ledger and all bits of all tensors.
 
-    Tensors enter by the sum of their 8-byte words modulo 2**64, which runs at memory speed. What
-    ranks may see differently (the tail's clocks, the newest checkpoint) stays out.
+    A tensor enters as the sum of its 8-byte words modulo 2**64, which runs at memory speed. The
+    tail's times and the newest checkpoint are left out, since they may differ between ranks.
     """
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
     for name in ("model", "optimizer", "scaler", "ema"):
@@ -294,7 +295,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def tree_digest(tree: Any) -> str:
-    """Digest of nested plain values and tensors."""
+    """Return a digest of nested plain values and tensors."""
     return hashlib.sha256(_text(tree, "")).hexdigest()
 
 
@@ -309,7 +310,7 @@ def _leaf_text(leaf: Any) -> str:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts, lists and tuples with its path, in order."""
+    """Yield every leaf of nested dicts, lists and tuples with its path, in order."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from leaves(value, f"{path}/{name}")

@@ -1,8 +1,8 @@
-"""What a run trains, and how fast, is fixed when it is built. What a task's code changes later is
-refused by name.
+"""Refuse changes by a task's code to the trained parameters and learning rates. Both are fixed when
+the run is built.
 
-Ranks exchange the gradients of the parameters that were there then, and the optimizer moves those
-that it held then: a layer that is unfrozen later would never learn, and nobody would be told.
+DDP all-reduces, and the optimizer updates, the parameters that were there at that time. A layer
+that is unfrozen later would never learn, without any error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WAY_OUT = (
 
 
 class TrainedParameters:
-    """A model's parameters and its optimizer's groups as they were built."""
+    """Remember a model's parameters and its optimizer's groups as they were built."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -38,12 +38,13 @@ class TrainedParameters:
         self._held = _held(optimizer)
 
     def check_thawed(self) -> None:
-        """Raise BadTask where a parameter is trained that was not. Cheap: called at every step."""
+        """Raise BadTask if a frozen parameter was unfrozen. Every step calls this, so it is
+        cheap."""
         if any(map(_is_trained, self._frozen)):
             self.check_flags()
 
     def check_flags(self) -> None:
-        """Raise BadTask where ``requires_grad`` is not what it was."""
+        """Raise BadTask if ``requires_grad`` of a parameter has changed."""
         if list(map(_is_trained, self._parameters)) == self._flags:
             return
         pairs = list(zip(self._parameters, self._flags, strict=True))
@@ -60,7 +61,8 @@ class TrainedParameters:
         )
 
     def check(self, source: str) -> None:
-        """Raise BadTask where ``source``, which has just run, changed what is trained."""
+        """Raise BadTask if ``source``, which has just run, changed the set of trained
+        parameters."""
         try:
             self.check_flags()
         except BadTask as exc:
@@ -85,12 +87,11 @@ class TrainedParameters:
 
 
 class GradientWatch:
-    """Tells whether a forward pass changes gradients: those of earlier micro-batches would be lost,
-    of a share whose size depends on the number of ranks."""
+    """Detect whether a forward pass changes gradients. Those of a rank's earlier micro-batches
+    would be lost, so that results would depend on the world size."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters a gradient of zero, as far as these take no more memory than
-        ``_WATCHED_BYTES``."""
+        """Set the gradients of parameters to zero tensors, up to ``_WATCHED_BYTES`` in all."""
         self._watched: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         left = _WATCHED_BYTES
         for parameter in parameters:
@@ -100,7 +101,7 @@ class GradientWatch:
                 self._watched.append((parameter, gradient, gradient._version))
 
     def require_untouched(self, source: str) -> None:
-        """Take the gradients away again. Raise BadTask where ``source`` changed one."""
+        """Remove these gradients. Raise BadTask if ``source`` changed one."""
         touched = False
         for parameter, gradient, version in self._watched:
             touched |= parameter.grad is not gradient or gradient._version != version
@@ -114,7 +115,7 @@ class GradientWatch:
 
 
 def hooked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters whose gradients the task's own hooks see."""
+    """Return the names of parameters that have gradient hooks of the task."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -123,23 +124,23 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 class LearningRates:
-    """The learning rates that the run's schedule set: no one else's hold."""
+    """Set the learning rates of the run's schedule, and refuse changes by other code."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, source: str) -> None:
-        """``source`` says what made the optimizer."""
+        """Wrap an optimizer. ``source`` names the code that built it, for errors."""
         self._optimizer, self._source = optimizer, source
         self._set: list[float] | None = None
 
     def set(self, factor: float) -> float:
-        """Scale every parameter group's own peak learning rate; the first group's, as this step
-        uses it."""
+        """Scale the peak learning rate of every parameter group for this step. Return the first
+        group's learning rate."""
         for group in self._optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         self._set = [group["lr"] for group in self._optimizer.param_groups]
         return float(self._set[0])
 
     def check(self) -> None:
-        """Raise BadTask where a learning rate is not the one that was set last."""
+        """Raise BadTask if a learning rate is not the one that was set last."""
         if self._set is None:
             return
         now = [group["lr"] for group in self._optimizer.param_groups]
@@ -162,7 +163,7 @@ class LearningRates:
 
 
 def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
-    """Raise BadTask for a new optimizer that a scheduler of torch's has been made for."""
+    """Raise BadTask if a torch scheduler was created for a new optimizer."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise BadTask(
             f"{source} made a scheduler for its optimizer. Everstep sets every learning rate "

@@ -1,6 +1,7 @@
-"""Kernels that give the same bits each time, where a run wants them.
+"""Choose deterministic kernels if a run asks for them.
 
-What they need in the environment is set when a rank is launched (``recovery/environment.py``).
+The environment variables that they need are set when a rank is launched
+(``recovery/environment.py``).
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from typing import Literal
 import torch
 
 BITWISE = "bitwise"
-"""The same number of ranks on the same hardware gives the same bits, also over restarts."""
+"""The same world size on the same hardware gives the same bits, even across restarts."""
 BITWISE_WHERE_POSSIBLE = "bitwise where kernels are"
-"""The same, but for operators that have no deterministic kernel; torch warns of each."""
+"""As ``BITWISE``, except for operators without a deterministic kernel. Torch warns of each."""
 FLOAT_TOLERANCE = "float tolerance"
 """Results of two runs, and of a run before and after a restart, agree to float tolerance."""
 
 
 def set_determinism(wanted: bool | Literal["auto"], device: torch.device) -> None:
-    """Choose deterministic kernels where asked for. ``auto`` is on for CPUs, and lets pass what has
-    no deterministic kernel."""
+    """Choose deterministic kernels if asked for. ``auto`` turns them on for CPUs, and only warns of
+    operators without one."""
     deterministic = device.type == "cpu" if wanted == "auto" else wanted
     torch.use_deterministic_algorithms(deterministic, warn_only=wanted == "auto")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor once more
@@ -28,7 +29,7 @@ def set_determinism(wanted: bool | Literal["auto"], device: torch.device) -> Non
 
 
 def reproducibility() -> str:
-    """Return what holds for this process, in words for people."""
+    """Return a text for users on how reproducible results of this process are."""
     if not torch.are_deterministic_algorithms_enabled():
         return FLOAT_TOLERANCE
     if torch.is_deterministic_algorithms_warn_only_enabled():

@@ -1,5 +1,5 @@
-"""Plain attributes of modules and of the task: which of them a first pass changes, since no state
-holds them, and how they were."""
+"""Find and restore the plain attributes of modules and of the task that a first pass changes. No
+state holds them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     ),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
 }
-"""Generators of a module's own, which no seed of ours reaches, with what gets and sets their
-states."""
+"""Types of random generators that a module may own, which Everstep does not seed, with functions
+that get and set their states."""
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
@@ -34,7 +34,7 @@ _ABSENT = object()
 
 
 class _State:
-    """A generator's state."""
+    """Hold a copy of a generator's state."""
 
     def __init__(self, state: Any) -> None:
         self.state = copy.deepcopy(state)
@@ -42,11 +42,11 @@ class _State:
 
 
 class PlainAttributes:
-    """Numbers, strings, tensors, small containers of these, and random generators, as they are when
-    this is made.
+    """Copy the plain attributes of ``owners``: numbers, strings, tensors, small containers of
+    these, and random generators.
 
     Args:
-        owners: by the name to call them.
+        owners: objects by the name to use for them.
     """
 
     def __init__(self, owners: dict[str, object]) -> None:
@@ -59,7 +59,7 @@ class PlainAttributes:
         self._keys = {name: set(vars(owner)) for name, owner in self._owners.items()}
 
     def changed(self) -> list[str]:
-        """Names of the attributes that have another value now."""
+        """Return the names of attributes that have changed, or were added or removed."""
         return [
             f"{name}.{key}".strip(".")
             for name, owner in self._owners.items()
@@ -67,7 +67,7 @@ class PlainAttributes:
         ]
 
     def put_back(self) -> None:
-        """Give every attribute the value that it had."""
+        """Restore the earlier value of every attribute."""
         for name, owner in self._owners.items():
             for key in self._changed(name, owner):
                 if key in self._before[name]:
@@ -87,7 +87,7 @@ class PlainAttributes:
 
 
 def _values_of(owner: object) -> dict[str, tuple[Any, Any]]:
-    """Each plain attribute and a copy of it."""
+    """Return each plain attribute of ``owner`` with a copy of it, by name."""
     internal = _OWN_TO_MODULES if isinstance(owner, nn.Module) else ()
     named = (
         (key, value, _copied(value)) for key, value in vars(owner).items() if key not in internal
@@ -96,7 +96,7 @@ def _values_of(owner: object) -> dict[str, tuple[Any, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a plain value; _ABSENT for any other."""
+    """Return a copy of a plain value; _ABSENT for any other."""
     if type(value) in _PLAIN:
         return value
     if type(value) is torch.Tensor:  # not a parameter, and no part of a graph
@@ -142,7 +142,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 @torch.no_grad()
 def _restored(value: Any, copied: Any) -> Any:
-    """The very object that was there, where that can be changed, with what was in it."""
+    """Return the original object with its earlier contents if it is mutable, else the copy."""
     if isinstance(copied, _State):
         _GENERATORS[type(value)][1](value, copied.state)
         return value

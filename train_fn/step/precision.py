@@ -13,13 +13,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context that a forward pass runs in. Casts are not cached: ranks run different numbers of
-    micro-batches."""
+    """Return the autocast context for one forward pass. Its cache of casts is cleared on exit, so
+    none is kept between micro-batches."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=_DTYPES[precision])
 
 
 def build_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler:
-    """Scales losses for fp16, so that small gradients survive; does nothing for the others."""
+    """Return a loss scaler for fp16, which keeps small gradients from underflowing. It is disabled
+    for other precisions."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -1,5 +1,5 @@
-"""How long a rank works by itself in a step, apart from waiting for its peers: a clock that no
-collective is added for."""
+"""Measure a rank's own work in a step, without the time that it waits for peers. This adds no
+collective."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class StepClock:
-    """One rank's own time: from the gate of the last step, which all ranks pass together, to its
-    last gradient of this one.
+    """Measure one rank's own time: from the last step's gate, which all ranks pass together, to its
+    last gradient in this step.
 
-    What follows until the next gate is spent in all-reduce, moving gradients or waiting for slower
-    ranks. Which parameter gets the last gradient is learned in the first step; it alone is asked
-    after that. On CUDA the stream's own times are taken, without waiting for it.
+    The rest until the next gate is the all-reduce: moving gradients, or waiting for slower ranks.
+    The first step finds the parameter that gets the last gradient. Only that parameter keeps its
+    hook. On CUDA, events on the stream give the times, without waiting for it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
@@ -29,13 +29,12 @@ class StepClock:
         }
 
     def restart(self) -> None:
-        """Something that is no step's work came between: the time until the next gate is not
-        told."""
+        """Discard the time until the next gate, because work outside of steps came between."""
         self._began = None
 
     def gate(self) -> float:
-        """Seconds of this rank's own work in the step whose gate it has just passed; 0 where they
-        are not known."""
+        """Mark the gate that this rank has just passed. Return the seconds of its own work in that
+        step; 0 if unknown."""
         own_s = (
             self._elapsed_s()
             if self._began is not None and self._last_gradient is not None

@@ -1,8 +1,7 @@
-"""What a rank is to do at each step, worked out for many steps at once.
+"""Plan a rank's work for many steps at once.
 
-Between a model's passes, which leave nothing of this code in a core's caches, a call of numpy costs
-as much as hashing thousands of samples does: what depends on nothing but the step is not done
-there.
+Between a model's passes the caches are cold, and one numpy call costs as much as hashing thousands
+of samples. So work that depends only on the step is not done there.
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ from train_fn.step.step_totals import Expected, told_hashes
 
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
-"""Of all steps that are planned at once: what is hashed in a fraction of a millisecond."""
+"""Limit on the samples of all steps that are planned at once. Hashing these takes a fraction of a
+millisecond."""
 
 
 class StepPlan(NamedTuple):
-    """One rank's part of one global batch."""
+    """Describe one rank's part of one global batch."""
 
     num_samples: int
-    """Of the global batch."""
+    """Samples in the global batch."""
     share: list[MicroBatch]
     hashes: list[int]
-    """Of each micro-batch's samples, as the ledger has them."""
+    """The ledger's hash of each micro-batch's samples."""
     expected: Expected
-    """Of all of them."""
+    """What the rank sends about its samples if the loader yields all of these."""
 
 
 class StepPlans:
-    """The plans of one rank, asked for step by step."""
+    """Return the plans of one rank, step by step."""
 
     def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
         self._sampler, self._rank, self._world_size = sampler, rank, world_size
         self._first, self._plans = 0, list[StepPlan]()
 
     def of(self, step: int) -> StepPlan:
-        """The plan of the step before which ``step`` steps were done."""
+        """Return the plan of the step after ``step`` steps done."""
         position = step - self._first
         if not 0 <= position < len(self._plans):
             self._first, self._plans, position = step, self._plan(step), 0

@@ -1,5 +1,5 @@
-"""Which rank the others wait for: every rank's own time by step, folded on rank 0, and told when
-one stays slow."""
+"""Find the rank that the others wait for. Rank 0 aggregates every rank's own time by step, and
+reports a rank that stays slow."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from typing import Any
 from everstep.wire.events import EventKind
 
 WINDOW_S = 5.0
-"""How long steps are gathered for one comparison."""
+"""Shortest time in seconds over which steps are collected for one comparison."""
 WINDOW_STEPS = 20
-"""Fewest steps that are compared."""
+"""Fewest steps in one comparison."""
 PERSISTS = 3
-"""So many windows in a row a rank must be slow, or not, before that is told: a busy moment is no
-straggler."""
+"""Consecutive windows for which a rank must be slow, or no longer slow, before this is reported. A
+rank that is busy for a moment is not a straggler."""
 SLOW_RATIO = 1.15
-"""A straggler takes so many times what its peers take for the same work,"""
+"""A straggler takes at least this many times as long as its peers for the same work, …"""
 SLOW_S = 0.003
-"""and at least so much longer in a step."""
+"""… and is slower by more than this many seconds in a step."""
 TELL_EVERY_S = 60.0
-"""How often every rank's times are told while nothing changes."""
+"""Interval in seconds between reports of every rank's times while nothing changes."""
 _STEPS_KEPT = 256
 
 Emit = Callable[[EventKind, dict[str, Any]], None]
 
 
 class StragglerWatch:
-    """Takes every rank's own seconds of each step; rank 0 alone keeps one.
+    """Compare every rank's own seconds in each step. Only rank 0 has a StragglerWatch.
 
-    Ranks are compared by their time for one micro-batch, because their shares of a global batch may
-    differ by one. Medians: a checkpoint or an evaluation now and then makes nobody a straggler.
+    Ranks are compared by their time for one micro-batch, since their shares of a global batch may
+    differ by one. Medians are compared, so that an occasional checkpoint or evaluation does not
+    make a rank a straggler.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class StragglerWatch:
         shares: Sequence[int],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Start with no rank marked as slow.
+
         Args:
-            emit: Takes ``rank_times`` and ``straggler`` events.
-            node_ids: Node of each rank.
-            shares: Micro-batches that each rank has of a whole global batch.
-            monotonic: Seconds.
+            emit: receives ``rank_times`` and ``straggler`` events.
+            node_ids: the node of each rank.
+            shares: micro-batches of each rank in a full global batch.
+            monotonic: returns seconds on a monotonic clock.
         """
         self._emit = emit
         self._node_ids = tuple(node_ids)
@@ -62,7 +64,7 @@ class StragglerWatch:
         self._slow = [False] * len(self._node_ids)
 
     def note(self, step: int, own_s: Sequence[float], step_s: float) -> None:
-        """Take one step: every rank's own seconds (0 for not known), and the seconds of the whole
+        """Add one step: every rank's own seconds (0 if unknown), and the seconds of the whole
         step."""
         now = self._monotonic()
         if self._window_began is None:
@@ -99,11 +101,11 @@ class StragglerWatch:
         ]
 
     def _skew(self, own: Sequence[float], rank: int) -> float:
-        """How many times what the other ranks take for a micro-batch this one takes."""
+        """Return this rank's time for a micro-batch divided by that of the other ranks."""
         return own[rank] / self._peers_s(own, rank)
 
     def _peers_s(self, own: Sequence[float], rank: int) -> float:
-        """What a typical peer would take for this rank's share, in seconds."""
+        """Return the seconds that a typical peer would need for this rank's share."""
         others = [
             seconds / share
             for peer, (seconds, share) in enumerate(zip(own, self._shares, strict=True))
@@ -112,7 +114,8 @@ class StragglerWatch:
         return max(median(others) * self._shares[rank], 1e-9)
 
     def _compare(self, step: int, own: Sequence[float]) -> bool:
-        """Tell of ranks that became slow for long enough, or are slow no more. Whether any did."""
+        """Report ranks that have become slow, or are no longer slow. Return whether there were
+        any."""
         changed = False
         for rank, seconds in enumerate(own):
             peers_s = self._peers_s(own, rank)
