@@ -1,8 +1,8 @@
-"""Telling Ray Train of committed checkpoints beside training.
+"""Report committed checkpoints to Ray Train in the background.
 
-``ray.train.report`` waits until the controller has taken the report before, which may take seconds.
-So a thread of each rank reports. All ranks hand over the same checkpoints in the same order, so
-that they need not meet for it (``RankLaunch.meets_to_report``).
+``ray.train.report`` waits until the controller has taken the previous report, which may take
+seconds. So each rank reports on a thread. All ranks add the same checkpoints in the same order, so
+reports need no synchronisation (``RankLaunch.meets_to_report``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class _Report:
 
 
 class CheckpointReports:
-    """One rank's reports, in order. A report that fails costs Ray Train's knowledge of a
-    checkpoint, and nothing else.
+    """Send one rank's reports in order. If a report fails, Ray Train does not learn of that
+    checkpoint, and nothing else is lost.
 
     Args:
-        run_dir: Where the checkpoints lie: where Ray Train expects them, so that nothing is copied.
-        on_report: Called on the thread with each report that waits for the controller to take it.
+        run_dir: holds the checkpoints where Ray Train expects them, so that nothing is copied.
+        on_report: called on the thread after each report, which then waits for the controller.
     """
 
     def __init__(self, run_dir: RunDir, on_report: Callable[[], None]) -> None:
@@ -45,12 +45,12 @@ class CheckpointReports:
         self._thread.start()
 
     def add(self, name: str, metrics: dict[str, float]) -> None:
-        """Report a checkpoint by its directory's name, soon. All ranks call this with the same in
-        the same order."""
+        """Queue the report of a checkpoint by its directory's name. All ranks call this with the
+        same checkpoints in the same order."""
         self._queue.put(_Report(name, metrics))
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until all is reported; False where that took longer than ``timeout_s`` seconds."""
+        """Wait until all reports are sent. Return False after ``timeout_s`` seconds."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -61,7 +61,7 @@ class CheckpointReports:
                 self._report(report)
                 self._on_report()
             except Exception as exc:
-                # the group is ending, or Ray has trouble: whoever trains will find out by itself
+                # The group is ending, or Ray fails. The training thread will notice by itself.
                 logger.warning(
                     "Ray Train was not told of checkpoint %s: %s: %s",
                     report.name,
@@ -72,7 +72,7 @@ class CheckpointReports:
     def _report(self, report: _Report) -> None:
         context = ray.train.get_context()
         storage = context.get_storage()
-        # from the experiment's directory on
+        # relative to the experiment's directory
         path = "/".join(self._run_dir.checkpoints_path(report.name).rsplit("/", 2)[-2:])
         checkpoint = None
         if context.get_world_rank() == 0:

@@ -1,4 +1,4 @@
-"""The faults of drills on a Ray cluster."""
+"""Cause the faults of drills on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from train_fn.ray_train.ray_internals import GcsClient, autoscaler_pb2
 from train_fn.recovery.history import RankPlace
 
 _ON_NODE_S = 30.0
-"""How long a node may take to start a process and to do there what a drill wants."""
+"""Timeout in seconds for a node to start a process and cause a drill's fault there."""
 
 NodeCall = tuple[str, Callable[..., str | None], tuple[Any, ...]]
-"""Node id, a function that gives a problem or None, its arguments."""
+"""Node id, a function that returns a problem or None, its arguments."""
 
 
 class RayFaults:
-    """As ``train_fn.drills.orders.Faults`` says, in the cluster that this driver is connected
+    """Implement ``train_fn.drills.orders.Faults`` for the cluster that this driver is connected
     to."""
 
     def head_node_ids(self) -> Collection[str]:
@@ -55,7 +55,8 @@ class RayFaults:
         _on_nodes([(node_id, kill_raylet, (node_id,))], ends_node=True)
 
     def drain_node(self, node_id: str, deadline_s: float) -> None:
-        """As ``ray drain-node`` does; a preemption is the reason that Ray cannot refuse."""
+        """Drain a node like ``ray drain-node``. The reason is preemption, which Ray cannot
+        refuse."""
         reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         deadline_ms = int((time.time() + deadline_s) * 1000)
         try:
@@ -73,7 +74,7 @@ class RayFaults:
 
 
 def _by_node(ranks: Sequence[RankPlace]) -> dict[str, tuple[int, ...]]:
-    """Process ids of ranks, by the id of their node."""
+    """Return the process ids of ranks by node id."""
     nodes = dict.fromkeys(place.node_id for place in ranks)
     return {
         node_id: tuple(place.pid for place in ranks if place.node_id == node_id)
@@ -82,14 +83,14 @@ def _by_node(ranks: Sequence[RankPlace]) -> dict[str, tuple[int, ...]]:
 
 
 def _on_nodes(calls: Sequence[NodeCall], *, ends_node: bool = False) -> None:
-    """Call functions on nodes, all at once, in processes of their own there. Raises DrillRefused
-    with the first problem.
+    """Call functions on nodes in parallel, each in its own process there. Raise DrillRefused with
+    the first problem.
 
-    ``ends_node`` says that a function takes its own process along, so that no answer comes.
+    With ``ends_node`` a function also ends its own process, so that no answer comes.
     """
     refs = []
     for node_id, function, arguments in calls:
-        # A task, not an actor: it takes a process of the node, and gives it back.
+        # A task, not an actor: it uses one of the node's worker processes and returns it.
         task = ray.remote(num_cpus=0, max_retries=0)(function)
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         refs.append(task.options(scheduling_strategy=where).remote(*arguments))

@@ -1,4 +1,4 @@
-"""The run's journal as a Ray actor beside the driver."""
+"""Run the run's journal as a Ray actor on the driver's node."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from train_fn.recovery.driver_process import DriverProcess
 
 NAMESPACE = "everstep"
 LONELY_S = 10.0
-"""A journal whose driver is dead ends when nobody has called it for so long. The controller and
+"""A journal whose driver is dead ends after this many seconds without a call. The controller and
 rank 0 call it twice a second."""
 
 
 class LastingJournalActor(JournalServer):
-    """Runs on its driver's node and outlives the driver until the ranks have sent their last
-    events."""
+    """Serve the journal on the driver's node. It outlives the driver until the ranks have sent
+    their last events."""
 
     def __init__(self, run_dir: RunDir, submission: int, driver: DriverProcess) -> None:
         super().__init__(run_dir, submission)
@@ -45,15 +45,15 @@ class LastingJournalActor(JournalServer):
         while True:
             time.sleep(1.0)
             if time.monotonic() > self._called_at + LONELY_S:
-                with suppress(RayError):  # the head is away; again later
-                    ray.kill(ray.get_runtime_context().current_actor)  # to exit would bring it back
+                with suppress(RayError):  # the head is unreachable; retry later
+                    ray.kill(ray.get_runtime_context().current_actor)  # on exit Ray restarts it
 
 
 def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_id: str) -> Any:
     """Start the submission's journal on ``node_id`` and return the actor's handle.
 
-    An actor that is killed comes back and continues. It does not end with its driver: kill it when
-    the run is done.
+    Ray restarts the actor if its process dies, and it continues. It does not end with its driver:
+    kill it when the run is done.
     """
     # It gets several calls a second, and Ray would report each one to its dashboard.
     actor_class = ray.remote(

@@ -1,4 +1,4 @@
-"""A look at the cluster's nodes as they are now, not as the GCS last heard of them."""
+"""Read the current state of the cluster's nodes, rather than the one that the GCS last recorded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from train_fn.recovery.sizing import NodeView
 _HEAD_RESOURCE = "node:__internal_head__"
 
 Look = Callable[[], tuple[NodeView, ...]]
-"""``look_at_nodes`` as one process uses it."""
+"""``look_at_nodes`` with its arguments bound."""
 
 
 def node_look(probe_timeout_s: float, storage: Storage) -> Look:
-    """``look_at_nodes`` with a reader of the service's marks of its own."""
+    """Return ``look_at_nodes`` with its own reader of the service's node marks."""
     return partial(look_at_nodes, probe_timeout_s, MarksReader(storage))
 
 
 def head_node_ids() -> set[str]:
-    """The head's node id; none where the GCS knows of no living head. Raises what Ray raises where
+    """Return the head's node id; an empty set if the GCS knows no live head. Raise Ray's error if
     the GCS does not answer."""
     return {
         node["NodeID"]
@@ -36,12 +36,11 @@ def head_node_ids() -> set[str]:
 
 
 def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
-    """Every node that the GCS believes alive, with whether its raylet accepts a connection right
-    now, and how it is marked.
+    """Return every node that the GCS considers alive, with whether its raylet accepts a connection
+    now, and the node's mark.
 
-    A node drains by Ray's word or by the service's; a cordon is the service's alone.
-
-    Raises what Ray raises where the GCS itself does not answer.
+    Ray or the service can drain a node. Only the service can cordon one. Raise Ray's error if the
+    GCS does not answer.
     """
     reader.ask()
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -71,7 +70,7 @@ def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView
 
 
 def _earliest(ray_deadline: float, mark: NodeMark | None) -> float | None:
-    """When a node is to be taken away, by Ray's word (0 for none) and by the service's; unix
-    seconds."""
+    """Return the earlier drain deadline of Ray (0 for none) and the service, as Unix time in
+    seconds; None if there is none."""
     said = [ray_deadline, mark.deadline if mark is not None and mark.state == "draining" else None]
     return min((deadline for deadline in said if deadline), default=None)

@@ -1,9 +1,8 @@
-"""What outlives a driver: its controller, with the ranks, until these have saved and left; and its
-journal, which they tell of it.
+"""End the actors that outlive a driver: its controller with the ranks, until these have saved and
+exited, and the journal that they report to.
 
-Both are detached actors. The driver of the next submission waits for their end before its own
-journal begins, so that the older journal is complete by then, and nothing of the older submission
-writes any more.
+Both are detached actors. The driver of the next submission waits for their end before it starts its
+own journal. So the older journal is complete by then, and the older submission writes nothing more.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from train_fn.ray_train.journal_actor import NAMESPACE
 _NAME = re.compile(r"(?P<kind>controller|journal)-(?P<run_id>.+)-s(?P<submission>\d+)(-[0-9a-f]+)?")
 _POLL_S = 0.05
 _END_S = 5.0
-"""How long a killed actor may take to be gone."""
+"""Seconds to wait for killed actors to end."""
 
 logger = logging.getLogger(__name__)
 
 
 def controller_name(run_id: str, submission: int) -> str:
-    """A name that no other controller has: one that was killed may keep its own for a moment."""
+    """Return a unique name for a controller, since a killed one may keep its name for a moment."""
     return f"controller-{run_id}-s{submission:03d}-{uuid.uuid4().hex[:8]}"
 
 
 def end_older_submissions(run_id: str, submission: int, patience_s: float) -> None:
-    """Let the ranks of older submissions save and leave, for at most ``patience_s``, and end what
-    is left of these.
+    """Wait at most ``patience_s`` seconds for the ranks of older submissions to save and exit, then
+    kill the actors that remain.
 
-    Controllers whose driver died do so by themselves; one whose driver lives, and was replaced all
-    the same, is asked.
+    A controller whose driver died makes its ranks exit by itself. One whose driver was replaced but
+    still lives is asked to do so.
     """
 
     def left() -> list[str]:
@@ -52,7 +51,7 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
             ", ".join(controllers),
         )
     for name in controllers:
-        with suppress(ValueError):  # it has ended meanwhile
+        with suppress(ValueError):  # it has ended in the meantime
             ray.get_actor(name, namespace=NAMESPACE).leave.remote()
     if not _wait(lambda: not any(name.startswith("controller") for name in left()), patience_s):
         logger.warning(
@@ -69,7 +68,7 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
 
 
 def actors_of_older(names: list[str], run_id: str, submission: int) -> list[str]:
-    """Those among the names of actors that belong to a run's submissions before this one."""
+    """Return those names of actors that belong to earlier submissions of a run."""
     parsed = [match for match in map(_NAME.fullmatch, names) if match is not None]
     return [
         match[0]

@@ -1,5 +1,5 @@
-"""Asks a dead rank's node, beside the recovery, whether the kernel killed the rank for want of
-memory."""
+"""Ask a dead rank's node, in the background of a recovery, whether the kernel's OOM killer ended
+the rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from train_fn.node.out_of_memory import look_for_oom
 
 DELAY_S = 10.0
-"""By then the next attempt runs, and a rank of it on that node can be asked: a task would take the
-process that a new rank needs, where ranks are made of idle ones."""
+"""Delay in seconds, after which the next attempt runs and one of its ranks on that node can be
+asked. A Ray task would take an idle worker process that a new rank needs."""
 _ANSWER_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,15 @@ def ask_node(
     tell: Callable[[dict[str, Any]], None],
     delay_s: float = DELAY_S,
 ) -> threading.Thread:
-    """Ask in a thread. A node that does not answer says nothing.
+    """Ask the node on a thread, and return the thread. No answer from a node means no finding.
 
     Args:
-        node_id: Where the process was.
-        pid: The process that is gone.
-        kills_before: The node's out-of-memory kills while it lived.
-        find_rank: Gives the actor of a rank that is on that node by then, or None.
-        tell: Called with what was found, if anything was.
-        delay_s: How long to wait first.
+        node_id: the node of the process.
+        pid: the process that is gone.
+        kills_before: the node's out-of-memory kills while the process lived.
+        find_rank: returns the actor of a rank that is on that node by then, or None.
+        tell: called with the finding, if there is one.
+        delay_s: seconds to wait first.
     """
 
     def ask() -> None:
@@ -47,7 +47,7 @@ def ask_node(
         try:
             found = ray.get(_question(find_rank(), node_id, pid, kills_before), timeout=_ANSWER_S)
         except (RayError, ValueError) as exc:
-            # also a group that ends while it is asked for its ranks
+            # This includes a group that ends while `find_rank` reads its ranks.
             logger.info("node %s did not say why process %d is gone: %s", node_id, pid, exc)
             return
         if found is not None:

@@ -1,9 +1,9 @@
-"""The look at nodes to which a run's ranks come for the first time: one that fails, or is far
-slower than the others, gets none.
+"""Check nodes before a run's ranks first run there. A node that fails, or is far slower than the
+others, gets no ranks.
 
-What a node computes, holds and writes is judged by itself; how fast it does so, and how fast its
-links are, beside the others, and only where these are other machines. Each node times one link, to
-the next node of a ring: a slow node shows on both of its links.
+Computation, memory and storage are checked on each node alone. Speeds of these and of links are
+compared between nodes, but only if they are different machines. Each node times one link, to the
+next node of a ring, so a slow node shows on both of its links.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from train_fn.recovery.settings import RecoverySettings
 logger = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 10.0
-"""Longest wait for one block to pass a link."""
+"""Timeout in seconds for one block to pass a link."""
 
 
 class Fitness:
-    """Which nodes a submission's groups have been seen to run on, or were looked at.
+    """Check nodes once, and remember those that ran a submission's ranks or passed the check.
 
     Args:
-        settings: ``preflight`` says whether anything is looked at.
-        known: Ids of nodes that ran ranks before.
-        leave_out: Is told of nodes that are to get no rank for a while.
+        settings: ``preflight`` turns the checks on.
+        known: ids of nodes that ran ranks before.
+        leave_out: called with nodes that get no ranks for a while.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Fitness:
         self._leave_out = leave_out
 
     def look(self, actors: Sequence[Any], metas: Sequence[Any]) -> tuple[RankReport, ...]:
-        """Look at a starting group's nodes; reports on the first rank of each node that is not fit.
+        """Check a starting group's nodes. Return a report on the first rank of each unfit node.
 
-        Raises WorkerGroupStartupFailedError where no bytes pass between two nodes, or a process
-        does not answer.
+        Raise WorkerGroupStartupFailedError if no bytes pass between two nodes, or if a process does
+        not answer.
         """
         firsts = first_on_nodes(metas)
         if not self._settings.preflight or firsts.keys() <= self._known:
@@ -82,7 +82,7 @@ class Fitness:
     def _time_links(
         self, actors: Sequence[Any], ips: Mapping[str, str], found: Sequence[Figures]
     ) -> None:
-        """Enter into each node's figures the better of its two links."""
+        """Add the time of the faster of a node's two links to its figures."""
         node_ids, count = list(ips), len(ips)
         listening = [
             actor.take_in.remote(ip, LINK_TIMEOUT_S)

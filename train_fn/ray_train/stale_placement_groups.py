@@ -1,5 +1,5 @@
-"""What a lost controller leaves in the cluster: placement groups that no one else would ever remove
-while the driver lives."""
+"""Remove the placement groups of a lost controller. Otherwise they would stay in the cluster while
+the driver lives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def placement_group_name(run_id: str, number: int) -> str:
 
 
 def remove_placement_groups(run_id: str) -> int:
-    """Remove every live placement group of this run; how many there were. Call it only while no
-    controller runs."""
+    """Remove every live placement group of this run, and return their number. Call this only while
+    no controller runs."""
     removed = 0
     for group_id, group in placement_group_table().items():
         if group["name"].startswith(f"everstep/{run_id}/") and group["state"] in _STATES:

@@ -1,5 +1,5 @@
-"""What is looked at before a group of ranks trains: versions, the network that the spec names, and
-that nodes reach each other."""
+"""Check versions, the network that the spec names, and connections between nodes before a group of
+ranks trains."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
 LeaveOut = Callable[[list[str]], None]
-"""Is told the ids of nodes that are to get no rank for a while."""
+"""Called with the ids of nodes that get no ranks for a while."""
 
 
 def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
-    """Answers of a starting group's processes. Raises WorkerGroupStartupFailedError where one gives
-    none in time."""
+    """Return the answers of a starting group's processes. Raise WorkerGroupStartupFailedError if
+    one does not answer in time."""
     try:
         return list(ray.get(list(calls), timeout=settings.group_start_s))
     except RayError as exc:
@@ -34,13 +34,13 @@ def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
 
 
 def first_on_nodes(metas: Sequence[Any]) -> dict[str, int]:
-    """The number of the first rank's process on each node, by node id."""
+    """Return the number of the first rank's process on each node, by node id."""
     return {meta.node_id: number for number, meta in reversed(list(enumerate(metas)))}
 
 
 def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: LeaveOut) -> None:
-    """See that every node runs what the driver's runs. Raises WorkerGroupStartupFailedError; other
-    nodes are tried next."""
+    """Check that every node runs the versions of the driver's node. Raise
+    WorkerGroupStartupFailedError if not, so that other nodes are tried next."""
     own = versions()
     others = {
         meta.node_id: rank.versions
@@ -56,8 +56,8 @@ def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: 
 
 
 def network_reports(ready: Sequence[RankReady], metas: Sequence[Any]) -> tuple[RankReport, ...]:
-    """Reports on ranks that were told of a network which their node has not: the spec's fault, said
-    before anybody waits."""
+    """Return reports on ranks whose node lacks the network that the spec names. The spec is wrong
+    then, and this is reported before any rank waits."""
     reports = []
     for number, (rank, meta) in enumerate(zip(ready, metas, strict=True)):
         if rank.problem is not None:
@@ -75,8 +75,8 @@ def check_reach(
     settings: RecoverySettings,
     leave_out: LeaveOut,
 ) -> None:
-    """Let every node try the others. Raises WorkerGroupStartupFailedError where some do not reach
-    each other."""
+    """Let every node try to connect to the others. Raise WorkerGroupStartupFailedError if some
+    cannot reach each other."""
     first_on = {node_id: actors[number] for node_id, number in first_on_nodes(metas).items()}
     places = {
         node_id: (nodes[node_id].ip, nodes[node_id].port)

@@ -1,5 +1,5 @@
-"""Which processes of other nodes are stopped (SIGSTOP, a debugger, a frozen container): they look
-alive to everybody who waits."""
+"""Find and wake stopped processes on other nodes (SIGSTOP, a debugger, a frozen container). They
+seem alive to the peers that wait for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def find_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Those of the (node, process) that are stopped; a node that does not answer soon says
-    nothing."""
+    """Return those (node, process) pairs whose process is stopped. Nodes that do not answer in time
+    are left out."""
     return _ask_nodes(stopped, processes)
 
 
 def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Let those that are stopped go on; which they were."""
+    """Continue those processes that are stopped, and return them."""
     return _ask_nodes(wake, processes)
 
 
@@ -55,7 +55,7 @@ def _ask_nodes(
 
 
 def stopped(pids: Collection[int]) -> list[int]:
-    """Those of this node's processes that exist and are stopped."""
+    """Return those of this node's processes that exist and are stopped."""
     found = []
     for pid in pids:
         try:
@@ -67,7 +67,7 @@ def stopped(pids: Collection[int]) -> list[int]:
 
 
 def wake(pids: Collection[int]) -> list[int]:
-    """Let those of this node's processes that are stopped go on; which they were."""
+    """Continue those of this node's processes that are stopped, and return them."""
     found = stopped(pids)
     for pid in found:
         psutil.Process(pid).send_signal(signal.SIGCONT)

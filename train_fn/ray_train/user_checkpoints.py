@@ -1,8 +1,9 @@
-"""What a user's function reports as a checkpoint, and what says later whether all of it is there.
+"""Record the files of checkpoints that a user's function reports, and check later that all are
+there.
 
-Every rank may bring a part, as sharded saves do. Each tells with its report which files it brings;
-once Ray has them all, the controller writes their names, sizes and ranks beside them. A checkpoint
-that lacks one of them is not gone on from.
+Every rank may report a part, as in sharded saves, and names its files with the report. Once Ray has
+all parts, the controller writes the files' names, sizes and ranks into a manifest beside them. A
+run does not resume from a checkpoint that lacks a file.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from storage.errors import CorruptFile, StorageNotFound
 from storage.run_dir import RunDir
 
 PARTS_METRIC = "everstep_parts"
-"""Name under which a rank's files travel with its metrics, to the controller."""
+"""Metric name under which a rank sends its files to the controller."""
 MANIFEST = "everstep_manifest.json"
 SCHEMA_VERSION = 1
 ALL = "all of it"
-"""What a checkpoint lacks that is not there."""
+"""What is missing if the whole checkpoint is."""
 
 
 def parts_of(checkpoint: Any) -> dict[str, int]:
-    """Sizes in bytes of the files that a rank reports, by path; nothing where they do not lie on
-    its own disk."""
+    """Return the sizes in bytes of the files that a rank reports, by path; empty if they are not on
+    a local file system."""
     if checkpoint is None or not isinstance(checkpoint.filesystem, LocalFileSystem):
         return {}
     root = Path(checkpoint.path)
@@ -43,10 +44,11 @@ def parts_of(checkpoint: Any) -> dict[str, int]:
 def write_manifest(
     run_dir: RunDir, directory: str, step: int, parts_by_rank: Sequence[dict[str, int]]
 ) -> None:
-    """Name all ranks' files in a reported checkpoint that is complete. Raises StorageError.
+    """Write the manifest of all ranks' files into a complete reported checkpoint. Raise
+    StorageError if that fails.
 
-    A file that several ranks brought in different sizes is whoever's came last: of such one only
-    the name is known.
+    If several ranks report a file with different sizes, the last write wins. The manifest then
+    holds only its name.
     """
     files: dict[str, dict[str, int | None]] = {}
     for rank, parts in enumerate(parts_by_rank):
@@ -66,8 +68,8 @@ def write_manifest(
 
 
 def what_is_missing(run_dir: RunDir, directory: str) -> str | None:
-    """What a reported checkpoint lacks; None where all that its manifest names is there, or nobody
-    wrote one."""
+    """Return what a reported checkpoint lacks; None if all files of its manifest are there, or if
+    it has files but no manifest."""
     files = run_dir.files
     try:
         manifest = plain_text.parse_json(files.read(f"{directory}/{MANIFEST}"))
@@ -85,7 +87,8 @@ def what_is_missing(run_dir: RunDir, directory: str) -> str | None:
 
 
 def _has_size(run_dir: RunDir, path: str, size_bytes: int | None) -> bool:
-    """By its last byte, after which there must be none: no listing, and no reading of the whole."""
+    """Return whether a file has this size. Only its last byte is read, and that no byte follows is
+    checked, so no listing is needed."""
     if not size_bytes:
         return run_dir.files.exists(path)
     try:
