@@ -1,5 +1,5 @@
-"""What the controller tells of a run's attempts: their begins, failures and ends, and what the next
-one needs to know of them."""
+"""Report a run's attempts from the controller: their starts, failures and ends, and the facts that
+the next attempt needs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from train_fn.recovery.verdict import Judgement
 logger = logging.getLogger(__name__)
 
 _ASK_S = 1.0
-"""Longest wait for the journal's newest word on steps done."""
+"""Timeout in seconds for reading the newest step from the journal."""
 
 
 class Chronicle:
-    """The attempts of one submission, told to its journal as they come and go. Used by one thread;
-    evidence may come by another."""
+    """Report the attempts of one submission to its journal. One thread uses this, but ``evidence``
+    may be called from another."""
 
     def __init__(self, engine: Engine) -> None:
         self.attempt = engine.history.last_attempt
         self._own_function = engine.job.spec.runs_own_function
         self.world_size = 0
         self.is_open = False
-        """Whether the attempt's begin was told, and its end was not."""
+        """Whether the attempt's start was reported, but not its end."""
         self._last_step_before = engine.history.last_step
         self.failures: list[PastFailure] = list(engine.history.failures)
         self.recovery: RecoveryNote | None = engine.recovery
-        """What the next attempt is to tell of its recovery; None where it follows no failure."""
+        """What the next attempt reports about its recovery; None if it follows no failure."""
         self.journal = ActorJournalClient(
             deliver_to(engine.job.journal),
             "controller",
@@ -48,13 +48,13 @@ class Chronicle:
         )
 
     def next_attempt(self) -> int:
-        """The number of the attempt that is about to be made."""
+        """Start to count the next attempt, and return its number."""
         self.attempt += 1
         self.journal.attempt = self.attempt
         return self.attempt
 
     def started(self, workers: Sequence[Worker]) -> None:
-        """The attempt's ranks are there."""
+        """Report that the attempt's ranks have started."""
         self.is_open = True
         self.world_size = len(workers)
         places = [
@@ -69,10 +69,10 @@ class Chronicle:
         self.journal.emit(
             EventKind.ATTEMPT_STARTED, {"world_size": len(workers), "workers": places}
         )
-        self.journal.flush(_ASK_S)  # what its ranks tell is to come after it
+        self.journal.flush(_ASK_S)  # before any event of its ranks
 
     def ended(self, cause: str, last_step: int | None = None) -> None:
-        """The attempt is over; ``last_step`` None stands for what the journal knows."""
+        """Report the end of the attempt. If ``last_step`` is None, use the journal's last step."""
         self.is_open = False
         if last_step is None:
             self.journal.ask(_ASK_S)
@@ -80,7 +80,7 @@ class Chronicle:
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
 
     def failed(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
-        """The attempt failed, and so has ended where it had begun."""
+        """Report the attempt's failure, and its end if its start was reported."""
         detect_s = self._detect_s(evidence, judgement)
         failure = failure_of(
             evidence, judgement, decision, detect_s=detect_s, world_size=self.world_size
@@ -97,12 +97,12 @@ class Chronicle:
         )
 
     def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:
-        """Seconds without progress until the failure was noticed; None where ranks left as they
-        were asked to.
+        """Return the seconds without progress until the failure was noticed; None if ranks exited
+        on request.
 
-        They count from the last committed step: a rank that is stopped raises nothing, and its
-        peers do only once it is killed. Between two reports of a user's function nothing is known;
-        there they count from the first error.
+        They count from the last committed step, since a stopped rank raises no error, and its peers
+        do so only after it is killed. For a user's function they count from the first error, since
+        nothing is known between two of its reports.
         """
         errors = [report.error.at for report in evidence.ranks if report.error is not None]
         if (
@@ -116,12 +116,12 @@ class Chronicle:
         return None if since is None else round(max(0.0, evidence.noticed_at - since), 3)
 
     def evidence(self, attempt: int, place: dict[str, Any], found: dict[str, Any]) -> None:
-        """What was found out about a failure after it had been told."""
+        """Report evidence about a failure that was found after the failure was reported."""
         self.journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
 
     def last_step(self, reports: Sequence[RankReport]) -> int:
-        """The newest step that anybody knows of: the ranks, the journal, the failure before, or
-        older journals; 0 of a new run."""
+        """Return the newest step known from the ranks, the journal, the previous failure or older
+        journals; 0 for a new run."""
         self.journal.ask(_ASK_S)
         known = [report.error.step for report in reports if report.error is not None]
         known += [self.journal.last_step, self.recovery.last_step if self.recovery else None]

@@ -1,5 +1,5 @@
-"""The end of a group that failed: survivors are let go, and waited for while they leave their step
-and write their snapshots."""
+"""Shut down a group that failed: release the survivors, and wait while they leave their step and
+write their snapshots."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from train_fn.recovery.hang import SILENT_S, find_silent, silent_ranks, waits_fo
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 2.0
-"""Once one survivor has left its step, others have this long, or three times as long as the first
-took."""
+"""Seconds that other survivors have once one has left its step. If longer, they have three times as
+long as the first took."""
 _SLOWEST_BYTES_PER_S = 300e6
-"""A state is copied, digested and written at this rate at the least, by several ranks at a time."""
+"""Lowest assumed rate at which several ranks at once copy, digest and write a state."""
 _KEPT_S = 2.0
-"""A rank whose state is on its node already has so long to be freed by an abort, and to leave."""
+"""Seconds that a rank whose state is already on its node has to be freed by an abort and exit."""
 _WAIT_S = 0.5
-"""A rank that is waited for says so often where it stands."""
+"""Interval in seconds at which a rank that is waited for reports its state."""
 
 
 def hold_for(hold_s: float, state_bytes: int) -> float:
-    """Return how many seconds ranks may take to leave states of so many bytes."""
+    """Return how many seconds ranks may take to write states of ``state_bytes`` bytes."""
     return hold_s + state_bytes / _SLOWEST_BYTES_PER_S
 
 
 class Settling:
-    """What became of each rank of a group that failed.
+    """Find out how each rank of a failed group ended.
 
     Args:
-        workers: the group's, by rank.
-        look: gives the cluster's nodes, as they are now.
-        errors: by rank, what its last poll said.
-        silent_s: how long a rank may say nothing before it is taken for stopped.
+        workers: the group's workers, by rank.
+        look: returns the current nodes of the cluster.
+        errors: the error of each rank's last poll, by rank.
+        silent_s: seconds without an answer after which a rank counts as stopped.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Settling:
         self._look = look
         self._reports: dict[int, RankReport] = {}
         self._waiting: dict[Any, int] = {}
-        """By the call that returns when a rank has ended, the rank."""
+        """The rank for each pending call, which returns when the rank has ended."""
         self._began = time.monotonic()
         self._asked_at: dict[int, float] = {}
-        """When each rank was last asked."""
+        """When each rank was last polled."""
         self._have_woken = False
         nodes = {node.node_id: node for node in look()}
         for rank, worker in enumerate(workers):
@@ -70,21 +70,21 @@ class Settling:
                 report = dataclasses.replace(report, died=True, still_running=False)
             self._reports[rank] = report = with_error(report, errors.get(rank))
             if report.unresponsive:
-                # its peers wait for it inside collectives, and would do so without end
+                # Its peers wait for it in collectives, and would wait forever.
                 ray.kill(worker.actor)
             elif report.node_alive and not report.died:
                 worker.actor.let_go.remote()
                 self._wait_for(rank)
 
     def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:
-        """How the ranks ended, waited for that long at most. One that outlasts it stays
-        ``still_running``; a node that does not answer is not waited for."""
+        """Return how the ranks ended, after at most this wait. A rank that takes longer stays
+        ``still_running``. Nodes that do not answer are not waited for."""
         deadline = float("inf")
         stacks: dict[int, str | None] = {}
         while self._waiting and (left_s := self._until(deadline, hold_s) - time.monotonic()) > 0:
             done = self._answered(min(left_s, 0.25))
             if not done:
-                self._drop_lost_nodes()  # which may take a second, in which they answer
+                self._drop_lost_nodes()  # may take a second, in which ranks answer
                 done = self._answered(0.0)
             for ref in done:
                 rank = self._waiting.pop(ref)
@@ -116,13 +116,13 @@ class Settling:
         return tuple(self._reports[rank] for rank in sorted(self._reports))
 
     def _until(self, deadline: float, hold_s: float) -> float:
-        """When the wait is over at the latest: the larger a state, the longer it takes."""
+        """Return the latest end of the wait. Larger states get more time."""
         largest = max((report.state_bytes for report in self._reports.values()), default=0)
         return min(deadline, self._began + hold_for(hold_s, largest))
 
     def _answered(self, within_s: float) -> list[Any]:
-        """The calls that have returned, all of them, once one has: what has arrived must not count
-        as silence."""
+        """Wait until one call returns, then return all that have. A rank whose answer has arrived
+        must not count as silent."""
         if not self._waiting:
             return []
         first, _ = ray.wait(list(self._waiting), num_returns=1, timeout=within_s)
@@ -136,8 +136,8 @@ class Settling:
         self._waiting[self._workers[rank].actor.wait_for_end.remote(_WAIT_S)] = rank
 
     def _wake(self) -> None:
-        """No rank that is left answers, so that none keeps a state for the others: those that are
-        merely stopped shall go on, find their peers gone, and leave theirs."""
+        """Continue stopped ranks if no remaining rank answers, since none then keeps a state for
+        the others. The woken ranks find their peers gone, and write their own states."""
         self._have_woken = True
         left = [self._reports[rank] for rank in self._waiting.values()]
         woken = wake_stopped((report.node_id, report.pid) for report in left)
@@ -148,8 +148,8 @@ class Settling:
             )
 
     def _kill_silent(self, silent: Collection[int]) -> None:
-        """Kill ranks that do not answer and that others wait for: these are freed by it, and leave
-        their states."""
+        """Kill ranks that do not answer while others wait for them. This frees the others, which
+        then write their states."""
         logger.warning(
             "ranks %s do not answer, and others wait for them inside collectives; they are killed",
             sorted(silent),

@@ -1,5 +1,5 @@
-"""What the ranks of a run left on its nodes, once none of them trains any more: the newest state is
-saved, the rest removed."""
+"""Save the newest state that a run's ranks left on its nodes, once none of them trains any more,
+and remove the others."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from train_fn.snapshots.last_save import LastSave, Unreadable, commit_snapshot, 
 from train_fn.snapshots.store import Label, node_snapshots
 
 ASK_S = 20.0
-"""Longest wait for the nodes to say what they hold."""
+"""Timeout in seconds for the nodes to list their snapshots."""
 SAVE_S = 600.0
-"""Longest last save."""
+"""Timeout in seconds for the last save."""
 
 logger = logging.getLogger(__name__)
 
 
 class LeftStates:
-    """The snapshots of one run on the nodes that are alive. A node that does not answer in time is
-    left out."""
+    """Access the snapshots of one run on live nodes. A node that does not answer in time is left
+    out."""
 
     def __init__(self, run_dir: RunDir, submission: int, node_ids: Collection[str]) -> None:
         self._run_dir, self._submission = run_dir, submission
         self._node_ids = sorted(node_ids)
 
     def save_newest(self, spec: RunSpec, world_size: int) -> LastSave | None:
-        """Commit the newest state as a checkpoint, as ``save_last`` has it; the node that holds it
-        writes. Raises nothing."""
+        """Commit the newest state as a checkpoint (see ``save_last``). The node that holds it
+        writes it. Never raises."""
         held = self._asked(_labels, ASK_S)
         nodes = list(held)
         offers = [
@@ -60,13 +60,13 @@ class LeftStates:
         return save_last(self._run_dir, self._submission, offers, commit)
 
     def remove(self, patience_s: float) -> None:
-        """Remove what is left of this and older submissions. Raises nothing."""
+        """Remove the snapshots of this and older submissions. Never raises."""
         self._asked(_remove, patience_s)
 
     def _asked(
         self, action: Callable[[RunDir, str, int], Any], patience_s: float
     ) -> dict[str, Any]:
-        """What ``action`` returns on each node, by node id."""
+        """Run ``action`` on each live node, and return the results by node id."""
         try:
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             asked = {
@@ -89,13 +89,13 @@ class LeftStates:
         for ref in ready:
             try:
                 answers[asked[ref]] = ray.get(ref)
-            except Exception as exc:  # of the node, or of the action there
+            except Exception as exc:  # from the node, or from the action
                 logger.warning("node %s did not say what the run left there: %s", asked[ref], exc)
         return answers
 
 
 def _on_node(action: Callable[..., Any], node_id: str, *arguments: Any) -> Any:
-    """Start ``action`` in a process of that node; the reference to what it returns."""
+    """Start ``action`` as a task on that node. Return the reference to its result."""
     task = ray.remote(num_cpus=0, max_retries=0)(action)
     return task.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)

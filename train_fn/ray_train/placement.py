@@ -1,5 +1,5 @@
-"""The bundles that a run holds: they outlive its worker groups, so that a restart need not wait for
-the cluster to hand back and give out again what the run already has."""
+"""Hold a run's bundles. They outlive its worker groups, so that a restart does not wait for the
+cluster to release and reserve resources that the run already has."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 
 _PLACED_PER_S = 10.0
-"""How many bundles a cluster places in a second at least."""
+"""Lowest number of bundles that a cluster is assumed to place in a second."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Room for one rank, on a node that was chosen for it."""
+    """Reserve resources for one rank on a chosen node."""
 
     group: PlacementGroup
     node_id: str
 
 
 class Placement:
-    """The bundles of one run, each a placement group of its own that is pinned to its node.
+    """Hold the bundles of one run. Each is its own placement group, pinned to its node.
 
-    A placement group of several bundles cannot be kept over the death of a node: the GCS tries to
-    place the lost bundle anew without a pause, at the cost of a whole core, until the group is
-    removed (Ray 2.60).
+    A placement group of several bundles cannot be kept after the death of a node: the GCS retries
+    to place the lost bundle without a pause, which takes a whole core, until the group is removed
+    (Ray 2.60).
     """
 
     def __init__(self, run_id: str) -> None:
@@ -52,21 +52,21 @@ class Placement:
         self._bundles: list[Bundle] = []
         self._number = 0
         self._misses: Counter[str] = Counter()
-        """How often in a row a node did not give what was to be free on it."""
+        """Consecutive failures to place a bundle on a node that should have had room for it."""
 
     def held(self, living: Collection[str]) -> Counter[str]:
-        """Bundles on each node, by node id. Those on nodes that are not among the ``living`` are
-        given up."""
+        """Return the number of bundles on each node, by node id. Bundles on nodes that are not in
+        ``living`` are removed."""
         self._remove([bundle for bundle in self._bundles if bundle.node_id not in living])
         return Counter(bundle.node_id for bundle in self._bundles)
 
     def reserve(
         self, wanted: Mapping[str, int], per_worker: Mapping[str, float], timeout_s: float
     ) -> list[Bundle] | None:
-        """Exactly so many bundles on each node, those that are held first; None when the cluster
-        did not give them in time.
+        """Return exactly the wanted number of bundles on each node, held ones first; None if the
+        cluster did not place them in time.
 
-        Those that came are held for the next try.
+        Bundles that were placed are kept for the next try.
         """
         self._remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
         lacking, kept = Counter(wanted), []
@@ -101,12 +101,12 @@ class Placement:
         return _in_turns(self._bundles)
 
     def unfit(self) -> list[str]:
-        """Nodes that did not give what was to be free there twice in a row, as where whole GPUs are
-        wanted and halves are free."""
+        """Return the nodes that failed to place a bundle at least twice in a row although they
+        should have had room. This happens if whole GPUs are wanted but only halves are free."""
         return [node_id for node_id, misses in self._misses.items() if misses > 1]
 
     def release(self) -> None:
-        """Give all bundles back."""
+        """Release all bundles."""
         self._remove(list(self._bundles))
 
     def _create(self, node_id: str, per_worker: Mapping[str, float]) -> Bundle:
@@ -131,7 +131,7 @@ def _is_placed(bundle: Bundle) -> bool:
 
 
 def _in_turns(bundles: list[Bundle]) -> list[Bundle]:
-    """The same bundles, each node's first before any node's second."""
+    """Return the bundles with each node's first one before any node's second."""
     by_node = groupby(sorted(bundles, key=attrgetter("node_id")), key=attrgetter("node_id"))
     return [
         bundle
@@ -142,12 +142,12 @@ def _in_turns(bundles: list[Bundle]) -> list[Bundle]:
 
 
 class Reservation(PlacementGroupHandle):  # type: ignore[misc]
-    """What Ray takes for a worker group's own placement group: it reserves the group's bundles once
-    Ray waits for it.
+    """Stand in for a worker group's own placement group. It reserves the group's bundles once Ray
+    waits for it.
 
     Args:
-        reserve: takes the bundles within that many seconds; False when the cluster did not give
-            them in time.
+        reserve: reserves the bundles within the given seconds; returns False if the cluster did not
+            place them in time.
     """
 
     placement_group = None
@@ -162,4 +162,4 @@ class Reservation(PlacementGroupHandle):  # type: ignore[misc]
         return self._reserve(timeout_seconds)
 
     def shutdown(self) -> None:
-        """The bundles stay with the run."""
+        """Do nothing, since the bundles stay with the run."""

@@ -1,5 +1,4 @@
-"""What is known of each rank of a group, put together from where it ran, what its polls said, and
-how it ended."""
+"""Build a report on each rank of a group from its node, the errors of its polls, and its end."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ from train_fn.recovery.sizing import NodeView
 logger = logging.getLogger(__name__)
 
 _PING_S = 1.0
-"""How long a rank's process may take to say that it lives; one that is busy starting says
-nothing."""
+"""Timeout in seconds for a rank's process to answer that it is alive. A process that is busy
+starting does not answer."""
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
-    """What is known of a rank from where it ran; a node that the cluster no longer names is not
+    """Return a report on a rank from its node alone. A node that the cluster no longer lists is not
     alive."""
     node = nodes.get(worker.metadata.node_id)
     return RankReport(
@@ -44,7 +43,7 @@ def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankRe
 
 
 def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
-    """``report`` with how its rank ended, and the stack of one that has not."""
+    """Return ``report`` with the end of its rank, and the rank's stack if it has not ended."""
     try:
         end: RankEnd = ray.get(ref)
     except Exception as exc:
@@ -61,7 +60,7 @@ def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
 
 
 def with_error(report: RankReport, error: BaseException | None) -> RankReport:
-    """``report`` with what an error, as polled or as raised by a call, says of its rank."""
+    """Return ``report`` with the facts in an error from a poll or a call to its rank."""
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
     error = getattr(error, "_base_exc", error)
@@ -85,13 +84,13 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
 
 
 def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
-    """Reports on a group that does not get on with its start, for the ranks that are known: which
-    of them are stopped."""
+    """Return reports on the known ranks of a group whose start does not progress. They say which
+    ranks are stopped."""
     try:
         nodes = {node.node_id: node for node in look()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
         found = find_stopped((report.node_id, report.pid) for report in reports)
-    except Exception as exc:  # the ranks are to be killed all the same
+    except Exception as exc:  # the ranks are killed in any case
         logger.warning("it could not be seen which ranks hold the start up: %s", exc)
         return ()
     held_up = [(report.node_id, report.pid) not in found for report in reports]
@@ -102,8 +101,8 @@ def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankRe
 
 
 def reports_after_failed_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
-    """Reports on a group whose start failed, for the ranks that were known: whose node is gone,
-    whose process died."""
+    """Return reports on the known ranks of a group whose start failed. They say whose node is gone
+    and whose process died."""
     if not workers:
         return ()
     pings = [worker.actor.get_metadata.remote() for worker in workers]
@@ -117,7 +116,7 @@ def reports_after_failed_start(workers: Sequence[Worker], look: Look) -> tuple[R
 
 
 def _with_answer(report: RankReport, ping: Any) -> RankReport:
-    """``report`` with what a call that was answered says of its rank's process."""
+    """Return ``report`` with the result of an answered call to its rank's process."""
     try:
         ray.get(ping)
     except RayActorError as exc:

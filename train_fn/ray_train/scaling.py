@@ -1,5 +1,5 @@
-"""The run's size, decided from nodes that answer now: the right one at the first try, and growth
-only after ranks have saved."""
+"""Decide the run's world size from the nodes that answer now, so that the first try fits. A group
+grows only after its ranks have saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Look:
 
 
 class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
-    """Sizes the group by what is really there; lives in the controller."""
+    """Size the worker group by the resources that are available now. Runs in the controller."""
 
     def __init__(
         self,
@@ -47,9 +47,14 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         held: Callable[[Collection[str]], Mapping[str, int]],
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``look`` sees the nodes; ``held`` tells, given the living ones, this run's own bundles on
-        each, which count as free; ``limit`` is the most ranks that the run may use now, None for as
-        many as it asks for."""
+        """Set up the policy.
+
+        Args:
+            look: returns the nodes.
+            held: takes the ids of live nodes, and returns the number of this run's own bundles on
+                each. These count as free.
+            limit: returns the most ranks that the run may use now; None for as many as it asks for.
+        """
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
@@ -62,21 +67,21 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._looked_at = 0.0
         self._room_since: float | None = None
         self.wanted: int | None = None
-        """Size to change to once the ranks have left, None while none is wanted."""
+        """World size to change to once the ranks have exited; None if no change is wanted."""
         self.draining: frozenset[str] = frozenset()
-        """Nodes that the ranks are to leave before they are taken away."""
+        """Nodes with ranks that must exit before the nodes are removed."""
         self._leave_by: float | None = None
-        """When the first of these is taken away, in unix seconds; None where nobody said."""
+        """When the first of these is removed, as Unix time in seconds; None if unknown."""
 
     # -- without a group
 
     def back_off(self, seconds: float) -> None:
-        """Start no group for so long."""
+        """Start no group for this many seconds."""
         self._not_before = time.monotonic() + seconds
 
     @property
     def waiting(self) -> bool:
-        """Whether the last look found too little for the smallest group."""
+        """Return whether the nodes lacked resources for the smallest group when last checked."""
         return self._waiting_since is not None
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
@@ -97,8 +102,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return self._resize(look.fit.num_workers)
 
     def _look(self) -> _Look | None:
-        """The nodes as they are now and what fits on them; None where the GCS does not answer,
-        which is a matter of waiting."""
+        """Return the current nodes and what fits on them; None if the GCS does not answer. The
+        caller then tries again later."""
         config = self.scaling_config
         try:
             nodes = self._look_at_nodes()
@@ -117,7 +122,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return _Look(nodes, fit)
 
     def _most_workers(self) -> int:
-        """Ranks that the run may have now; never fewer than it needs."""
+        """Return the most ranks that the run may have now, but at least its ``min_workers``."""
         least, most, limit = (
             self.scaling_config.min_workers,
             self.scaling_config.max_workers,
@@ -151,11 +156,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> ScalingDecision:
-        """Only notes in ``wanted`` that the group should change; the controller asks its ranks to
-        save and leave first.
+        """Note in ``wanted`` that the group should change. The controller first asks its ranks to
+        save and exit.
 
-        A smaller count while ranks run is left to the failure path, which sees why, unless the
-        service has limited the run.
+        Shrinking a running group is left to the recovery from failures, which knows the cause. The
+        exceptions are draining nodes and a limit set by the service.
         """
         if worker_group_status.finished:
             return self._resize_after_yield()
@@ -170,7 +175,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         if self.draining:
             self.wanted = look.fit.num_workers
         elif worker_group_state.num_workers > self._most_workers():
-            # Another run needs the room: at once, but the ranks save first, as always.
+            # Another run needs the resources. Shrink at once, but the ranks still save first.
             self.wanted = self._most_workers()
         elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
@@ -183,11 +188,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return NoopDecision()
 
     def must_have_left(self, now: float) -> bool:
-        """Whether a node with ranks is taken away by ``now``, in unix seconds."""
+        """Return whether a node with ranks is removed by ``now``, as Unix time in seconds."""
         return bool(self.draining) and self._leave_by is not None and self._leave_by <= now
 
     def _draining(self, nodes: tuple[NodeView, ...], worker_group_state: Any) -> frozenset[str]:
-        """Nodes with ranks of this group that are about to be taken away."""
+        """Return the nodes with ranks of this group that are draining."""
         used = {worker.metadata.node_id for worker in worker_group_state.workers}
         leaving = [node for node in nodes if node.draining and node.node_id in used]
         self._leave_by = min(
@@ -197,12 +202,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return frozenset(node.node_id for node in leaving)
 
     def _resize_after_yield(self) -> ScalingDecision:
-        """The ranks have left for a resize: the size is what is there now, not what was there when
-        they were asked.
+        """Resize after the ranks have exited. The size fits the current nodes, not those at the
+        time of the request.
 
-        Where too little is there, the group ends all the same, so that nothing stays on a node that
-        it was to leave: its next start finds no room, and the run then waits as any other does, and
-        says so.
+        If resources are lacking, the group still ends, so that no rank stays on a draining node.
+        Its next start then finds no room, and the run waits and reports this.
         """
         self.wanted = None
         self._room_since = None
@@ -222,8 +226,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     # -- callbacks of the controller
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Tell the autoscaler what the run wants, from a thread: the coordinator's process may take
-        seconds to start."""
+        """Send the run's resource requests to the autoscaler from a thread, since the coordinator's
+        process may take seconds to start."""
         if not self._settings.autoscaler_requests:
             return
 

@@ -1,4 +1,4 @@
-"""A TorchTrainer whose controller is ours."""
+"""A TorchTrainer that runs Everstep's controller."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from train_fn.recovery.resources import worker_resources
 from train_fn.step.nccl import group_backend
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
-"""The driver removes what a dead controller leaves; no Ray Data here. Each would start a process
-per fit."""
+"""Ray's callbacks that are left out. The driver removes a dead controller's placement groups, and
+Everstep does not use Ray Data. Each would start a process for every ``fit``."""
 
 _RELAY_S = 0.5
-"""Pause between two looks at what the controller logs."""
+"""Pause in seconds between two reads of the controller's log."""
 _RELAY_PATIENCE_S = 60.0
-"""Longest wait of one look."""
+"""Timeout in seconds of one read."""
 
 
 class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
-    """``fit`` as Ray's; afterwards ``outcome`` says how it was left, None where the controller
-    itself was lost."""
+    """Train like Ray's TorchTrainer. After ``fit``, ``outcome`` is the run's outcome; None if the
+    controller itself was lost."""
 
     def __init__(self, engine: Engine) -> None:
         job, settings = engine.job, engine.settings
@@ -78,9 +78,9 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
         )
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Any:
-        """Run our controller on the driver's node, without a runtime_env: its children would
-        inherit it, and then no idle process would fit them. It is detached, so that Ray does not
-        end the ranks with a driver that dies: they save first."""
+        """Run Everstep's controller on the driver's node. It has no runtime_env, since its ranks
+        would inherit it and could then not reuse idle processes. It is detached, so that Ray does
+        not end the ranks when the driver dies: they save first."""
         del controller_init_kwargs["scaling_policy"], controller_init_kwargs["failure_policy"]
         actor_class = ray.remote(
             num_cpus=0, label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
@@ -101,20 +101,20 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
         except Exception:
             ray.kill(controller)
             raise
-        finally:  # a driver that is told to end leaves its controller to see to the ranks
+        finally:  # a driver that must exit leaves the ranks to its controller
             ended.set()
         ray.kill(controller)
         return result
 
 
 def _relay_log(controller: Any, ended: threading.Event) -> None:
-    """Bring what the controller logs into the driver's log, which is kept with the run, as it
-    comes."""
+    """Copy the controller's log continuously into the driver's log, which is stored with the
+    run."""
     while not ended.wait(_RELAY_S):
         try:
             _relay(ray.get(controller.take_log.remote(_RELAY_PATIENCE_S)))
         except RayError:
-            return  # the controller is gone; fit() says so
+            return  # the controller is gone; fit() raises for it
 
 
 def _relay(lines: list[tuple[int, str]]) -> None:
@@ -123,8 +123,8 @@ def _relay(lines: list[tuple[int, str]]) -> None:
 
 
 def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
-    """Ray keeps and deletes what a user's function reports; of Everstep's own checkpoints it
-    deletes none."""
+    """Return Ray's retention of checkpoints. Ray deletes old checkpoints that a user's function
+    reports, but none of Everstep's own."""
     if not spec.runs_own_function:
         return ray.train.CheckpointConfig()
     return ray.train.CheckpointConfig(
@@ -135,8 +135,8 @@ def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
 
 
 def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
-    """As the spec asks; how many ranks the service allows within that is for the scaling policy to
-    know at any time."""
+    """Return the scaling limits of the spec. The scaling policy applies the number of ranks that
+    the service currently allows within them."""
     return ray.train.ScalingConfig(
         num_workers=(spec.min_workers, spec.max_workers),
         use_gpu=use_gpu,

@@ -1,10 +1,10 @@
-"""Idle worker processes with torch and the loop already imported, one for each rank that a node may
+"""Keep idle worker processes with torch and the loop already imported, for ranks that a node may
 have to take over.
 
-A fresh rank costs 4 to 5 s of process start and imports; one that an idle process becomes costs
-0.06 s. Ray reuses an idle process only for actors of the same job without a runtime_env, and
-preloads modules only where the raylets' environment says so (``RAY_preload_python_modules``);
-elsewhere the pool still saves the process start.
+A fresh rank takes 4 to 5 s to start its process and import modules. A rank in an idle process
+takes 0.06 s. Ray reuses an idle process only for actors of the same job without a runtime_env. It
+preloads modules only if the raylets' environment asks for it (``RAY_preload_python_modules``).
+Without that the pool still saves the process start.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _KEEP_ALIVE_S = 24 * 3600
 
 
 class WarmPool:
-    """Keeps ``warm_spares`` idle processes for each rank of a node, from a background thread of the
+    """Keep ``warm_spares`` idle processes for each rank of a node, from a background thread of the
     controller.
 
-    Ray does not tell how many idle processes a node has, so they are counted: what was asked for,
-    less what ranks were made of.
+    Ray does not report how many idle processes a node has. So they are counted: those requested,
+    minus those that became ranks.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class WarmPool:
         self._stopping.set()
 
     def note_ranks(self, ranks: Mapping[str, tuple[int, int]]) -> None:
-        """A group has started: for each node id its ranks, and how many of them were made of idle
-        processes."""
+        """Note a started group. ``ranks`` gives, for each node id, the number of ranks and how many
+        of them reused idle processes."""
         with self._lock:
             self._ranks = Counter({node_id: num_ranks for node_id, (num_ranks, _) in ranks.items()})
             for node_id, (_, num_taken) in ranks.items():
@@ -80,12 +80,12 @@ class WarmPool:
             try:
                 self.tick()
             except Exception as exc:
-                # a pool that is not filled costs seconds at the next failure, never the run
+                # An empty pool costs only seconds at the next failure, so do not raise.
                 logger.warning("the warm pool could not be refilled: %s", exc)
 
     def tick(self) -> None:
-        """Ask each usable node for what it lacks: also nodes without a rank, since the run may have
-        to move there."""
+        """Request the missing idle processes from each usable node, even from nodes without ranks,
+        since the run may have to move there."""
         with self._lock:
             if not self._ranks:
                 return
@@ -106,8 +106,8 @@ class WarmPool:
 
 
 def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: int) -> None:
-    """Let the processes of the first ranks start and import while the controller still does the
-    same."""
+    """Start the processes of the first ranks and their imports while the controller itself still
+    starts."""
     nodes = [node for node in look() if node.usable]
     rooms = {
         node.node_id: fit_workers(
@@ -121,8 +121,8 @@ def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: i
 
 
 def prestart(node: NodeView, num_workers: int) -> bool:
-    """Ask a node's raylet for idle processes of this job; they are ready seconds later. False when
-    it did not take the request."""
+    """Request idle processes of this job from a node's raylet. They are ready seconds later. Return
+    False if it did not accept the request."""
     request = node_manager_pb2.PrestartWorkersRequest(
         language=common_pb2.Language.PYTHON,
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),

@@ -1,5 +1,4 @@
-"""The actor that a rank lives in: Ray Train's worker with a launch before it and a settled end
-after it."""
+"""The actor of a rank: Ray Train's worker with Everstep's launch and orderly end."""
 
 from __future__ import annotations
 
@@ -23,43 +22,42 @@ from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
 WATCH = "watch"
-"""Concurrency group of the one call that waits beside all others."""
+"""Concurrency group of ``watch``, which waits while other calls run."""
 _LOOK_S = 0.005
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's training function stands: ``ended`` with the exception it raised, if it did;
-    else ``stack`` says where it is."""
+    """Describe the state of a rank's training function: ``ended``, with its exception if it raised
+    one, or still running, with its ``stack``."""
 
     ended: bool
     error: BaseException | None
     stack: str | None = None
     kept_step: int | None = None
-    """Step whose state is on its node already, though the training function has not ended."""
+    """Step whose state is already on the node while the training function still runs."""
     state_bytes: int = 0
-    """How large the state is that the rank leaves on its node."""
+    """Size of the state that the rank writes on its node."""
 
 
 @dataclass(frozen=True)
 class RankReady:
-    """A prepared rank: the versions that its node runs, and when its process began, in unix
-    seconds."""
+    """Describe a prepared rank: the versions on its node, and the start of its process as Unix time
+    in seconds."""
 
     versions: dict[str, str]
     born_at: float
     oom_kills: int | None
-    """Processes that its node's kernel had killed for want of memory by then; None where that is
-    not known."""
+    """Processes that the OOM killer had ended on the node by then; None if unknown."""
     problem: str | None = None
-    """Why its ranks could not reach their peers, as far as that is known before they try."""
+    """Why ranks on the node cannot reach their peers, if this is known before they try."""
 
 
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
-    """Created without a runtime_env, so that a forked or idle process with torch imported can
-    become it.
+    """Run a rank. The actor has no runtime_env, so that a forked or idle process with torch
+    imported can run it.
 
-    Its environment comes by ``prepare``.
+    ``prepare`` sets its environment.
     """
 
     _meets_to_report = True
@@ -72,56 +70,58 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
-        """Ray's; a rank that meets nobody to report calls its checkpoint as it is told to."""
+        """Initialise Ray's train context. Ranks that do not synchronise on reports use the given
+        checkpoint name."""
         super().init_train_context(*args, **kwargs)
         if not self._meets_to_report:
             get_train_context()._sync_checkpoint_dir_name_across_ranks = _as_told
 
     def run_train_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Ray's: starts the training thread, whose end is told from here on."""
+        """Start Ray's training thread, whose end is reported from here on."""
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
         worker.tell_end_of(runner._thread)
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
-        """Which of the other nodes' raylets accept a connection from this one."""
+        """Return, for each raylet address, whether it accepts a connection from this node."""
         return accepts_connection(addresses, timeout_s)
 
     def look_at_node(self, number: int) -> Figures:
-        """What its node computes, holds and writes, told as that of ``number``."""
+        """Check computation, memory and storage of this node, and return the figures as those of
+        ``number``."""
         if ray.get_gpu_ids():
             return look_from_outside(number, "cuda", own_temporary_dir())
         return look_at_this_node(number, torch.device("cpu"), own_temporary_dir())
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
-        """Where its node takes in what another one sends to time a link."""
+        """Listen for a block that another node sends to time a link. Return the address."""
         return take_in(ip, timeout_s)
 
     def pass_time(self, address: tuple[str, int], timeout_s: float) -> float | None:
-        """Seconds of a block to another node; None where it does not arrive."""
+        """Return the seconds to send a block to another node; None if it does not arrive."""
         return pass_time(address, timeout_s)
 
     def ask_to_yield(self) -> None:
-        """Ask the training function to save and leave at the next agreed step."""
+        """Ask the training function to save and exit at the next step that all ranks agree on."""
         worker.ask_to_yield()
 
     def let_go(self) -> None:
-        """A peer is gone, or is taken for gone: have the training function leave its step."""
+        """Make the training function leave its step, since a peer is gone or assumed to be."""
         worker.let_go()
 
     def stack(self) -> str:
-        """The Python stacks of this rank, the training thread's last."""
+        """Return the Python stacks of this rank, with the training thread's last."""
         return worker.stack()
 
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
-        """What says that another process of this node was killed for want of memory; None where
-        nothing does."""
+        """Return evidence that the OOM killer ended another process of this node; None if there is
+        none."""
         return look_for_oom(pid, kills_before)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> bool:
-        """Return once a poll would find something: a report, or, True, that the rank is to be asked
-        often, since it has trained and waits until its reports are taken, or has ended."""
+        """Return once a poll would find something. Return True if the rank should be polled often,
+        because it has finished training and waits for its reports to be taken, or has ended."""
         return worker.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
