@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from functools import partial
 
 import ray
@@ -12,6 +13,8 @@ from storage.filesystem import Storage
 from train_fn.node.probe import ask
 from train_fn.ray_train.ray_internals import cluster_state
 from train_fn.recovery.marks import MarksReader
+from train_fn.recovery.partition import Apart
+from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"
@@ -74,3 +77,44 @@ def _earliest(ray_deadline: float, mark: NodeMark | None) -> float | None:
     seconds; None if there is none."""
     said = [ray_deadline, mark.deadline if mark is not None and mark.state == "draining" else None]
     return min((deadline for deadline in said if deadline), default=None)
+
+
+class LiveNodes:
+    """Read the nodes for one run's controller. Nodes that were excluded get no ranks for a
+    while."""
+
+    def __init__(self, settings: RecoverySettings, storage: Storage) -> None:
+        self._settings = settings
+        self._look = node_look(settings.probe_timeout_s, storage)
+        self._apart = Apart(settings.apart_s)
+        self._last_look: tuple[float, tuple[NodeView, ...]] = (float("-inf"), ())
+
+    def look(self) -> tuple[NodeView, ...]:
+        """Return the nodes as they are now. Raise Ray's error if the GCS does not answer."""
+        nodes = self._apart.mark(self._look(), time.monotonic())
+        self._last_look = time.monotonic(), nodes
+        return nodes
+
+    def recent(self) -> tuple[NodeView, ...]:
+        """Return the nodes as last read, if that is recent: while ranks train, the scaling policy
+        reads them every second."""
+        looked_at, nodes = self._last_look
+        return (
+            nodes
+            if time.monotonic() - looked_at < 2 * self._settings.resize_interval_s
+            else self.look()
+        )
+
+    def exclude(self, node_ids: Collection[str]) -> None:
+        """Exclude nodes for a while that others do not reach, or that are not fit."""
+        self._apart.leave_out(node_ids, time.monotonic())
+
+    def exclude_if_others(self, node_id: str | None) -> None:
+        """Exclude a node whose device failed, if another node could take its ranks."""
+        others = [
+            node
+            for node in self.look()
+            if node.reachable and not node.is_head and node.node_id != node_id
+        ]
+        if node_id is not None and others:
+            self.exclude([node_id])

@@ -13,10 +13,8 @@ import torch
 from everstep.wire import Verdict
 from train_fn.ray_train import placement
 from train_fn.ray_train import rank_process as worker
-from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.group_shutdown import hold_for
 from train_fn.ray_train.placement import Placement
-from train_fn.ray_train.rank_process import YIELDED
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.settings import RecoverySettings
@@ -40,33 +38,6 @@ def test_ranks_are_waited_for_by_the_size_of_what_they_leave() -> None:
     assert hold_for(20.0, 4 << 20) == pytest.approx(20.0, abs=0.1)
     # 24 GB take an estimated 30 to 50 s: two copies, two digests and a file
     assert hold_for(20.0, 24_000_000_000) == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "asked", "requested", "finished", "stopped"),
-    [
-        # rank 0 had not heard that it was to make room: the run goes on
-        ("pause", True, None, False, None),
-        ("pause", True, "pause", True, "pause"),
-        ("pause", False, None, True, "pause"),  # where saves fail
-        ("cancel", True, "cancel", True, "cancel"),
-        (YIELDED, True, None, False, None),
-        (None, True, None, True, None),
-    ],
-)
-def test_ranks_that_made_room_have_not_paused(
-    value: str | None, asked: bool, requested: str | None, finished: bool, stopped: str | None
-) -> None:
-    leaving = SimpleNamespace(is_set=lambda: False)
-    journal = SimpleNamespace(stop_requested=requested)
-    controller: Any = SimpleNamespace(
-        _asked_to_yield=asked, _journal=journal, _leaving=leaving, _stopped=None
-    )
-    status = SimpleNamespace(
-        finished=True, errors={}, worker_statuses={0: SimpleNamespace(return_value=value)}
-    )
-    assert EverstepController._is_training_succeeded(controller, status) is finished
-    assert controller._stopped == stopped
 
 
 def test_of_a_node_that_is_taken_away_its_own_ranks_are_killed_and_no_others(

@@ -237,6 +237,7 @@ def test_the_table_has_every_private_name_of_ray_that_is_used() -> None:
 
     owners = {
         "controller": (seam.TrainController, seam.ScalingConfig),
+        "group_factory": (seam.WorkerGroup,),
         "worker_group": (seam.WorkerGroup,),
         "scaling": (seam.ScalingPolicy, seam.ScalingConfig),
         "trainer": (seam.DataParallelTrainer,),

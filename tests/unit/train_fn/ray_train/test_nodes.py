@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from storage.cluster.node_marks import NodeMark, encode_marks, write_marks_file
 from storage.filesystem import Storage
 from train_fn.ray_train import nodes
 from train_fn.recovery.marks import MarksReader
+from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.sizing import NodeView
 
 pytest_plugins = ["tests.support.storage_fixtures"]
 
@@ -57,3 +60,60 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(
     assert deadlines == {"open": None, "cordoned": None, "drained": 70.0, "by_ray": None}, (
         "the earlier of both words"
     )
+
+
+A = NodeView("a", "10.0.0.1", 1, {}, {})
+B = NodeView("b", "10.0.0.2", 1, {}, {})
+HEAD = NodeView("head", "10.0.0.3", 1, {}, {}, is_head=True)
+
+
+class Seen:
+    """The nodes of one run's controller, at a time that the test sets."""
+
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.num_looks = 0.0, 0
+        self.views: tuple[NodeView, ...] = (A, B, HEAD)
+        monkeypatch.setattr(nodes, "node_look", lambda timeout_s, storage: self._look)
+        monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: self.now))
+        settings = RecoverySettings(apart_s=60.0, resize_interval_s=1.0)
+        self.nodes = nodes.LiveNodes(settings, storage)
+
+    def _look(self) -> tuple[NodeView, ...]:
+        self.num_looks += 1
+        return self.views
+
+    def excluded(self) -> list[str]:
+        return [node.node_id for node in self.nodes.look() if node.cordoned]
+
+
+@pytest.fixture
+def seen(local_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(local_storage, monkeypatch)
+
+
+def test_an_excluded_node_gets_no_ranks_for_a_while(seen: Seen) -> None:
+    seen.nodes.exclude(["b"])
+    seen.now = 59.0
+    assert seen.excluded() == ["b"]
+    seen.now = 61.0
+    assert seen.excluded() == []
+
+
+def test_a_node_with_a_failed_device_is_excluded_only_if_another_can_take_its_ranks(
+    seen: Seen,
+) -> None:
+    seen.nodes.exclude_if_others("a")
+    assert seen.excluded() == ["a"]
+    seen.now, seen.views = 100.0, (A, dataclasses.replace(B, reachable=False), HEAD)
+    seen.nodes.exclude_if_others("a")
+    seen.nodes.exclude_if_others(None)
+    assert seen.excluded() == [], "neither the head nor a node that does not answer"
+
+
+def test_nodes_that_were_just_read_are_not_read_again(seen: Seen) -> None:
+    seen.nodes.look()
+    seen.now = 1.9
+    assert seen.nodes.recent() == seen.views and seen.num_looks == 1
+    seen.now = 2.0
+    seen.nodes.recent()
+    assert seen.num_looks == 2

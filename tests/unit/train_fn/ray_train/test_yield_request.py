@@ -1,0 +1,102 @@
+"""A group is asked once to exit, and then either exits, is forced to, or stays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from train_fn.ray_train import yield_request
+from train_fn.ray_train.yield_request import YieldRequest
+from train_fn.recovery.settings import RecoverySettings
+
+
+class Group:
+    """Counts the requests, and notes the nodes that it was told to abandon."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.abandoned: list[Collection[str]] = []
+
+    def ask_to_yield(self) -> None:
+        self.num_asked += 1
+
+    def abandon(self, node_ids: Collection[str]) -> list[int]:
+        self.abandoned.append(node_ids)
+        return [1]
+
+
+class Turns:
+    """Turns of the control loop at times that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.leave_by: float | None = None
+        self.is_leaving = False
+        self.sizes: Any = SimpleNamespace(
+            wanted=None,
+            draining=frozenset({"b"}),
+            must_have_left=lambda now: self.leave_by is not None and self.leave_by <= now,
+        )
+        chronicle: Any = SimpleNamespace(world_size=2)
+        self.group = Group()
+        self.request = YieldRequest(
+            RecoverySettings(yield_timeout_s=60.0), self.sizes, chronicle, lambda: self.is_leaving
+        )
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
+        monkeypatch.setattr(yield_request, "time", clock)
+
+    def turn(self, now: float) -> None:
+        self.now = now
+        group: Any = self.group
+        self.request.check(group)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    return Turns(monkeypatch)
+
+
+def test_a_group_that_fits_is_not_asked(turns: Turns) -> None:
+    turns.turn(100.0)
+    assert turns.group.num_asked == 0 and not turns.request.asked
+
+
+def test_a_group_is_asked_once_and_stays_if_it_does_not_exit_in_time(turns: Turns) -> None:
+    turns.sizes.wanted = 3
+    for now in (100.0, 130.0, 160.0):
+        turns.turn(now)
+        assert turns.group.num_asked == 1 and turns.sizes.wanted == 3
+    turns.turn(160.1)
+    assert turns.sizes.wanted is None and turns.group.abandoned == []
+    assert (turns.request.asked, turns.request.asked_at) == (True, 1100.0), (
+        "it may still exit because of that request"
+    )
+    turns.request.reset()
+    assert not turns.request.asked
+    turns.sizes.wanted = 3
+    turns.turn(200.0)
+    assert turns.group.num_asked == 2, "the next group is asked anew"
+
+
+def test_ranks_of_a_run_that_goes_on_elsewhere_are_waited_for(turns: Turns) -> None:
+    """The driver's watch ends the process in time."""
+    turns.is_leaving = True
+    turns.turn(100.0)
+    turns.turn(10_000.0)
+    turns.is_leaving, turns.sizes.wanted = False, 3
+    assert turns.group.num_asked == 1
+    turns.turn(10_001.0)
+    assert turns.sizes.wanted is None, "the request was still pending"
+
+
+def test_ranks_that_would_be_taken_away_with_their_node_are_killed_once(turns: Turns) -> None:
+    turns.sizes.wanted, turns.leave_by = 1, 1120.0
+    turns.turn(100.0)
+    turns.turn(111.9)
+    assert turns.group.abandoned == []
+    for now in (112.0, 113.0):
+        turns.turn(now)
+        assert turns.group.abandoned == [frozenset({"b"})]

@@ -1,0 +1,178 @@
+"""Decide what Ray does about an error: gather evidence from all ranks, judge it, decide, and report
+all of this."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from everstep.wire import Verdict
+from train_fn import clock as head_clock
+from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.group_factory import GroupFactory
+from train_fn.ray_train.nodes import LiveNodes
+from train_fn.ray_train.oom_probe import DELAY_S, ask_node
+from train_fn.ray_train.ray_internals import (
+    ControllerError,
+    FailureDecision,
+    FailurePolicy,
+    WorkerGroupError,
+    WorkerGroupStartupTimeoutError,
+)
+from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.decision import BUDGET_OF, Decision, decide
+from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.launch import Engine
+from train_fn.recovery.verdict import Judgement, judge
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_S = 0.3
+"""Seconds until the GCS shows the resources that a failed start has freed."""
+_EVIDENCE_S = 3.0
+"""Timeout in seconds for evidence from a dead rank's node if the failure ends the run."""
+
+
+class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
+    """Answer Ray's question about each error.
+
+    Args:
+        failure_config: Ray's.
+        engine: the spec's budgets, and the settings.
+        chronicle: where failures are reported, and the earlier ones.
+        sizes: delays the next start.
+        nodes: excludes a node whose device failed.
+        groups: has the newest group, even if its start failed.
+        current_group: returns the controller's group; None without one.
+        is_running: returns whether that group trains.
+    """
+
+    def __init__(
+        self,
+        failure_config: Any,
+        engine: Engine,
+        chronicle: Chronicle,
+        sizes: LiveScalingPolicy,
+        nodes: LiveNodes,
+        groups: GroupFactory,
+        current_group: Callable[[], EverstepWorkerGroup | None],
+        is_running: Callable[[], bool],
+    ) -> None:
+        super().__init__(failure_config)
+        self._spec = engine.job.spec
+        self._settings = engine.settings
+        self._chronicle = chronicle
+        self._sizes = sizes
+        self._nodes = nodes
+        self._groups = groups
+        self._current_group = current_group
+        self._is_running = is_running
+        self._decision: Decision | None = None
+
+    @property
+    def final(self) -> Decision | None:
+        """Return the decision that ended the run; None if the last one was to restart."""
+        return self._decision if self._decision is not None and not self._decision.restart else None
+
+    def make_decision(self, training_failed_error: Any) -> Any:
+        """Return Ray's RETRY or RAISE. Never raises."""
+        try:
+            return self._weigh(training_failed_error)
+        except Exception:
+            logger.exception("the failure could not be weighed; the run goes on from what survives")
+            return FailureDecision.RETRY
+
+    def note_preemption(self, group: EverstepWorkerGroup, asked_at: float) -> None:
+        """Report that the ranks have saved and exited before their node is removed.
+
+        Args:
+            group: the ranks.
+            asked_at: when they were asked to exit, in Unix seconds.
+        """
+        draining, self._sizes.draining = self._sizes.draining, frozenset()
+        reports = tuple(
+            RankReport(
+                rank,
+                worker.metadata.node_id,
+                worker.metadata.pid,
+                node_draining=worker.metadata.node_id in draining,
+            )
+            for rank, worker in enumerate(group.get_workers())
+        )
+        evidence = Evidence(
+            self._chronicle.attempt, asked_at, reports, self._chronicle.last_step(reports)
+        )
+        decision = Decision(True, BUDGET_OF[Verdict.PREEMPTION], "moved away before the deadline")
+        self._chronicle.failed(evidence, judge(evidence), decision)
+
+    def _weigh(self, error: Any) -> Any:
+        noticed_at = head_clock.now()
+        if isinstance(error, ControllerError) and isinstance(
+            error.controller_failure, WorkerGroupStartupTimeoutError
+        ):
+            # Resources that looked free were not. The run waits for them; this is no failure.
+            self._sizes.back_off(_RELEASE_S)
+            return FailureDecision.RETRY
+        running = self._is_running()
+        reports = self._reports(running)
+        evidence = Evidence(
+            attempt=self._chronicle.attempt,
+            noticed_at=noticed_at,
+            ranks=reports,
+            last_step=self._chronicle.last_step(reports),
+            control_error=None if isinstance(error, WorkerGroupError) else str(error),
+        )
+        judgement = judge(evidence)
+        self._decision = decide(
+            judgement,
+            self._chronicle.failures,
+            self._spec.recovery,
+            no_progress_limit=self._settings.no_progress_limit,
+            backoff_max_s=self._settings.backoff_max_s,
+            checkpoint=self._spec.checkpoint,
+        )
+        self._chronicle.failed(evidence, judgement, self._decision)
+        if judgement.verdict is Verdict.HARDWARE:
+            self._nodes.exclude_if_others(judgement.node_id)
+        self._look_for_oom(judgement, self._decision)
+        self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
+        return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
+
+    def _reports(self, running: bool) -> tuple[RankReport, ...]:
+        """Return a report on each rank: of the group that trained, or of one whose start failed."""
+        group = self._current_group()
+        if running and group is not None:
+            return group.settle()
+        return self._groups.last.start_reports if self._groups.last is not None else ()
+
+    def _look_for_oom(self, judgement: Judgement, decision: Decision) -> None:
+        """Ask the node of a lost rank for the cause, in parallel to the recovery. The answer is
+        reported as an event of its own."""
+        pid, node_id = judgement.detail.get("pid"), judgement.node_id
+        if (
+            judgement.verdict is not Verdict.WORKER_LOST
+            or pid is None
+            or node_id is None
+            or self._groups.last is None
+        ):
+            return
+        place = {"rank": judgement.first_rank, "node_id": node_id, "pid": pid}
+        report = functools.partial(self._chronicle.evidence, self._chronicle.attempt, place)
+        kills_before = self._groups.last.oom_kills.get(pid)
+        find_rank = functools.partial(self._rank_on, node_id)
+        asking = ask_node(
+            node_id, pid, kills_before, find_rank, report, DELAY_S if decision.restart else 0.0
+        )
+        if not decision.restart:
+            asking.join(_EVIDENCE_S)
+
+    def _rank_on(self, node_id: str) -> Any | None:
+        """Return the actor of one of the current group's ranks on that node; None without one."""
+        group = self._current_group()
+        workers = group.get_workers() if group is not None and group.has_started() else ()
+        return next(
+            (worker.actor for worker in workers if worker.metadata.node_id == node_id), None
+        )

@@ -1,0 +1,89 @@
+"""Ask the ranks of a running group to save and exit, so that a group of another size or a newer
+submission can follow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.settings import RecoverySettings
+
+_DRAIN_MARGIN_S = 8.0
+"""Seconds before a draining node is removed at which ranks that hold up the others are killed, so
+that the others can still exit."""
+
+logger = logging.getLogger(__name__)
+
+
+class YieldRequest:
+    """The request to one group at a time. It is made once, and given up after ``yield_timeout_s``.
+
+    Args:
+        settings: the timeout.
+        sizes: says whether another size is wanted, and which nodes drain.
+        chronicle: has the size of the group.
+        is_leaving: returns whether the run goes on in another submission.
+    """
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        sizes: LiveScalingPolicy,
+        chronicle: Chronicle,
+        is_leaving: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._sizes = sizes
+        self._chronicle = chronicle
+        self._is_leaving = is_leaving
+        self._since: float | None = None
+        """When the pending request was made, in monotonic seconds; None without one."""
+        self._overdue_killed = False
+        self.asked = False
+        """Whether the current group was ever asked. It may still exit after the request was given
+        up."""
+        self.asked_at = 0.0
+        """When it was asked, in Unix seconds."""
+
+    def reset(self) -> None:
+        """Begin anew with the next group."""
+        self._since = None
+        self.asked = self._overdue_killed = False
+
+    def check(self, group: EverstepWorkerGroup) -> None:
+        """Ask the ranks to exit once another size is wanted or the driver is gone. Call this with
+        every turn of the control loop."""
+        if self._sizes.wanted is None and not self._is_leaving():
+            return
+        now = time.monotonic()
+        if self._since is None:
+            self._ask(group, now)
+        elif not self._overdue_killed and self._sizes.must_have_left(time.time() + _DRAIN_MARGIN_S):
+            self._overdue_killed = True
+            ranks = group.abandon(self._sizes.draining)
+            logger.warning(
+                "a node is about to be taken away, and ranks have not left; killed rank %s", ranks
+            )
+        elif now - self._since > self._settings.yield_timeout_s and not self._is_leaving():
+            logger.warning(
+                "ranks did not leave within %g s; the group stays as it is",
+                self._settings.yield_timeout_s,
+            )
+            self._sizes.wanted = None
+            self._since = None
+
+    def _ask(self, group: EverstepWorkerGroup, now: float) -> None:
+        followers = (
+            "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
+        )
+        logger.info(
+            "asking %d ranks to save and leave for %s", self._chronicle.world_size, followers
+        )
+        self._since = now
+        self.asked_at = time.time()
+        self.asked = True
+        group.ask_to_yield()
