@@ -10,6 +10,7 @@ from train_fn.ray_train.attempt_log import Chronicle
 from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.preflight_checks import Fitness
+from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
 
@@ -59,14 +60,20 @@ class GroupFactory:
             silent_peer_s=settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
         )
-        self.last = EverstepWorkerGroup(
+        actors = RankActors(
             launch,
             settings,
             self._placement,
             self._nodes.look,
-            self._on_started,
             self._nodes.exclude,
             self._fitness,
+        )
+        self.last = EverstepWorkerGroup(
+            actors,
+            settings,
+            self._nodes.look,
+            meets_to_report=launch.meets_to_report,
+            on_created=self._on_started,
             **kwargs,
         )
         self.last._start()

@@ -247,7 +247,6 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     WorkerGroup: (
         "_callbacks",
         "_latest_poll_status",
-        "_worker_cls",
         "_worker_group_context",
         "_worker_group_start_timeout_s",
         "_worker_health_check_timeout_s",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from train_fn.ray_train import worker_group
+from train_fn.ray_train import poll_patience
+from train_fn.ray_train.poll_patience import PollPatience
 from train_fn.ray_train.ray_internals import (
     WorkerGroup,
     WorkerHealthCheckFailedError,
@@ -49,10 +50,10 @@ class Polls:
         self.statuses: list[Any] = []
         self.nodes: tuple[NodeView, ...] = ()
         self.group: Any = EverstepWorkerGroup.__new__(EverstepWorkerGroup)
-        self.group._settings = RecoverySettings()
-        self.group._missed_since, self.group._told_cut_off = {}, False
+        self.group._patience = PollPatience(
+            lambda: (HEAD, *self.nodes), RecoverySettings().health_timeout_s
+        )
         self.group._world_rank_to_ongoing_poll = {}
-        self.group._look_at_nodes = lambda: (HEAD, *self.nodes)
         self.group.get_workers = lambda: [
             SimpleNamespace(metadata=SimpleNamespace(node_id=n)) for n in "ab"[: len(self.statuses)]
         ]
@@ -61,7 +62,7 @@ class Polls:
             "_poll_workers_and_collect_errors",
             lambda _group, _timeout: list(self.statuses),
         )
-        monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(poll_patience, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def errors(self) -> list[bool]:
         return [

@@ -1,0 +1,54 @@
+"""The controller hears of a report at once, and polls often once a rank is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from train_fn.ray_train.rank_news import RankNews
+
+
+class Rank:
+    """A worker whose pending call the test answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[Future[bool]] = []
+        self.actor: Any = SimpleNamespace(watch=SimpleNamespace(remote=self._watch))
+
+    def _watch(self) -> Any:
+        call: Future[bool] = Future()
+        self.calls.append(call)
+        return SimpleNamespace(future=lambda: call)
+
+
+def test_a_report_is_news_once_and_its_rank_is_called_again() -> None:
+    async def turns() -> None:
+        ranks, news = [Rank(), Rank()], RankNews()
+        assert not await news.wait(ranks, poll_s=0.01, quiet_s=0.05)
+        ranks[1].calls[0].set_result(False)
+        assert await news.wait(ranks, poll_s=0.01, quiet_s=60.0)
+        assert [len(rank.calls) for rank in ranks] == [1, 2]
+        assert not await news.wait(ranks, poll_s=0.01, quiet_s=0.05)
+
+    asyncio.run(turns())
+
+
+def test_a_rank_that_is_over_is_news_at_every_poll() -> None:
+    async def turns(*, died: bool) -> None:
+        ranks, news = [Rank(), Rank()], RankNews()
+        assert not await news.wait(ranks, poll_s=0.01, quiet_s=0.05)
+        if died:
+            ranks[0].calls[0].set_exception(ConnectionError("the actor is dead"))
+        else:
+            ranks[0].calls[0].set_result(True)
+        assert await news.wait(ranks, poll_s=0.2, quiet_s=60.0)
+        began = time.monotonic()
+        assert await news.wait(ranks, poll_s=0.2, quiet_s=60.0)
+        assert time.monotonic() - began >= 0.19, "not in a busy loop"
+        assert [len(rank.calls) for rank in ranks] == [1, 1]
+
+    asyncio.run(turns(died=False))
+    asyncio.run(turns(died=True))

@@ -1,0 +1,80 @@
+"""Kill the ranks that the others wait for, and explain in the reports why they died."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from train_fn.recovery.evidence import RankReport
+from train_fn.recovery.hang import SILENT_S, find_stuck, is_known_who_hangs
+
+
+class HungRanks:
+    """The ranks of one group that were killed because they hung, with every rank's stack at that
+    time.
+
+    Args:
+        health_timeout_s: how long a poll may take, for the report on a rank that does not answer.
+    """
+
+    def __init__(self, health_timeout_s: float) -> None:
+        self._health_timeout_s = health_timeout_s
+        self._stacks: dict[int, str | None] = {}
+        self._ranks: list[int] = []
+        self._reason = ""
+
+    def kill(self, workers: Sequence[Any], reason: str) -> list[int]:
+        """Read every rank's stack, kill the ranks that hold up the others, and return them.
+
+        Their peers then leave with a failed collective, as after any death. ``explain`` tells the
+        difference.
+
+        Args:
+            workers: the group's workers, by rank.
+            reason: why they are taken for hung.
+        """
+        pending = {worker.actor.stack.remote(): rank for rank, worker in enumerate(workers)}
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
+        self._reason = reason
+        self._stacks = dict.fromkeys(pending.values())
+        for ref in answered:
+            with contextlib.suppress(RayError):
+                self._stacks[pending[ref]] = ray.get(ref)
+        self._ranks = find_stuck(self._stacks)
+        for rank in self._ranks:
+            ray.kill(workers[rank].actor)
+        return self._ranks
+
+    def explain(self, report: RankReport) -> RankReport:
+        """Return ``report`` with the rank's stack, and with the hang as the cause if it was killed
+        for one, or if it does not answer.
+
+        If the node of a killed rank does not answer either, the node is lost: it is unknown whether
+        the rank hung, or was killed at all.
+        """
+        report = dataclasses.replace(report, stack=self._stacks.get(report.rank))
+        if report.rank in self._ranks:
+            is_lost = not report.node_alive
+            return dataclasses.replace(
+                report,
+                unresponsive=not is_lost,
+                is_unproven=not is_lost and not is_known_who_hangs(self._stacks),
+                died=is_lost,
+                death=None,
+                still_running=False,
+                hang=None if is_lost else self._reason,
+            )
+        if report.unresponsive:
+            no_answer = (
+                "its process does not answer, though its node does: it was stopped, or is busy "
+                f"outside of Python. A poll may take {self._health_timeout_s:g} s "
+                "(EVERSTEP_RECOVERY_HEALTH_TIMEOUT_S, or recovery.hang_timeout_s where that is "
+                "shorter); raise that if it is busy"
+            )
+            return dataclasses.replace(report, hang=no_answer)
+        return report

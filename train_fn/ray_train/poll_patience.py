@@ -1,0 +1,117 @@
+"""Wait for ranks that missed a poll while the network may be at fault.
+
+Ray counts a rank as lost after its first failed call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError
+
+from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.ray_internals import (
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
+from train_fn.recovery.sizing import NodeView
+
+logger = logging.getLogger(__name__)
+
+
+class PollPatience:
+    """Decide which ranks of one group still count as running after a missed poll.
+
+    Args:
+        look: returns the current nodes of the cluster.
+        health_timeout_s: how long a rank may miss polls while its node answers.
+    """
+
+    def __init__(self, look: Look, health_timeout_s: float) -> None:
+        self._look_at_nodes = look
+        self._health_timeout_s = health_timeout_s
+        self._missed_since: dict[int, float] = {}
+        """Since when each rank could not be called, in monotonic seconds."""
+        self._told_cut_off = False
+
+    def still_running(
+        self,
+        statuses: Sequence[Any],
+        workers: Sequence[Any],
+        pending_polls: MutableMapping[int, Any],
+    ) -> set[int]:
+        """Return the ranks that missed a poll and still count as running.
+
+        A rank is called again for ``health_timeout_s`` if its node answers. If no other host
+        answers, this one is cut off: the ranks train on without it, and none counts as lost.
+
+        Args:
+            statuses: the result of a poll, by rank.
+            workers: the group's workers, by rank.
+            pending_polls: Ray's polls without a result, by rank. Cleared if this host is cut off,
+                so that the next poll is a new one with its own timeout.
+        """
+        missed = {rank for rank, status in enumerate(statuses) if _is_missed(status.error)}
+        self._missed_since = {
+            rank: self._missed_since.get(rank, time.monotonic()) for rank in missed
+        }
+        if not missed:
+            return set()
+        try:
+            nodes = {node.node_id: node for node in self._look_at_nodes()}
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return set()
+        if self._is_cut_off(nodes.values(), workers):
+            pending_polls.clear()
+            self._missed_since.clear()
+            return missed
+        recent = time.monotonic() - self._health_timeout_s
+        return {
+            rank
+            for rank in missed
+            if _may_answer_yet(workers[rank], nodes)
+            and rank not in pending_polls  # a call that hangs had its time already
+            and self._missed_since[rank] > recent
+        }
+
+    def is_cut_off(self, workers: Sequence[Any]) -> bool:
+        """Return whether this host is cut off: the GCS counts other hosts as alive, but none of
+        them answers."""
+        try:
+            return self._is_cut_off(self._look_at_nodes(), workers)
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            return False
+
+    def _is_cut_off(self, nodes: Iterable[NodeView], workers: Sequence[Any]) -> bool:
+        others = [node for node in nodes if not node.is_head]
+        ranks_on = {worker.metadata.node_id for worker in workers}
+        cut_off = (
+            bool(others)
+            and all(node.silent for node in others)
+            and ranks_on <= {node.node_id for node in others}
+        )
+        if cut_off and not self._told_cut_off:
+            logger.warning(
+                "no other host is heard from here; the ranks are left alone until one is"
+            )
+        self._told_cut_off = cut_off
+        return cut_off
+
+
+def _may_answer_yet(worker: Any, nodes: Mapping[str, NodeView]) -> bool:
+    """Return whether the node of a rank that could not be called answers itself."""
+    node = nodes.get(worker.metadata.node_id)
+    return node is not None and node.reachable
+
+
+def _is_missed(error: Any) -> bool:
+    """Return whether an error of a poll says that the rank could not be called or did not answer.
+    It does not if the rank is dead."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        return isinstance(error.health_check_failure, ActorUnavailableError)
+    return isinstance(error, WorkerHealthCheckTimeoutError)
