@@ -16,7 +16,7 @@ _RANK_MODULES = (
     "ray.train.torch",
     "ray.train.v2._internal.execution.worker_group.worker",
     "train_fn.ray_train.worker_actor",
-    "train_fn.ray_train.rank_process",
+    "train_fn.ray_train.rank_training",
     "train_fn.loop.attempt",
 )
 _CONTROLLER_MODULES = (

@@ -287,7 +287,7 @@ def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
 
 
 def _facts() -> dict[str, Any]:
-    from train_fn.ray_train.rank_process import versions
+    from train_fn.node.versions import versions
 
     context = ray.get_runtime_context()
     return {

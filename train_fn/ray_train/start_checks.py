@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from everstep.wire import ErrorKind
-from train_fn.ray_train.rank_process import versions
+from train_fn.node.versions import versions
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.worker_actor import RankReady
 from train_fn.recovery.evidence import RankReport

@@ -18,7 +18,7 @@ from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.journal_actor import NAMESPACE
 from train_fn.ray_train.older_submissions import controller_name
-from train_fn.ray_train.rank_process import run_rank
+from train_fn.ray_train.rank_training import run_rank
 from train_fn.ray_train.ray_internals import (
     RAY_NODE_ID_KEY,
     DatasetsCallback,

@@ -17,7 +17,8 @@ from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.out_of_memory import look_for_oom, oom_kills
 from train_fn.node.preflight import Figures, look_at_this_node, look_from_outside
 from train_fn.node.probe import accepts_connection
-from train_fn.ray_train import rank_process as worker
+from train_fn.node.versions import versions
+from train_fn.ray_train import rank_process
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.launch import RankLaunch
 
@@ -64,10 +65,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
-        worker.prepare(launch)
+        rank_process.prepare(launch)
         self._meets_to_report = launch.meets_to_report
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
-        return RankReady(worker.versions(), psutil.Process().create_time(), oom_kills(), problem)
+        return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Ray's train context. Ranks that do not synchronise on reports use the given
@@ -80,7 +81,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Start Ray's training thread, whose end is reported from here on."""
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
-        worker.tell_end_of(runner._thread)
+        rank_process.tell_end_of(runner._thread)
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
@@ -103,15 +104,15 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def ask_to_yield(self) -> None:
         """Ask the training function to save and exit at the next step that all ranks agree on."""
-        worker.ask_to_yield()
+        rank_process.ask_to_yield()
 
     def let_go(self) -> None:
         """Make the training function leave its step, since a peer is gone or assumed to be."""
-        worker.let_go()
+        rank_process.let_go()
 
     def stack(self) -> str:
         """Return the Python stacks of this rank, with the training thread's last."""
-        return worker.stack()
+        return rank_process.stack()
 
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
         """Return evidence that the OOM killer ended another process of this node; None if there is
@@ -122,7 +123,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something. Return True if the rank should be polled often,
         because it has finished training and waits for its reports to be taken, or has ended."""
-        return worker.wait_for_news()
+        return rank_process.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
@@ -140,9 +141,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         return RankEnd(
             not running,
             getattr(error, "_base_exc", error),
-            worker.stack() if running else None,
-            worker.kept_step,
-            worker.state_bytes,
+            rank_process.stack() if running else None,
+            rank_process.kept_step,
+            rank_process.state_bytes,
         )
 
 

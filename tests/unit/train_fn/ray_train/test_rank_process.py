@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from train_fn.ray_train import rank_process as worker
+from train_fn.ray_train import rank_process
 
 
 @pytest.fixture(autouse=True)
 def _afresh() -> Iterator[None]:
-    for event in (worker._news, worker._trained):
+    for event in (rank_process._news, rank_process._trained):
         event.clear()
     yield
-    for event in (worker._news, worker._trained):
+    for event in (rank_process._news, rank_process._trained):
         event.clear()
 
 
@@ -28,7 +28,7 @@ class Waiting:
         self._thread.start()
 
     def _wait(self) -> None:
-        self.has_trained = worker.wait_for_news()
+        self.has_trained = rank_process.wait_for_news()
 
     def ends_within(self, seconds: float) -> bool:
         self._thread.join(seconds)
@@ -39,12 +39,12 @@ def test_every_report_is_told_once_and_the_rank_trains_on() -> None:
     for _ in range(3):
         waiting = Waiting()
         assert not waiting.ends_within(0.1), "nothing to take"
-        worker._news.set()  # as with every report
+        rank_process.note_report()  # as with every report
         assert waiting.ends_within(20) and waiting.has_trained is False
 
 
 def test_a_report_that_comes_while_nobody_waits_is_told_to_who_waits_next() -> None:
-    worker._news.set()
+    rank_process.note_report()
     waiting = Waiting()
     assert waiting.ends_within(20) and waiting.has_trained is False
 
@@ -53,10 +53,10 @@ def test_a_rank_that_has_trained_is_asked_though_its_thread_goes_on() -> None:
     reported = threading.Event()
     training = threading.Thread(target=reported.wait)
     training.start()
-    worker.tell_end_of(training)
+    rank_process.tell_end_of(training)
     waiting = Waiting()
     assert not waiting.ends_within(0.1), "it trains"
-    worker._tell_trained()  # as the rank does before it waits for its reports
+    rank_process.note_trained()  # as the rank does before it waits for its reports
     assert waiting.ends_within(20) and waiting.has_trained and training.is_alive()
     reported.set()
     training.join(20)
@@ -65,7 +65,7 @@ def test_a_rank_that_has_trained_is_asked_though_its_thread_goes_on() -> None:
 def test_a_rank_whose_thread_ends_otherwise_is_asked_too() -> None:
     training = threading.Thread(target=lambda: None)
     training.start()
-    worker.tell_end_of(training)
+    rank_process.tell_end_of(training)
     waiting = Waiting()
     assert waiting.ends_within(20) and waiting.has_trained
 
@@ -78,7 +78,7 @@ def test_a_rank_that_lets_go_answers_meanwhile(monkeypatch: pytest.MonkeyPatch) 
         begun.set()
         ended.wait(30)
 
-    monkeypatch.setattr(worker, "abort_collectives", abort)
-    worker.let_go()
+    monkeypatch.setattr(rank_process, "abort_collectives", abort)
+    rank_process.let_go()
     assert begun.wait(10), "in a thread of its own"
     ended.set()

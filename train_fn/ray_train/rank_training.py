@@ -1,0 +1,199 @@
+"""The training function of a rank: everything around the loop, from its journal to its errors."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+from collections.abc import Callable
+
+import ray
+import ray.train
+import torch
+
+from everstep.wire import ErrorKind
+from storage.errors import StorageUnavailable
+from storage.run_control import Stop
+from train_fn.context import WorkerContext
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.rank_logging import RankLog
+from train_fn.node.cpu_threads import set_threads
+from train_fn.node.device_evidence import with_device_evidence
+from train_fn.node.gpu_memory import wait_for_free_memory
+from train_fn.node.gpu_use import GpuWatch
+from train_fn.node.secrets import Redactor, read_secrets
+from train_fn.ray_train import rank_process
+from train_fn.ray_train.checkpoint_reports import CheckpointReports
+from train_fn.ray_train.journal_actor import deliver_to
+from train_fn.ray_train.rank_journal import RankJournal
+from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.step.peers import Peers
+from train_fn.storage_proof import prove_storage
+
+BEAT_S, OTHERS_BEAT_S = 0.5, 2.0
+"""Interval in seconds at which a rank without events polls the journal. All ranks learn of rank 0's
+stop request with the next step. The others poll for what only they need: a profile, or the news
+that a newer attempt has begun."""
+
+ASK_S = 5.0
+"""Timeout in seconds for a response of the journal."""
+
+FLUSH_S = 10.0
+"""Timeout in seconds for the last events of a rank that exits after a failure to become durable.
+The controller waits longer."""
+
+LAST_FLUSH_S = 600.0
+"""The same for a rank that has finished or was asked to stop. Its events are the run's result, and
+the head may be away for minutes."""
+
+REPORT_S = 30.0
+"""Timeout in seconds for a rank's last checkpoints to be reported to Ray Train."""
+
+logger = logging.getLogger(__name__)
+
+
+def run_rank(config: dict[str, RankJob]) -> str | None:
+    """Train. Ray Train calls this on every rank.
+
+    Return None when all steps are done, the stop request that ended the loop, or ``YIELDED``.
+    Raise StepFailed for every error: it survives pickling, which an exception of another class may
+    not.
+    """
+    job, launch = config["job"], rank_process.current_launch()
+    place = ray.train.get_context()
+    rank = place.get_world_rank()
+    log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
+    redactor = log.redact = Redactor()
+    log.start()
+    client = ActorJournalClient(
+        deliver_to(job.journal),
+        f"rank-{rank}.a{launch.attempt:03d}",
+        launch.attempt,
+        interval_s=max(0.5, job.run_dir.storage.batch_s),
+        beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
+        on_superseded=_leave_at_once,
+    )
+    try:
+        secrets = read_secrets(job.spec, os.environ)
+        redactor.learn(secrets.values())
+        os.environ.update(secrets)
+        stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
+        return _outcome(stop, client)
+    except BaseException as exc:
+        raise _failure(exc, rank, job, redactor) from None
+    finally:
+        for variable in job.spec.secrets:
+            os.environ.pop(variable, None)
+        client.close(FLUSH_S)
+        log.close()
+
+
+def _outcome(stop: Stop | None, client: ActorJournalClient) -> str | None:
+    """Return what ``run_rank`` returns once the rank's events are durable."""
+    if not client.flush(LAST_FLUSH_S):
+        raise StorageUnavailable(
+            f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s"
+        )
+    if stop is None or not rank_process.yield_asked():
+        return stop
+    client.ask(ASK_S)  # rank 0 may know of the user's stop request before this rank does
+    return stop if client.stop_requested is not None else YIELDED
+
+
+def _failure(exc: BaseException, rank: int, job: RankJob, redactor: Redactor) -> StepFailed:
+    """Describe and log an error. Secrets are removed from its texts."""
+    error = describe_error(exc, rank)
+    if error.kind is ErrorKind.DEVICE:
+        error = with_device_evidence(error, _device(job.use_gpu))
+    error = redactor.error(error)
+    logger.error(
+        "rank %d stopped at step %s (%s): %s\n%s",
+        rank,
+        error.step,
+        error.kind,
+        error.summary,
+        error.traceback,
+    )
+    return StepFailed(error)
+
+
+def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
+    """Run the loop, or the user's function, to its end."""
+    set_threads(job.spec)
+    reports = CheckpointReports(job.run_dir, rank_process.note_report)
+    reports.start()
+    context = _context(job, launch, journal, reports)
+    logger.info(
+        "rank %d of %d, attempt %d, on node %s, device %s",
+        context.world_rank,
+        context.world_size,
+        context.attempt,
+        context.node_id,
+        context.device,
+    )
+    wait_for_free_memory(context.device)
+    prove_storage(context, Peers(context.world_rank, context.world_size, context.device))
+    module, _, function = job.train.partition(":")
+    train: Callable[[WorkerContext], Stop | None] = getattr(
+        importlib.import_module(module), function
+    )
+    # Objects of the imports stay alive. A rank that leaves a broken step collects garbage, which
+    # should not search all of torch.
+    gc.freeze()
+    with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
+        stop = train(context)
+    # The controller takes one report per poll, so from here on the rank waits for polls.
+    rank_process.note_trained()
+    if not reports.close(REPORT_S):
+        logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
+    return stop
+
+
+def _context(
+    job: RankJob, launch: RankLaunch, journal: RankJournal, reports: CheckpointReports
+) -> WorkerContext:
+    """Return the rank's place in its attempt."""
+    place = ray.train.get_context()
+    return WorkerContext(
+        spec=job.spec,
+        run_dir=job.run_dir,
+        submission=job.submission,
+        attempt=launch.attempt,
+        world_rank=place.get_world_rank(),
+        world_size=place.get_world_size(),
+        local_rank=place.get_local_rank(),
+        local_world_size=place.get_local_world_size(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        num_nodes=launch.num_nodes,
+        device=_device(job.use_gpu),
+        journal=journal,
+        report_checkpoint=reports.add,
+        profile_ordered=journal.profile_ordered,
+        hears_journal=journal.hears,
+        told_step=journal.told_step,
+        tell_state_bytes=rank_process.note_state_bytes,
+        tell_kept=rank_process.note_kept,
+        is_let_go=rank_process.is_let_go,
+        on_replaced=lambda why: _leave_at_once(),
+    )
+
+
+def _device(use_gpu: bool) -> torch.device:
+    """Return the rank's device.
+
+    Ray numbers it among the GPUs of all ranks on the node, which it makes visible to each of them
+    once they are created. A process that had used CUDA by then, for example to check its node,
+    still sees only its own.
+    """
+    if not use_gpu:
+        return torch.device("cpu")
+    device = ray.train.torch.get_device()
+    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)
+
+
+def _leave_at_once() -> None:
+    """End this process. A newer attempt runs, so it must not write anything more into the run."""
+    logger.error("a newer attempt has started without this rank; it ends here")
+    os._exit(1)
