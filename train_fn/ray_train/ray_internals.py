@@ -1,14 +1,12 @@
-"""Every name of Ray that is not public, and the proof that it still is what the engine was written
-against.
+"""Every private name of Ray that Everstep uses, in one table.
 
-Importing this module on another Ray fails with the name of what changed, instead of a run failing
-in its first recovery.
+Importing this module with another Ray fails and names what changed. Otherwise a run would fail in
+its first recovery.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -62,6 +60,8 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
+from train_fn.ray_train.ray_check import check_ray
+
 __all__ = [
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
     "RAY_NODE_ID_KEY",
@@ -108,8 +108,6 @@ __all__ = [
     "node_manager_pb2_grpc",
     "worker_group_module",
 ]
-
-RAY_SERIES = "2.60."
 
 EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "TrainController.__init__": (
@@ -235,7 +233,7 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("self",),
     ),
 }
-"""What the engine overrides or calls, with the parameters that it counts on."""
+"""Functions that Everstep overrides or calls, with the parameters that it expects."""
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
     TrainController: (
@@ -272,43 +270,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     ),
     _TrainingResultState: ("checkpoint_dir_name", "metrics"),
 }
-"""Attributes that the engine reads or sets, by the class of Ray that has them; the last two classes
-are the file in which Ray keeps its list of checkpoints."""
+"""Attributes that Everstep reads or sets, by Ray's class. The last two classes are the file with
+Ray's list of checkpoints."""
 
 
-def names_of(owner: type) -> set[str]:
-    """Return the attributes that a class has, that its annotations declare, or that its methods
-    use."""
-    names: set[str] = set()
-    for base in owner.__mro__:
-        names |= set(vars(base)) | set(inspect.get_annotations(base))
-        for member in vars(base).values():
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            names |= set(getattr(getattr(function, "__code__", None), "co_names", ()))
-    return names
-
-
-def check_ray(
-    version: str,
-    expected: dict[str, tuple[Callable[..., Any], tuple[str, ...]]],
-    attributes: Mapping[type, tuple[str, ...]] = ATTRIBUTES,
-) -> None:
-    """Raise ImportError naming every difference between the installed Ray and the one the engine
-    was written against."""
-    differences = [] if version.startswith(RAY_SERIES) else [f"ray is {version}, not {RAY_SERIES}*"]
-    for name, (function, parameters) in expected.items():
-        found = tuple(inspect.signature(function).parameters)
-        if found != parameters:
-            differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
-    for owner, names in attributes.items():
-        lost = sorted(set(names) - names_of(owner))
-        differences += [f"{owner.__name__} has no {name}" for name in lost]
-    if differences:
-        raise ImportError(
-            "Everstep's recovery engine is written against ray 2.60: "
-            + "; ".join(differences)
-            + ". Install ray==2.60.0."
-        )
-
-
-check_ray(ray.__version__, EXPECTED)
+check_ray(ray.__version__, EXPECTED, ATTRIBUTES)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -197,56 +195,3 @@ def test_a_wrong_setting_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as raised:
         RecoverySettings.from_env({f"EVERSTEP_RECOVERY_{name}": value})
     assert f"EVERSTEP_RECOVERY_{name}" in str(raised.value)
-
-
-def test_another_ray_is_refused_by_name() -> None:
-    from train_fn.ray_train import ray_internals as seam
-
-    seam.check_ray("2.60.3", seam.EXPECTED)
-    with pytest.raises(ImportError, match=r"ray is 2\.61\.0"):
-        seam.check_ray("2.61.0", seam.EXPECTED)
-
-    def make_decision(self: object, error: Exception, attempt: int) -> None: ...
-
-    changed = {
-        **seam.EXPECTED,
-        "FailurePolicy.make_decision": (
-            make_decision,
-            seam.EXPECTED["FailurePolicy.make_decision"][1],
-        ),
-    }
-    with pytest.raises(
-        ImportError, match=r"FailurePolicy\.make_decision takes \(self, error, attempt\)"
-    ):
-        seam.check_ray("2.60.0", changed)
-
-
-def test_a_ray_without_an_attribute_that_is_used_is_refused_by_name() -> None:
-    from train_fn.ray_train import ray_internals as seam
-
-    class Bare:
-        def __init__(self) -> None:
-            self._latest_poll_time = 0.0
-
-    with pytest.raises(ImportError, match=r"Bare has no _checkpoint_manager; Bare has no _state\."):
-        seam.check_ray("2.60.0", {}, {Bare: ("_latest_poll_time", "_checkpoint_manager", "_state")})
-
-
-def test_the_table_has_every_private_name_of_ray_that_is_used() -> None:
-    from train_fn.ray_train import ray_internals as seam
-
-    owners = {
-        "controller": (seam.TrainController, seam.ScalingConfig),
-        "group_factory": (seam.WorkerGroup,),
-        "worker_group": (seam.WorkerGroup,),
-        "scaling": (seam.ScalingPolicy, seam.ScalingConfig),
-        "trainer": (seam.DataParallelTrainer,),
-        "checkpoint_list": (seam.CheckpointManager,),
-    }
-    pinned = {name.rpartition(".")[2] for name in seam.EXPECTED}
-    pinned |= {name for names in seam.ATTRIBUTES.values() for name in names}
-    rooms = Path(seam.__file__).parent
-    for module, classes in owners.items():
-        used = set(re.findall(r"\.(_[a-z]\w*)", (rooms / f"{module}.py").read_text()))
-        of_ray = used & set().union(*(seam.names_of(owner) for owner in classes))
-        assert of_ray and of_ray - pinned == set(), module

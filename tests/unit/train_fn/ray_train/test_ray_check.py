@@ -1,0 +1,59 @@
+"""Another Ray is refused with the names that changed, and the table has every name that is used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from train_fn.ray_train import ray_internals
+from train_fn.ray_train.ray_check import check_ray, names_of
+from train_fn.ray_train.ray_internals import ATTRIBUTES, EXPECTED
+
+
+def test_another_ray_is_refused_by_name() -> None:
+    check_ray("2.60.3", EXPECTED, ATTRIBUTES)
+    with pytest.raises(ImportError, match=r"ray is 2\.61\.0"):
+        check_ray("2.61.0", EXPECTED, ATTRIBUTES)
+
+    def make_decision(self: object, error: Exception, attempt: int) -> None: ...
+
+    changed = {
+        **EXPECTED,
+        "FailurePolicy.make_decision": (
+            make_decision,
+            EXPECTED["FailurePolicy.make_decision"][1],
+        ),
+    }
+    with pytest.raises(
+        ImportError, match=r"FailurePolicy\.make_decision takes \(self, error, attempt\)"
+    ):
+        check_ray("2.60.0", changed, ATTRIBUTES)
+
+
+def test_a_ray_without_an_attribute_that_is_used_is_refused_by_name() -> None:
+    class Bare:
+        def __init__(self) -> None:
+            self._latest_poll_time = 0.0
+
+    with pytest.raises(ImportError, match=r"Bare has no _checkpoint_manager; Bare has no _state\."):
+        check_ray("2.60.0", {}, {Bare: ("_latest_poll_time", "_checkpoint_manager", "_state")})
+
+
+def test_the_table_has_every_private_name_of_ray_that_is_used() -> None:
+    owners = {
+        "controller": (ray_internals.TrainController, ray_internals.ScalingConfig),
+        "group_factory": (ray_internals.WorkerGroup,),
+        "worker_group": (ray_internals.WorkerGroup,),
+        "scaling": (ray_internals.ScalingPolicy, ray_internals.ScalingConfig),
+        "trainer": (ray_internals.DataParallelTrainer,),
+        "checkpoint_list": (ray_internals.CheckpointManager,),
+    }
+    pinned = {name.rpartition(".")[2] for name in EXPECTED}
+    pinned |= {name for names in ATTRIBUTES.values() for name in names}
+    rooms = Path(ray_internals.__file__).parent
+    for module, classes in owners.items():
+        used = set(re.findall(r"\.(_[a-z]\w*)", (rooms / f"{module}.py").read_text()))
+        of_ray = used & set().union(*(names_of(owner) for owner in classes))
+        assert of_ray and of_ray - pinned == set(), module
