@@ -1,5 +1,7 @@
-"""Ray Train's own list of reported checkpoints: repaired before it is read, since Ray refuses to
-start on one that is wrong, and kept short, since Ray writes all of it with every report.
+"""Repair and shorten Ray Train's list of reported checkpoints.
+
+Ray refuses to start with a wrong list, so it is repaired before Ray reads it. Ray writes the whole
+list with every report, so it is kept short.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ from train_fn.ray_train.ray_internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 from train_fn.ray_train.user_checkpoints import ALL, PARTS_METRIC, what_is_missing, write_manifest
 
 STEP_METRIC = "everstep_step"
-"""Name under which a report's number travels with its metrics, which Ray keeps with the
-checkpoint."""
+"""Metric with the number of a report. Ray stores it with the checkpoint."""
 
 _COPY = "checkpoint_list_copy.json"
 _SHORT = 16
-"""Of so many checkpoints Ray's list may always be."""
+"""A list of fewer checkpoints is never shortened."""
 
 logger = logging.getLogger(__name__)
 
 
 class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
-    """Runs in the controller of a user's Ray Train function, after Ray's own: names all ranks'
-    parts of the checkpoint, and keeps a copy of the list, which Ray overwrites in place. A crash in
-    the middle of that would otherwise send the function back to its beginning."""
+    """Write a manifest of each checkpoint that a user's function reports, and copy Ray's list.
+
+    Runs in the controller after Ray's own callback. Ray overwrites the list in place, so without a
+    copy a crash meanwhile would make the function start again from the beginning.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -61,20 +64,22 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
 
 
 class ShortList:
-    """Frees Ray's list of checkpoints of Everstep's own that retention has deleted, of which Ray
-    does not know.
+    """Remove checkpoints from Ray's list that Everstep's retention has deleted. Ray does not know
+    of these deletions, but it deletes by itself what a user's function reports.
 
-    Whenever it is twice as long as what was left of it, so that a listing of the storage comes
-    seldom. What a user's function reports Ray deletes by itself.
+    Args:
+        run_dir: holds the checkpoints.
+        manager: Ray's CheckpointManager, in the process of the controller.
     """
 
     def __init__(self, run_dir: RunDir, manager: Any) -> None:
-        """``manager`` is Ray's CheckpointManager, in the process of the controller."""
         self._checkpoints, self._manager = CheckpointStore(run_dir), manager
         self._long = 0
-        """From this length on it is looked through again."""
+        """Length of the list at which it is shortened next."""
 
     def shorten(self) -> None:
+        """Shorten the list if it has doubled since the last time, so that storage is rarely
+        listed."""
         manager = self._manager
         results = manager._checkpoint_results
         if len(results) < max(_SHORT, self._long):
@@ -102,13 +107,12 @@ class ShortList:
 
 
 def repair_snapshot_file(run_dir: RunDir) -> None:
-    """Put the last good copy in the file's place where Ray could not load it: gone, torn JSON,
-    another Ray's, or naming a checkpoint that is gone, or lacks a part. Of such checkpoints it is
-    then freed; without one that is whole it is removed.
+    """Repair Ray's list if Ray could not load it: it is missing, torn, from another version of Ray,
+    or names a checkpoint that is incomplete.
 
-    Ray overwrites it in place, and our retention deletes checkpoints that it names. To Everstep's
-    own loop nothing is lost by removing it: its ranks restore from manifests, never from Ray's
-    list.
+    Use the list, or else its copy, without incomplete checkpoints. If no checkpoint is left, delete
+    the file. Everstep's own loop loses nothing by that: its ranks restore from manifests, never
+    from Ray's list.
     """
     path, copy = (
         f"{_root(run_dir)}/{CHECKPOINT_MANAGER_SNAPSHOT_FILENAME}",
@@ -131,7 +135,7 @@ def repair_snapshot_file(run_dir: RunDir) -> None:
 
 
 def _content(run_dir: RunDir, path: str) -> bytes | None:
-    """A file's bytes; None where there is no such file."""
+    """Return the bytes of a file; None if there is no such file."""
     try:
         return run_dir.files.read(path)
     except StorageNotFound:
@@ -139,10 +143,10 @@ def _content(run_dir: RunDir, path: str) -> bytes | None:
 
 
 def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
-    """Reports up to and with that of the newest checkpoint in Ray's list, and its name; (0, None)
-    where there is none.
+    """Return the newest checkpoint in Ray's list: the number of its report, and its name; (0, None)
+    if there is none.
 
-    Ray's own numbering also counts the reports that a restart took back.
+    Ray's own numbers also count reports that a restart repeated.
     """
     try:
         state: dict[str, Any] = json.loads(
@@ -157,11 +161,11 @@ def latest_reported(run_dir: RunDir) -> tuple[int, str | None]:
 
 
 def rejected_reports(run_dir: RunDir) -> dict[str, str]:
-    """Checkpoints that a user's function has reported and is not to go on from, newest first, with
-    what each lacks: those that are in the copy of Ray's list and no more in the list.
+    """Return the checkpoints that a user's function reported but must not resume from, newest
+    first, with what each lacks. They are in the copy of Ray's list, but not in the list.
 
-    Raises StorageUnavailable where nothing of any reported checkpoint is there: the storage is not
-    what it was, and a function must not begin again for that.
+    Raise StorageUnavailable if nothing of any reported checkpoint exists. Then the storage may not
+    be mounted, and a function must not start again from the beginning for that.
     """
     root = _root(run_dir)
     listed, copied = (
@@ -183,7 +187,7 @@ def rejected_reports(run_dir: RunDir) -> dict[str, str]:
 
 
 def _names(data: bytes | None) -> list[str]:
-    """Checkpoints in a list of Ray's; none where it cannot be read."""
+    """Return the names of the checkpoints in a list of Ray's; none if it cannot be read."""
     try:
         return [
             result["checkpoint_dir_name"]
@@ -194,6 +198,7 @@ def _names(data: bytes | None) -> list[str]:
 
 
 def _problem(run_dir: RunDir, data: bytes) -> str | None:
+    """Return why Ray could not load this list; None if it could."""
     try:
         state: dict[str, Any] = json.loads(data)
         if state["ray_version"] != ray.__version__:
@@ -209,8 +214,8 @@ def _problem(run_dir: RunDir, data: bytes) -> str | None:
 
 
 def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
-    """The list without the checkpoints that lack something; None where it cannot be read, or none
-    is left."""
+    """Return the list without incomplete checkpoints; None if it cannot be read, or if no
+    checkpoint is left."""
     if _problem(run_dir, data) is None:
         return data
     try:
@@ -238,8 +243,8 @@ def _of_whole_checkpoints(run_dir: RunDir, data: bytes) -> bytes | None:
 
 
 def _missing(run_dir: RunDir, name: str) -> str | None:
-    """Everstep's own checkpoints exist once their manifest does; what a user's function reported is
-    a directory of files."""
+    """Return what a checkpoint lacks, or None. Everstep's own exist once their manifest does. Those
+    of a user's function are directories of files."""
     path = f"{_root(run_dir)}/{name}"
     if name.startswith("checkpoints/"):
         return None if run_dir.files.exists(f"{path}/manifest.json") else "its manifest"
@@ -247,6 +252,6 @@ def _missing(run_dir: RunDir, name: str) -> str | None:
 
 
 def _root(run_dir: RunDir) -> str:
-    """The run's directory, which is Ray Train's experiment directory, as ``run_dir.files`` names
-    it."""
+    """Return the path of the run's directory for ``run_dir.files``. It is Ray Train's experiment
+    directory."""
     return run_dir.checkpoints_path().rsplit("/", 1)[0]

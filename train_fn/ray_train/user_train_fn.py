@@ -1,9 +1,8 @@
-"""A user's Ray Train function as it is, with its reports told to the run's journal, and a stop
-between two of them.
+"""Run a user's Ray Train function unchanged. Its reports go to the run's journal, and it can be
+stopped at each of them.
 
-A step of such a run is a report. What Ray keeps for the function (``ray.train.get_checkpoint``) it
-keeps here as well; states in shared memory, the exact sampler and the sample ledger belong to
-Everstep's own loop.
+A report is a step of such a run. The function has what Ray provides (``ray.train.get_checkpoint``).
+States in shared memory, the exact sampler and the sample ledger belong to Everstep's own loop.
 """
 
 from __future__ import annotations
@@ -48,15 +47,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Leave(BaseException):
-    """Ends the user's function at a report, past its ``except Exception``."""
+    """Raised by a report to end the user's function, even if it catches Exception."""
 
 
 class Reports:
-    """Stands before Ray's ``report`` on every rank."""
+    """Wrap Ray's ``report`` on one rank.
+
+    Args:
+        ctx: the rank's place in its attempt.
+        context: Ray's TrainContext.
+        step: number of reports so far.
+        kept: whether one of them had a checkpoint.
+    """
 
     def __init__(self, ctx: WorkerContext, context: Any, step: int, *, kept: bool) -> None:
-        """``context`` is Ray's own; ``step`` counts the reports so far; ``kept``: whether one of
-        them came with a checkpoint."""
         self.step = step
         self._ctx = ctx
         self._context = context
@@ -67,16 +71,14 @@ class Reports:
         self._names = NameLimit()
         self._told_of_limit = False
         self.stop: Stop | None = None
-        """What the ranks agreed on."""
+        """The stop request that the ranks agreed on."""
 
     def __call__(
         self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Ray's report, which all ranks make together; afterwards the ranks agree on whether to go
-        on.
+        """Report to Ray, together with all ranks, then agree with them whether to continue.
 
-        Raises PeersGone where a peer is gone, and leaves the function where the ranks agreed to
-        stop.
+        Raise PeersGone if a peer is gone, and _Leave if the ranks agreed to stop.
         """
         before = self._context.report_call_index
         beside = {STEP_METRIC: self.step + 1} | (
@@ -95,19 +97,20 @@ class Reports:
         self._profiler.boundary(self.step)
 
     def close(self, *, failed: bool) -> None:
-        """No further report comes."""
+        """End a profile, since no further report follows."""
         if failed:
             self._profiler.give_up()
         else:
             self._profiler.close()
 
     def _wanted(self, checkpoint: Any) -> Stop | None:
-        """What rank 0 has heard. A pause, or a resize, waits for a report with a checkpoint, where
-        the function makes such."""
+        """Return the stop request that this rank knows of. If the function reports checkpoints, a
+        pause or resize waits for a report with one."""
         stop = self._ctx.journal.stop_requested
         return None if stop == "pause" and self._kept and checkpoint is None else stop
 
     def _agreed(self, wanted: Stop | None) -> Stop | None:
+        """Return rank 0's stop request on every rank. Raise PeersGone if a peer is gone."""
         try:
             agreed: Stop | None = ray.train.collective.broadcast_from_rank_zero(wanted)
         except RayError as exc:
@@ -117,6 +120,7 @@ class Reports:
         return agreed
 
     def _tell(self, metrics: dict[str, Any]) -> None:
+        """Send the numbers of a report to the journal as a step's metrics."""
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
         values = {**_numbers(metrics), "step_s": step_s}
@@ -136,9 +140,10 @@ class Reports:
 
 
 def train(ctx: WorkerContext) -> Stop | None:
-    """Run the function to its end, or to the report at which the ranks agreed to stop.
+    """Run the function until it returns, or until the report at which the ranks agreed to stop.
+    Return the stop request, or None.
 
-    Raises StepFailed, whatever happened: by then the rank has let its peers go.
+    Raise StepFailed for every error. By then the rank has released its peers.
     """
     reports, failed = None, None
     try:
@@ -154,13 +159,13 @@ def train(ctx: WorkerContext) -> Stop | None:
         if reports is not None:
             reports.close(failed=True)
         failed = _leave(ctx, exc, reports.step if reports is not None else None)
-    # outside of the handler: a context would keep the function's frames, and the process group,
-    # alive
+    # Raised outside the handler: a context would keep alive the function's frames, and with them
+    # the process group.
     raise failed
 
 
 def _begin(ctx: WorkerContext) -> Reports:
-    """Put the reports in place, and tell where the function goes on."""
+    """Wrap Ray's ``report``, and send an event with the step at which the function continues."""
     bring_packages(ctx)
     add_to_path(ctx.run_dir.storage, _code(ctx).archive)
     context = get_train_context()
@@ -179,7 +184,10 @@ def _begin(ctx: WorkerContext) -> Reports:
 
 
 def _call(ctx: WorkerContext) -> None:
-    """Call it as Ray Train does: with its config, or with nothing where it takes nothing."""
+    """Call the function as Ray Train does: with its config, or without arguments if it takes none.
+
+    Raise BadTask if it cannot be called like this.
+    """
     entry, config = _code(ctx).train_fn, dict(_code(ctx).config)
     assert entry is not None
     function = load_named(entry)
@@ -208,8 +216,8 @@ def _call(ctx: WorkerContext) -> None:
 
 
 def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFailed:
-    """Let the peers go and describe what happened: only a dead rank's neighbours notice by
-    themselves."""
+    """Release the peers, and return the error. Only the neighbours of a dead rank notice its death
+    by themselves."""
     error = describe_error(cause, ctx.world_rank)
     forget_frames(cause)
     gc.collect()
@@ -224,7 +232,7 @@ def _code(ctx: WorkerContext) -> CodeSpec:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
-    """The metrics that are numbers; one that is not finite is None."""
+    """Return the metrics that are numbers. A number that is not finite becomes None."""
     values = {}
     for name, value in metrics.items():
         try:
@@ -236,6 +244,8 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _facts(ctx: WorkerContext) -> dict[str, Any]:
+    """Return the data of ``training_started``. Unlike Everstep's loop, a function does not reveal
+    its number of steps or parameters."""
     unknown = dict.fromkeys(
         ("total_steps", "steps_per_epoch", "num_samples", "num_parameters", "micro_batch_size")
     )
