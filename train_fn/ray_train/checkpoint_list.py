@@ -59,7 +59,7 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
             )
         except StorageError as exc:
             logger.warning(
-                "a reported checkpoint could not be entered; the next report tries again: %s", exc
+                "a reported checkpoint could not be recorded; the next report retries: %s", exc
             )
 
 
@@ -91,7 +91,7 @@ class ShortList:
             gone = set(self._checkpoints.missing(filter(None, names)))
         except StorageError as exc:
             logger.warning(
-                "Ray Train's checkpoint list could not be shortened; trying again later: %s", exc
+                "Ray Train's checkpoint list could not be shortened; retrying later: %s", exc
             )
             gone = set()
         kept = [
@@ -121,16 +121,16 @@ def repair_snapshot_file(run_dir: RunDir) -> None:
     data, kept = _content(run_dir, path), _content(run_dir, copy)
     if data is None and kept is None:
         return
-    problem = _problem(run_dir, data) if data is not None else "it is gone"
+    problem = _problem(run_dir, data) if data is not None else "it is missing"
     if problem is None:
         return
     for candidate in (data, kept):
         whole = None if candidate is None else _of_whole_checkpoints(run_dir, candidate)
         if whole is not None:
-            logger.warning("Ray Train's checkpoint list is mended: %s", problem)
+            logger.warning("repaired Ray Train's checkpoint list: %s", problem)
             run_dir.files.write(path, whole)
             return
-    logger.warning("Ray Train's checkpoint list is removed and begun anew: %s", problem)
+    logger.warning("deleted Ray Train's checkpoint list, so a new one begins: %s", problem)
     run_dir.files.delete_file(path)
 
 
@@ -179,9 +179,9 @@ def rejected_reports(run_dir: RunDir) -> dict[str, str]:
     }
     if rejected and not listed and set(rejected.values()) == {ALL}:
         raise StorageUnavailable(
-            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} holds nothing of "
-            "it, nor of any other checkpoint; "
-            "mount or put back what is missing there. To begin again, submit the spec as a new run"
+            f"run {run_dir.run_id} has reported {copied[-1]}, but {run_dir.uri} has no file of it "
+            "or of any other checkpoint. Mount that storage or restore its files. To start from "
+            "the beginning, submit the spec as a new run"
         )
     return {name: f"it lacks {missing}" for name, missing in rejected.items()}
 

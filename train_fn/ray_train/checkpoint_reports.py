@@ -63,7 +63,7 @@ class CheckpointReports:
             except Exception as exc:
                 # The group is ending, or Ray fails. The training thread will notice by itself.
                 logger.warning(
-                    "Ray Train was not told of checkpoint %s: %s: %s",
+                    "checkpoint %s could not be reported to Ray Train: %s: %s",
                     report.name,
                     type(exc).__name__,
                     exc,

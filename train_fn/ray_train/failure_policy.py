@@ -82,7 +82,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         try:
             return self._weigh(training_failed_error)
         except Exception:
-            logger.exception("the failure could not be weighed; the run goes on from what survives")
+            logger.exception("the failure could not be judged; restarting from what survives")
             return FailureDecision.RETRY
 
     def note_preemption(self, group: EverstepWorkerGroup, asked_at: float) -> None:

@@ -33,7 +33,7 @@ class RayFaults:
         try:
             return head_node_ids()
         except RayError as exc:
-            raise DrillRefused(f"the cluster's nodes could not be seen: {exc}") from exc
+            raise DrillRefused(f"the cluster's nodes could not be read: {exc}") from exc
 
     def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
         _on_nodes(
@@ -65,9 +65,9 @@ class RayFaults:
                 node_id, reason, "an Everstep drill", deadline_ms, timeout=_ON_NODE_S
             )
         except (RayError, RuntimeError) as exc:
-            raise DrillRefused(f"Ray could not be asked to drain node {node_id}: {exc}") from exc
+            raise DrillRefused(f"the request to drain node {node_id} failed: {exc}") from exc
         if not accepted:
-            raise DrillRefused(f"Ray does not drain node {node_id}: {problem}")
+            raise DrillRefused(f"Ray refuses to drain node {node_id}: {problem}")
 
     def kill_driver(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -100,6 +100,6 @@ def _on_nodes(calls: Sequence[NodeCall], *, ends_node: bool = False) -> None:
         except RayError as exc:
             if ends_node and not isinstance(exc, RayTaskError | TaskUnschedulableError):
                 return
-            raise DrillRefused(f"a node did not do what the drill wants: {exc}") from exc
+            raise DrillRefused(f"a node could not carry out the drill: {exc}") from exc
         if problem is not None:
             raise DrillRefused(problem)

@@ -143,7 +143,7 @@ class Settling:
         woken = wake_stopped((report.node_id, report.pid) for report in left)
         if woken:
             logger.warning(
-                "no rank answered, since processes %s were stopped; they go on",
+                "no rank answered because processes %s were stopped; continuing them",
                 sorted(pid for _, pid in woken),
             )
 
@@ -151,7 +151,7 @@ class Settling:
         """Kill ranks that do not answer while others wait for them. This frees the others, which
         then write their states."""
         logger.warning(
-            "ranks %s do not answer, and others wait for them inside collectives; they are killed",
+            "ranks %s do not answer, and others wait for them in collectives; killing them",
             sorted(silent),
         )
         for ref, rank in list(self._waiting.items()):

@@ -73,8 +73,8 @@ class HungRanks:
             no_answer = (
                 "its process does not answer, though its node does: it was stopped, or is busy "
                 f"outside of Python. A poll may take {self._health_timeout_s:g} s "
-                "(EVERSTEP_RECOVERY_HEALTH_TIMEOUT_S, or recovery.hang_timeout_s where that is "
-                "shorter); raise that if it is busy"
+                "(EVERSTEP_RECOVERY_HEALTH_TIMEOUT_S, or recovery.hang_timeout_s if that is "
+                "shorter). Increase that if it is busy"
             )
             return dataclasses.replace(report, hang=no_answer)
         return report

@@ -80,7 +80,7 @@ class LeftStates:
                 else ([], [])
             )
         except RayError as exc:
-            logger.warning("the run's nodes could not be asked for what it left there: %s", exc)
+            logger.warning("the run's nodes could not be asked for the states on them: %s", exc)
             return {}
         for ref in late:
             logger.warning("node %s did not answer within %g s", asked[ref], patience_s)
@@ -90,7 +90,7 @@ class LeftStates:
             try:
                 answers[asked[ref]] = ray.get(ref)
             except Exception as exc:  # from the node, or from the action
-                logger.warning("node %s did not say what the run left there: %s", asked[ref], exc)
+                logger.warning("node %s did not return the run's states on it: %s", asked[ref], exc)
         return answers
 
 
@@ -107,7 +107,7 @@ def _got(ref: Any, patience_s: float) -> Any:
         return ray.get(ref, timeout=patience_s)
     except ray.exceptions.GetTimeoutError:
         ray.cancel(ref, force=True)
-        raise TimeoutError(f"it was not written within {patience_s:g} s") from None
+        raise TimeoutError(f"the state was not written within {patience_s:g} s") from None
 
 
 def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:

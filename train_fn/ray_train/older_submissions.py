@@ -47,7 +47,7 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
     controllers = [name for name in left() if name.startswith("controller")]
     if controllers:
         logger.info(
-            "waiting for the ranks of an older submission to save and leave (%s)",
+            "waiting for the ranks of an older submission to save and exit (%s)",
             ", ".join(controllers),
         )
     for name in controllers:
@@ -55,7 +55,7 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
             ray.get_actor(name, namespace=NAMESPACE).leave.remote()
     if not _wait(lambda: not any(name.startswith("controller") for name in left()), patience_s):
         logger.warning(
-            "the ranks of an older submission did not leave within %g s; they are killed",
+            "the ranks of an older submission did not exit within %g s; killing them",
             patience_s,
         )
     for name in left():
@@ -63,7 +63,7 @@ def end_older_submissions(run_id: str, submission: int, patience_s: float) -> No
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     if not _wait(lambda: not left(), _END_S):
         logger.warning(
-            "actors of an older submission are killed and not gone: %s", ", ".join(left())
+            "actors of an older submission were killed but still exist: %s", ", ".join(left())
         )
 
 

@@ -48,7 +48,7 @@ def ask_node(
             found = ray.get(_question(find_rank(), node_id, pid, kills_before), timeout=_ANSWER_S)
         except (RayError, ValueError) as exc:
             # This includes a group that ends while `find_rank` reads its ranks.
-            logger.info("node %s did not say why process %d is gone: %s", node_id, pid, exc)
+            logger.info("node %s did not report why process %d ended: %s", node_id, pid, exc)
             return
         if found is not None:
             tell(found)

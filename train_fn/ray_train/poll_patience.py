@@ -63,7 +63,7 @@ class PollPatience:
         try:
             nodes = {node.node_id: node for node in self._look_at_nodes()}
         except Exception as exc:
-            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            logger.warning("the cluster's nodes could not be read: %s", exc)
             return set()
         if self._is_cut_off(nodes.values(), workers):
             pending_polls.clear()
@@ -84,7 +84,7 @@ class PollPatience:
         try:
             return self._is_cut_off(self._look_at_nodes(), workers)
         except Exception as exc:
-            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            logger.warning("the cluster's nodes could not be read: %s", exc)
             return False
 
     def _is_cut_off(self, nodes: Iterable[NodeView], workers: Sequence[Any]) -> bool:
@@ -96,9 +96,7 @@ class PollPatience:
             and ranks_on <= {node.node_id for node in others}
         )
         if cut_off and not self._told_cut_off:
-            logger.warning(
-                "no other host is heard from here; the ranks are left alone until one is"
-            )
+            logger.warning("no other host answers; leaving the ranks alone until one does")
         self._told_cut_off = cut_off
         return cut_off
 

@@ -67,7 +67,7 @@ class Fitness:
         else:
             problems = {figures.rank: figures.problems for figures in found if figures.problems}
         logger.info(
-            "looked at %d nodes in %.2f s; not fit: %s",
+            "checked %d nodes in %.2f s; unfit: %s",
             len(node_ids),
             time.monotonic() - began,
             problems or "none",
@@ -101,7 +101,7 @@ class Fitness:
         if apart:
             self._leave_out(apart)
             raise WorkerGroupStartupFailedError(
-                f"no bytes pass to or from nodes {', '.join(apart)}; left out for now"
+                f"no bytes pass to or from nodes {', '.join(apart)}; excluded for now"
             )
         for number, figures in enumerate(found):
             figures.seconds["link"] = min(

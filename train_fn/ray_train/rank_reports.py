@@ -91,7 +91,7 @@ def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankRe
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
         found = find_stopped((report.node_id, report.pid) for report in reports)
     except Exception as exc:  # the ranks are killed in any case
-        logger.warning("it could not be seen which ranks hold the start up: %s", exc)
+        logger.warning("could not find out which ranks hold up the start: %s", exc)
         return ()
     held_up = [(report.node_id, report.pid) not in found for report in reports]
     return tuple(

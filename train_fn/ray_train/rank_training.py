@@ -94,7 +94,7 @@ def _outcome(stop: Stop | None, client: ActorJournalClient) -> str | None:
     """Return what ``run_rank`` returns once the rank's events are durable."""
     if not client.flush(LAST_FLUSH_S):
         raise StorageUnavailable(
-            f"the journal did not take this rank's last events within {LAST_FLUSH_S:g} s"
+            f"the journal did not accept this rank's last events within {LAST_FLUSH_S:g} s"
         )
     if stop is None or not rank_process.yield_asked():
         return stop
@@ -147,7 +147,7 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     # The controller takes one report per poll, so from here on the rank waits for polls.
     rank_process.note_trained()
     if not reports.close(REPORT_S):
-        logger.warning("Ray Train has not taken all checkpoints within %g s", REPORT_S)
+        logger.warning("Ray Train did not take all reports of checkpoints within %g s", REPORT_S)
     return stop
 
 
@@ -195,5 +195,5 @@ def _device(use_gpu: bool) -> torch.device:
 
 def _leave_at_once() -> None:
     """End this process. A newer attempt runs, so it must not write anything more into the run."""
-    logger.error("a newer attempt has started without this rank; it ends here")
+    logger.error("a newer attempt has started without this rank; exiting")
     os._exit(1)

@@ -109,7 +109,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             nodes = self._look_at_nodes()
             held = self._held({node.node_id for node in nodes})
         except Exception as exc:
-            logger.warning("the cluster's nodes could not be seen: %s", exc)
+            logger.warning("the cluster's nodes could not be read: %s", exc)
             return None
         fit = fit_workers(
             nodes,
@@ -238,7 +238,9 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
                     time.sleep(_AUTOSCALER_REFRESH_S)
                     self._maybe_send_resource_request()
             except Exception as exc:
-                logger.warning("the autoscaler was not told of this run: %s", exc)
+                logger.warning(
+                    "the run's resources could not be requested from the autoscaler: %s", exc
+                )
 
         threading.Thread(target=request, name="autoscaler-requests", daemon=True).start()
 

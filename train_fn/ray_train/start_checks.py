@@ -51,7 +51,7 @@ def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: 
         leave_out(list(others))
         found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
         raise WorkerGroupStartupFailedError(
-            f"{found}; the driver's node runs {own}: install the same on every node"
+            f"{found}; the driver's node runs {own}. Install the same versions on every node"
         )
 
 
@@ -102,5 +102,5 @@ def check_reach(
             if others
         )
         raise WorkerGroupStartupFailedError(
-            f"nodes do not reach each other ({broken}); left out for now: {', '.join(apart)}"
+            f"nodes do not reach each other ({broken}); excluded for now: {', '.join(apart)}"
         )

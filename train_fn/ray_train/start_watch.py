@@ -47,7 +47,7 @@ def watched_start(
                 if overdue
                 else "waits for a rank that is stopped"
             )
-            logger.warning("the worker group %s; its processes are killed", why)
+            logger.warning("the worker group %s; killing its processes", why)
             give_up(reports)
             return
 

@@ -49,7 +49,7 @@ def _ask_nodes(
             found |= {(asked[ref], pid) for pid in ray.get(ref)}
         except RayError as exc:
             logger.warning(
-                "node %s did not say which of its ranks are stopped: %s", asked[ref], exc
+                "node %s did not report which of its ranks are stopped: %s", asked[ref], exc
             )
     return found
 

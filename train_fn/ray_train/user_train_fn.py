@@ -38,9 +38,8 @@ from train_fn.user_code.modules import add_to_path, load_named, place_of
 from train_fn.user_code.packages import bring_packages
 
 GUARANTEE = (
-    "A train_fn goes on from the newest checkpoint that it reported: steps since then are done "
-    "again, and which samples they see "
-    "is up to its own loader."
+    "A train_fn resumes from the newest checkpoint that it reported. Later steps are repeated, and "
+    "its own loader decides which samples they use."
 )
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Reports:
         )
         self._report({**metrics, **beside}, checkpoint, *args, **kwargs)
         if self._context.report_call_index == before:
-            raise PeersGone("a report was given up: another rank will not come")
+            raise PeersGone("a report was aborted: another rank is gone")
         self.step += 1
         self._kept = self._kept or checkpoint is not None
         if self._ctx.world_rank == 0:
@@ -115,7 +114,7 @@ class Reports:
             agreed: Stop | None = ray.train.collective.broadcast_from_rank_zero(wanted)
         except RayError as exc:
             raise PeersGone(
-                f"the ranks could not agree on going on: {type(exc).__name__}: {exc}"
+                f"the ranks could not agree on whether to continue: {type(exc).__name__}: {exc}"
             ) from exc
         return agreed
 
@@ -129,8 +128,8 @@ class Reports:
             if not self._told_of_limit:
                 self._told_of_limit = True
                 words = (
-                    "a run has at most %d names of metrics: %d more are left out from here on, "
-                    "such as %r; report fewer"
+                    "a run has at most %d names of metrics: %d more are ignored from now on, "
+                    "for example %r. Report fewer"
                 )
                 logger.warning(words, MAX_NAMES, len(refused), refused[0][:100])
         self._ctx.journal.emit(
@@ -193,8 +192,8 @@ def _call(ctx: WorkerContext) -> None:
     function = load_named(entry)
     if not callable(function):
         raise BadTask(
-            f"{entry} is a {type(function).__name__}; code.train_fn names a function of one "
-            "argument, its config"
+            f"{entry} is a {type(function).__name__}, not a function. Set code.train_fn to a "
+            "function with one argument, its config"
         )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -203,13 +202,13 @@ def _call(ctx: WorkerContext) -> None:
     )
     if num_required > 1:
         raise BadTask(
-            f"{entry}{place_of(function)} needs {num_required} arguments; a train_fn is called "
-            "with its config alone"
+            f"{entry}{place_of(function)} needs {num_required} arguments, but a train_fn is called "
+            "with its config only. Give the other arguments defaults"
         )
     if config and not num_required:
         raise BadTask(
-            f"{entry}{place_of(function)} needs no argument, so that Ray Train calls it without "
-            "code.config; let it take one"
+            f"{entry}{place_of(function)} needs no argument, so Ray Train calls it without "
+            "code.config; let it take one, or remove code.config"
         )
     logger.info("calling %s", entry)
     function(*([config] if num_required else []))
@@ -223,7 +222,7 @@ def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFa
     gc.collect()
     end_process_group()
     error = dataclasses.replace(error, step=step, phase="train_fn")
-    return StepFailed(error, "a train_fn keeps its state by its own checkpoints")
+    return StepFailed(error, "a train_fn keeps its state in its own checkpoints")
 
 
 def _code(ctx: WorkerContext) -> CodeSpec:

@@ -138,7 +138,7 @@ def prestart(node: NodeView, num_workers: int) -> bool:
         return True
     except grpc.RpcError as exc:
         logger.warning(
-            "node %s did not take the request for %d warm processes: %s",
+            "node %s refused to start %d warm processes: %s",
             node.node_id,
             num_workers,
             exc,

@@ -197,7 +197,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if worker.metadata.node_id in node_ids
         ]
         if len(ranks) == len(self.get_workers()):
-            return self.break_hang("its node is taken away, and it has not left in time")
+            return self.break_hang("its node is about to be removed, and it did not exit in time")
         for rank in ranks:
             ray.kill(self.get_workers()[rank].actor)
         return ranks

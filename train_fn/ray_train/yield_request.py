@@ -66,11 +66,11 @@ class YieldRequest:
             self._overdue_killed = True
             ranks = group.abandon(self._sizes.draining)
             logger.warning(
-                "a node is about to be taken away, and ranks have not left; killed rank %s", ranks
+                "a node is about to be removed, and ranks have not exited; killed rank %s", ranks
             )
         elif now - self._since > self._settings.yield_timeout_s and not self._is_leaving():
             logger.warning(
-                "ranks did not leave within %g s; the group stays as it is",
+                "ranks did not exit within %g s; keeping the group as it is",
                 self._settings.yield_timeout_s,
             )
             self._sizes.wanted = None
@@ -81,7 +81,7 @@ class YieldRequest:
             "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
         )
         logger.info(
-            "asking %d ranks to save and leave for %s", self._chronicle.world_size, followers
+            "asking %d ranks to save and exit for %s", self._chronicle.world_size, followers
         )
         self._since = now
         self.asked_at = time.time()
