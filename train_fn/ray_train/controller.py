@@ -54,30 +54,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._hangs = HangBreaker(self._settings, job.spec.recovery.hang_timeout_s, self._chronicle)
         self._nodes = LiveNodes(self._settings, job.run_dir.storage)
         self._placement = Placement(job.run_dir.run_id)
-        self._sizes = LiveScalingPolicy(
-            train_run_context.scaling_config,
-            self._settings,
-            self._journal,
-            self._nodes.look,
-            self._placement.held,
-            WorkersLimit(job.run_dir, job.workers_limit).value,
-        )
+        self._sizes = self._new_sizes(train_run_context.scaling_config)
         self._yielding = YieldRequest(
             self._settings, self._sizes, self._chronicle, lambda: self._driver.is_leaving
         )
         self.worker_group_cls = GroupFactory(
             engine, self._chronicle, self._placement, self._nodes, self._on_new, self._on_started
         )
-        self._failures = EvidencePolicy(
-            train_run_context.run_config.failure_config,
-            engine,
-            self._chronicle,
-            self._sizes,
-            self._nodes,
-            self.worker_group_cls,
-            lambda: self._worker_group,
-            self._is_running,
-        )
+        self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
             train_run_context=train_run_context,
             scaling_policy=self._sizes,
@@ -96,6 +80,31 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if self._settings.warm_pool:
             self._pool.start()
         self._driver.start()
+
+    def _new_sizes(self, scaling_config: Any) -> LiveScalingPolicy:
+        """Return the scaling policy."""
+        job = self._engine.job
+        return LiveScalingPolicy(
+            scaling_config,
+            self._settings,
+            self._journal,
+            self._nodes.look,
+            self._placement.held,
+            WorkersLimit(job.run_dir, job.workers_limit).value,
+        )
+
+    def _new_failures(self, failure_config: Any) -> EvidencePolicy:
+        """Return the failure policy."""
+        return EvidencePolicy(
+            failure_config,
+            self._engine,
+            self._chronicle,
+            self._sizes,
+            self._nodes,
+            self.worker_group_cls,
+            lambda: self._worker_group,
+            self._is_running,
+        )
 
     # -- calls of drivers
 
