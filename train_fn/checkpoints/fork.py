@@ -3,7 +3,7 @@ its state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,14 @@ class Origin:
 
 
 def read_origin(
-    ctx: WorkerContext, resume_from: ResumeFrom, into: TrainState
+    ctx: WorkerContext,
+    resume_from: ResumeFrom,
+    adopted: Callable[[dict[str, Any], Origin], dict[str, Any]],
 ) -> tuple[Origin, dict[str, Any]]:
     """Return the checkpoint that the run starts from, and its state as this run adopts it.
+
+    Args:
+        adopted: returns the state as the initial one of this run.
 
     Raises:
         ForkRefused: the checkpoint is missing or damaged, or its model or optimizer does not match
@@ -77,7 +82,7 @@ def read_origin(
             ledger["samples"],
             ledger["chain"],
         )
-        return origin, adopt(state, into, origin, ctx)
+        return origin, adopted(state, origin)
     wanted = f"checkpoint {resume_from.step} of run {resume_from.run_id}"
     told = "; ".join(problems) or "it is not there, perhaps deleted since"
     raise ForkRefused(
@@ -121,7 +126,7 @@ def _candidates(run_dir: RunDir, resume_from: ResumeFrom) -> list[Manifest]:
 
 
 def adopt(
-    state: dict[str, Any], into: TrainState, origin: Origin, ctx: WorkerContext
+    state: dict[str, Any], origin: Origin, *, into: TrainState, ctx: WorkerContext
 ) -> dict[str, Any]:
     """Return another run's state as the initial state of this one.
 

@@ -27,7 +27,7 @@ from train_fn.checkpoints.save_failures import STALLED_S, SaveFailures
 from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed, Replaced
-from train_fn.state.train_state import TrainState
+from train_fn.state.kept_state import KeptState
 
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
@@ -71,7 +71,7 @@ class Saver:
     its own.
     """
 
-    def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
+    def __init__(self, ctx: WorkerContext, state: KeptState, copies: BoundaryCopies) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0
         self._store = ctx.checkpoints

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from train_fn.state.kept_state import KeptState
 from train_fn.state.tensor_tree import copy_to_cpu
-from train_fn.state.train_state import TrainState
 
 
 @dataclass
@@ -31,7 +31,7 @@ class BoundaryCopies:
     Between two steps the state changes when an epoch is closed, and when it is evaluated.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: KeptState) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None

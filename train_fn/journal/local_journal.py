@@ -30,7 +30,7 @@ class LocalJournal:
     ) -> None:
         self._client, self._stopping, self._say = client, stopping, say
         self._said_at = float("-inf")
-        self._total_steps = 0
+        self._total_steps: int | None = None
         self.step = 0
         """Steps done, as far as this rank has told."""
         self.metrics: dict[str, float] = {}
@@ -69,16 +69,8 @@ class LocalJournal:
                     )
                 )
             case EventKind.TRAINING_STARTED:
-                self._total_steps = int(data["total_steps"])
-                _, warned, warning = str(data.get("guarantee")).partition("WARNING: ")
-                return (
-                    f"{data['num_parameters']:,} parameters, {data['num_samples']:,} samples, "
-                    f"{self._total_steps:,} steps, "
-                    f"micro-batches of {data['micro_batch_size']}, on {data['device']}"
-                ) + "".join(
-                    f"\nWARNING: {each}"
-                    for each in [*([warning] if warned else []), *(data.get("warnings") or ())]
-                )
+                self._total_steps = data["total_steps"]
+                return _beginning(data)
             case EventKind.METRICS:
                 return self._steps(data["points"])
             case EventKind.EVALUATED:
@@ -99,7 +91,7 @@ class LocalJournal:
         self._said_at = time.monotonic()
         values = points[-1]["values"]
         return (
-            f"step {self.step}/{self._total_steps}: "
+            f"step {self.step}{f'/{self._total_steps}' if self._total_steps else ''}: "
             f"{_numbers({name: values[name] for name in _SHOWN if name in values})}"
         )
 
@@ -119,6 +111,24 @@ def open_local_journal(
             interval_s=max(0.5, run_dir.storage.batch_s),
         )
     return LocalJournal(client, stopping, say)
+
+
+def _beginning(data: dict[str, Any]) -> str:
+    """What a person wants to read of ``training_started``. Of a user's own loop not everything is
+    known."""
+    known = {
+        "parameters": data["num_parameters"],
+        "samples": data["num_samples"],
+        "steps": data["total_steps"],
+    }
+    words = [f"{number:,} {name}" for name, number in known.items() if number is not None]
+    if data["micro_batch_size"] is not None:
+        words.append(f"micro-batches of {data['micro_batch_size']}")
+    _, warned, warning = str(data.get("guarantee")).partition("WARNING: ")
+    warnings = [*([warning] if warned else []), *(data.get("warnings") or ())]
+    return ", ".join([*words, f"on {data['device']}"]) + "".join(
+        f"\nWARNING: {each}" for each in warnings
+    )
 
 
 def _numbers(values: dict[str, float | None]) -> str:

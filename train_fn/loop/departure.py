@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
@@ -16,9 +19,13 @@ from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.store import leave_snapshot
+from train_fn.state.kept_state import KeptState
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
+
+BETWEEN_STATES = "the rank was between two states"
+"""Why a rank leaves no state, if it failed while it changed it."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +58,7 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     step = None
     if replica is not None:
         step = replica.state.step if progress.is_restored or replica.state.complete else None
-        problem = _keep_state(ctx, replica)
+        problem = keep_state(ctx, replica.state, partial(_last_committed, replica))
         if problem is not None and kept_step is not None:
             step, problem = kept_step, None  # a device that fails now was read before
     if not frees_peers:
@@ -70,19 +77,20 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     return StepFailed(error, problem)
 
 
-def _keep_state(ctx: WorkerContext, replica: Replica) -> str | None:
+def keep_state(
+    ctx: WorkerContext, state: KeptState, whole: Callable[[], dict[str, Any] | str]
+) -> str | None:
     """Leave the state of the last committed step as a snapshot. Return why that cannot be done, or
-    None."""
-    state = replica.state
-    if not state.complete:
-        return "the rank was between two states"
+    None.
+
+    Args:
+        whole: returns that state, or why there is none.
+    """
     try:
-        if torn := replica.volatile.put_back():
-            return (
-                f"the failed step changed {', '.join(torn)}, and no copy was kept of what was "
-                "there before"
-            )
-        left = copy_to_cpu(state.state_dict())
+        found = whole()
+        if isinstance(found, str):
+            return found
+        left = copy_to_cpu(found)
         state.require_sound(left)
         return leave_snapshot(ctx, left)
     except TrainError as exc:  # what broke the attempt says more
@@ -90,6 +98,22 @@ def _keep_state(ctx: WorkerContext, replica: Replica) -> str | None:
     except RuntimeError as exc:  # so does a device that cannot be read any more
         logger.warning("the state of step %d cannot be read: %s", state.step, exc)
         return f"the state cannot be read from {ctx.device}: {exc}"
+
+
+def _last_committed(replica: Replica) -> dict[str, Any] | str:
+    """Return the state of the last committed step, or why there is none."""
+    if not replica.state.complete:
+        return BETWEEN_STATES
+    if torn := replica.volatile.put_back():
+        return not_copied(torn)
+    return replica.state.state_dict()
+
+
+def not_copied(torn: list[str]) -> str:
+    """Return why a state is torn in which the failed step changed these tensors."""
+    return (
+        f"the failed step changed {', '.join(torn)}, and no copy was kept of what was there before"
+    )
 
 
 def save_last(ctx: WorkerContext, progress: Progress) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 from storage.run_control import Stop
-from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S
+from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.loop.training import Training
 from train_fn.snapshots.store import leave_snapshot, snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.step.peers import Peers
 from train_fn.tasks.checks import told
 
 logger = logging.getLogger(__name__)
@@ -33,31 +34,45 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
     # nothing may be published after that.
     training.publisher.close()
-    saving = saver.begin_last(
-        is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
+    error, committed = save_last_state(
+        replica.peers, saver, stop, is_best=is_best, reported=progress.reported_checkpoint
     )
-    # The ranks meet again and again: a save may take longer than a collective may.
-    while not replica.peers.share(saver.has_ended(saving, MEET_S), 0):
-        pass
-    error = saving.exception()
-    # A run that was to pause because its saves fail stops without a final checkpoint.
-    is_unsaved = error is not None and stop is not None and saver.stop is not None
-    outcome = error, is_unsaved, saver.newest_committed(progress.reported_checkpoint)
-    error, is_unsaved, committed = replica.peers.share(outcome, 0)
-    if error is not None and not is_unsaved:
-        raise error
     if committed > progress.reported_checkpoint:
         report_checkpoint(training, committed)
     training.reporter.close()
     saver.close()
     training.loader.close()
-    if is_unsaved:
+    if error is not None:
         logger.warning(
             "stopped without a final checkpoint; the state stays on this node: %s", error
         )
         leave_snapshot(training.ctx, copy_to_cpu(replica.state.state_dict()))
     else:
         snapshot_store(training.ctx).remove_all()
+
+
+def save_last_state(
+    peers: Peers, saver: Saver, stop: Stop | None, *, is_best: bool, reported: int
+) -> tuple[Exception | None, int]:
+    """Commit the present state as the final checkpoint. A collective.
+
+    Return why it was not committed (only for a run that pauses because its saves fail, which stops
+    without one), and the step of a committed checkpoint that is newer than step ``reported``; 0 for
+    none. Raises CheckpointFailed on every rank.
+    """
+    saving = saver.begin_last(
+        is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
+    )
+    # The ranks meet again and again: a save may take longer than a collective may.
+    while not peers.share(saver.has_ended(saving, MEET_S), 0):
+        pass
+    error = saving.exception()
+    is_unsaved = error is not None and stop is not None and saver.stop is not None
+    outcome = error, is_unsaved, saver.newest_committed(reported)
+    error, is_unsaved, committed = peers.share(outcome, 0)
+    if error is not None and not is_unsaved:
+        raise error
+    return error, committed
 
 
 def report_checkpoint(training: Training, step: int) -> None:

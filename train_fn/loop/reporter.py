@@ -12,7 +12,7 @@ from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, val
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.state.event_tail import NUM_OTHERS, NUM_POINTS
-from train_fn.state.train_state import TrainState
+from train_fn.state.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Reporter:
     by step and epoch, so an event that is reported twice changes nothing.
     """
 
-    def __init__(self, ctx: WorkerContext, state: TrainState) -> None:
+    def __init__(self, ctx: WorkerContext, state: KeptState) -> None:
         self._journal = ctx.journal if ctx.world_rank == 0 else None
         self._told_step = ctx.told_step
         self._state = state
@@ -47,17 +47,20 @@ class Reporter:
         self._hand_over_at = float("-inf")
         self._step_began = self._epoch_began = time.perf_counter()
 
-    def step_done(self, values: dict[str, float | None], num_samples: int) -> float:
+    def step_done(self, values: dict[str, float | None], num_samples: int | None) -> float:
         """Report a step's metrics. Return the seconds since the step before it.
 
         Args:
             values: None for a metric that is not finite. The step's speed is added here.
+            num_samples: samples of the global batch; None if they are not known.
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
         if not values.keys() <= self._names.known:
             self._leave_out(values, self._names.refused(values, MAX_STEP_NAMES))
-        values["samples_per_s"], values["step_s"] = num_samples / step_s, step_s
+        values["step_s"] = step_s
+        if num_samples is not None:
+            values["samples_per_s"] = num_samples / step_s
         point = {"step": self._state.step, "at": at, "values": values}
         self._state.tail.add_point(
             {"kind": _METRICS_KIND, "at": at, "data": point}, self._told_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from storage.claims import claim_attempt
 from storage.errors import CorruptCheckpoint
 from storage.run_names import CheckpointName
 from train_fn.checkpoints.files import STATE_FILE
-from train_fn.checkpoints.fork import Origin, read_origin
+from train_fn.checkpoints.fork import Origin, adopt, read_origin
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
@@ -23,6 +24,8 @@ from train_fn.loop.replica import Replica
 from train_fn.loop.state_broadcast import broadcast
 from train_fn.snapshots.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
 from train_fn.snapshots.store import Label, snapshot_store
+from train_fn.state.kept_state import KeptState
+from train_fn.step.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +56,61 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
         StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
     check_data(replica)
-    if ctx.world_rank == 0:
-        # Before anything is read that older attempts leave.
-        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
-    restored, state = _find(ctx, replica)
-    check_weights(replica, fresh=restored.source == "fresh")
-    replica.join(is_fresh=restored.source == "fresh")
-    mine = replica.state.state_dict() if restored.source == "fresh" else state
-    replica.state.load_state_dict(broadcast(replica.peers, mine, restored.holder))
-    replica.task_state.load(replica.state.task)
+
+    def join(fresh: bool) -> None:
+        check_weights(replica, fresh=fresh)
+        replica.join(is_fresh=fresh)
+
+    state = replica.state
+    adopt_origin = partial(adopt, into=state, ctx=ctx)
+    restored = take_over(ctx, replica.peers, state, adopt_origin, before_load=join)
+    replica.task_state.load(state.task)
     replica.volatile.renew()
-    snapshot_store(ctx).remove_after(replica.state.step)
-    logger.info(
-        "starting at step %d from %s", replica.state.step, restored.checkpoint or restored.source
-    )
-    if ctx.world_rank == 0:
-        ctx.journal.emit(EventKind.RESTORED, _event(replica, restored))
-        ctx.journal.flush(0.0)  # it travels while the loader starts
+    announce(ctx, state, restored)
     return restored
 
 
-def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any] | None]:
+def take_over(
+    ctx: WorkerContext,
+    peers: Peers,
+    state: KeptState,
+    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+    *,
+    before_load: Callable[[bool], None] = lambda fresh: None,
+) -> Restored:
+    """Claim the attempt, agree on the newest trustworthy state, and load it into ``state`` on every
+    rank. A collective.
+
+    Args:
+        adopt_origin: turns the state of another run's checkpoint into the initial one of this run.
+        before_load: called before anything is loaded, with whether the run begins anew.
+    """
+    if ctx.world_rank == 0:
+        # Before anything is read that older attempts leave.
+        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
+    restored, found = _find(ctx, peers, state, adopt_origin)
+    is_fresh = restored.source == "fresh"
+    before_load(is_fresh)
+    mine = state.state_dict() if is_fresh else found
+    state.load_state_dict(broadcast(peers, mine, restored.holder))
+    snapshot_store(ctx).remove_after(state.step)
+    logger.info("starting at step %d from %s", state.step, restored.checkpoint or restored.source)
+    return restored
+
+
+def announce(ctx: WorkerContext, state: KeptState, restored: Restored) -> None:
+    """Report where the attempt begins."""
+    if ctx.world_rank == 0:
+        ctx.journal.emit(EventKind.RESTORED, _event(state, restored))
+        ctx.journal.flush(0.0)  # it travels while the loader starts
+
+
+def _find(
+    ctx: WorkerContext,
+    peers: Peers,
+    kept: KeptState,
+    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to continue from. Only its holder returns the state itself. A collective.
 
     Rank 0 alone reads the storage, and reads a checkpoint only if no snapshot is as new. If the
@@ -81,7 +118,7 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
     before the last attempt counts only if no attempt since began at an earlier step. The journals
     say so, and they are read for such a snapshot only.
     """
-    peers, store = replica.peers, snapshot_store(ctx)
+    store = snapshot_store(ctx)
     offers = [
         Offer(rank, label)
         for rank, labels in enumerate(peers.gather(_earlier(ctx, store.labels())))
@@ -94,7 +131,7 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
         elected = elect(offers, ctx.submission)
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
-            restored, state = _find_durable(ctx, replica, elected, struck)
+            restored, state = _find_durable(ctx, peers, kept, adopt_origin, elected, struck)
             newest_durable = _step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
                 return restored, state
@@ -114,7 +151,7 @@ def _find(ctx: WorkerContext, replica: Replica) -> tuple[Restored, dict[str, Any
         if offer.rank == peers.rank:
             try:
                 state = store.read(offer.label)
-                replica.state.require_sound(state)
+                kept.require_sound(state)
             except (StateNotWhole, NonFiniteWeights) as exc:
                 problem = str(exc)
             except Exception as exc:
@@ -133,7 +170,12 @@ def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
 
 
 def _find_durable(
-    ctx: WorkerContext, replica: Replica, elected: Elected, struck: tuple[Rejection, ...]
+    ctx: WorkerContext,
+    peers: Peers,
+    kept: KeptState,
+    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+    elected: Elected,
+    struck: tuple[Rejection, ...],
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
 
@@ -143,10 +185,10 @@ def _find_durable(
     """
     found: Restored | Exception | None = None
     state = None
-    if replica.peers.rank == 0:
+    if peers.rank == 0:
         try:
             known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
-            read = partial(_load_sound, ctx, replica)
+            read = partial(_load_sound, ctx, kept)
             manifest, state, rejected = ctx.checkpoints.read_newest(read, told=known)
             bad = (
                 *struck,
@@ -156,25 +198,25 @@ def _find_durable(
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)
             elif ctx.spec.resume_from is not None:
-                origin, state = read_origin(ctx, ctx.spec.resume_from, replica.state)
+                origin, state = read_origin(ctx, ctx.spec.resume_from, adopt_origin)
                 found = Restored("fork", 0, origin.name, bad, origin)
             else:
                 found = Restored("fresh", 0, None, bad)
         except Exception as exc:
             found = exc
-    found = replica.peers.share(found, 0)
+    found = peers.share(found, 0)
     if isinstance(found, Exception):
         raise found
     assert found is not None
     return found, state
 
 
-def _load_sound(ctx: WorkerContext, replica: Replica, manifest: Manifest) -> dict[str, Any]:
+def _load_sound(ctx: WorkerContext, kept: KeptState, manifest: Manifest) -> dict[str, Any]:
     """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
     from."""
     state = load_checkpoint(ctx.run_dir, manifest)
     try:
-        replica.state.require_sound(state)
+        kept.require_sound(state)
     except (StateNotWhole, NonFiniteWeights) as exc:
         raise CorruptCheckpoint(
             manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)
@@ -193,11 +235,11 @@ def _newest_step(ctx: WorkerContext) -> int:
     return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
 
 
-def _event(replica: Replica, restored: Restored) -> dict[str, Any]:
-    best = replica.state.best
+def _event(state: KeptState, restored: Restored) -> dict[str, Any]:
+    best = state.best
     data = {
-        "step": replica.state.step,
-        "epoch": replica.state.epoch,
+        "step": state.step,
+        "epoch": state.epoch,
         "source": restored.source,
         "checkpoint": restored.checkpoint,
         "best": best and {"metric": best.metric, "value": best.value, "step": best.step},

@@ -15,7 +15,7 @@ from everstep.wire.events import EventKind
 from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.snapshots.store import publish_snapshot, shortage, snapshot_store
-from train_fn.state.train_state import TrainState
+from train_fn.state.kept_state import KeptState
 
 COST_RATIO = 100.0
 """The next publication comes after so many times what the last one took: at most 1 % of the time
@@ -55,7 +55,7 @@ class Publisher:
     again.
     """
 
-    def __init__(self, ctx: WorkerContext, state: TrainState, copies: BoundaryCopies) -> None:
+    def __init__(self, ctx: WorkerContext, state: KeptState, copies: BoundaryCopies) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
         self._cadence = Cadence(COST_RATIO)
@@ -73,13 +73,15 @@ class Publisher:
         between two steps."""
         if not self._active:
             self._check_room()
-            return
-        if not self._cadence.is_due(time.monotonic()):
-            return
-        with self._lock:
-            busy = self._waiting is not None or self._writing or self._closed
-        if not busy:
+        elif self.is_due():
             self._hand_over()
+
+    def is_due(self) -> bool:
+        """Return whether ``offer`` would publish the present state."""
+        if not self._active or not self._cadence.is_due(time.monotonic()):
+            return False
+        with self._lock:
+            return self._waiting is None and not self._writing and not self._closed
 
     def keep(self) -> None:
         """Publish the present state, due or not, also where survivors leave states. Called before

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from everstep.errors import EverstepError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
@@ -68,11 +70,12 @@ def run_rank(
         say: tells people how it goes.
         train: the loop. Only its StepFailed is handled here.
     """
-    ctx, journal = _begin_attempt(spec, run_dir, place, fresh, stopping, say)
+    device = device_of(spec, place)
+    ctx, journal = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = train(ctx)
-        _finish(journal, stop)
+        report_end(journal, stop)
     except StepFailed as exc:
         error = exc.error
         logger.error(
@@ -84,7 +87,7 @@ def run_rank(
             error.traceback,
         )
         if place.rank == 0:
-            _save_last(ctx, say)
+            save_left(ctx, say)
         step = journal.step if error.step is None else error.step
         return Ended(EXIT_FAILED, step, journal.metrics, where)
     finally:
@@ -94,11 +97,16 @@ def run_rank(
     return Ended(EXIT_STOPPED if stop else 0, journal.step, journal.metrics, where)
 
 
-def _begin_attempt(
-    spec: RunSpec, run_dir: RunDir, place: Place, fresh: bool, stopping: threading.Event, say: Say
+def begin_attempt(
+    spec: RunSpec,
+    run_dir: RunDir,
+    place: Place,
+    device: torch.device,
+    fresh: bool,
+    stopping: threading.Event,
+    say: Say,
 ) -> tuple[WorkerContext, LocalJournal]:
     """Let rank 0 choose the numbers of this attempt, and tell the journal of it. A collective."""
-    device = device_of(spec, place)
     peers = Peers(place.rank, place.world_size, device)
     start: Start | EverstepError | StorageError | None = None
     if place.rank == 0:
@@ -141,7 +149,8 @@ def _begin_attempt(
     return ctx, journal
 
 
-def _finish(journal: LocalJournal, stop: Stop | None) -> None:
+def report_end(journal: LocalJournal, stop: Stop | None) -> None:
+    """Report that all steps are done, or that the ranks agreed to stop."""
     cause = "stopped" if stop else "finished"
     journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": journal.step})
     journal.emit(
@@ -150,7 +159,7 @@ def _finish(journal: LocalJournal, stop: Stop | None) -> None:
     )
 
 
-def _save_last(ctx: WorkerContext, say: Say) -> None:
+def save_left(ctx: WorkerContext, say: Say) -> None:
     """Commit what rank 0 left on its node, since nobody knows here whether torchrun starts these
     processes again."""
     saved = save_own(ctx.run_dir, ctx.spec, snapshot_store(ctx), ctx.world_size)

@@ -198,7 +198,7 @@ class TrainState:
         self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
-        _match_layout(self.optimizer)
+        match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])
@@ -266,7 +266,7 @@ class _Commit:
             self._state.complete = True
 
 
-def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+def match_layout(optimizer: torch.optim.Optimizer) -> None:
     """Give optimizer tensors the memory layout of their parameters, since fused kernels read both
     as plain memory."""
     for parameter, values in optimizer.state.items():
