@@ -10,11 +10,13 @@ import torch
 
 from everstep.wire.events import EventKind
 from train_fn.context import WorkerContext
+from train_fn.errors import BadTask
 from train_fn.loop.best import note_best
 from train_fn.loop.evaluate import evaluate, evaluation_is_due
 from train_fn.loop.replica import Replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.training import Training
+from train_fn.state.contents import few
 from train_fn.state.train_state import tree_digest
 from train_fn.tasks.checks import told
 
@@ -101,12 +103,25 @@ def _call_hook(replica: Replica, reporter: Reporter) -> bool:
     reporter.hand_over()
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.trained.check(told(replica.task, "on_epoch_end"))
-    replica.peers.gather(None)
+    _require_weights_alike(replica)
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )
     reporter.start_clock()
     return True
+
+
+def _require_weights_alike(replica: Replica) -> None:
+    """Raise BadTask on every rank if the hook left different weights on the ranks. A collective."""
+    found = replica.peers.gather(replica.trained.sums())
+    if names := sorted(
+        {name for sums in found for name in replica.trained.differing(found[0], sums)}
+    ):
+        raise BadTask(
+            f"{told(replica.task, 'on_epoch_end')} left different values on the ranks: {few(names)}. "
+            "Every rank calls it, and each must change the model in the same way; draw random "
+            "numbers from a generator with a fixed seed"
+        )
 
 
 def _has_hook(replica: Replica) -> bool:

@@ -44,7 +44,7 @@ def run_first_pass(
     attributes = PlainAttributes(_owners(replica))
     replica.seed(0, 0)
     generators = torch_generators(peers.device)
-    watched = GradientWatch(replica.parameters)
+    watched, before = GradientWatch(replica.parameters), replica.trained.sums()
     loss_sum, weight = replica.wrapped(batch)
     watched.require_untouched(told(task, "loss"))
     if replica.draws_from_torch_alone:
@@ -56,6 +56,12 @@ def run_first_pass(
     known = replica.carrier.take()
     if 0 < known.weight < math.inf:
         replica.weight_per_sample = known.weight / (len(indices) * peers.world_size)
+    replica.trained.check_values(
+        before,
+        told(task, "loss"),
+        "A rank calls it once for each of its micro-batches, so ranks would train different "
+        "models. Let the optimizer change them, or on_epoch_end",
+    )
     _require_samples_unchanged(replica, loaded, batch, indices)
     check_gradients(task, state.model, alone=peers.alone)
     drop_gradients(state.optimizer, replica.idle_parameters)

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import few
+from train_fn.state.train_state import word_sum
 
 _WATCHED_BYTES = 64 << 20
 
@@ -36,6 +38,29 @@ class TrainedParameters:
         self._flags = list(map(_is_trained, self._parameters))
         self._frozen = [value for value in self._parameters if not value.requires_grad]
         self._held = _held(optimizer)
+
+    def sums(self) -> list[int]:
+        """Return the sum of the words of each trained parameter. A change of its values changes
+        its sum, but for rare accidents."""
+        return [word_sum(value) for value in self._trained_now()]
+
+    def check_values(self, before: list[int], source: str, way_out: str) -> None:
+        """Raise BadTask if ``source`` changed values of trained parameters since ``before``, which
+        is what ``sums`` returned then."""
+        if names := self.differing(before, self.sums()):
+            raise BadTask(f"{source} changes trained parameters: {few(names)}. {way_out}")
+
+    def differing(self, one: list[int], other: list[int]) -> list[str]:
+        """Return the names of trained parameters whose sums differ."""
+        names = [self._names.get(id(value), "?") for value in self._trained_now()]
+        return [name for name, a, b in zip(names, one, other, strict=True) if a != b]
+
+    def _trained_now(self) -> list[nn.Parameter]:
+        return [
+            value
+            for value in self._parameters
+            if value.requires_grad and value.layout is torch.strided and not is_lazy(value)
+        ]
 
     def check_thawed(self) -> None:
         """Raise BadTask if a frozen parameter was unfrozen. Every step calls this, so it is
