@@ -31,6 +31,8 @@ def connect_args(lock_timeout_ms: int) -> dict[str, Any]:
     """Return the arguments of every connection."""
     return {
         "connect_timeout": CONNECT_TIMEOUT_S,
+        # Without it, a database with the encoding SQL_ASCII returns bytes for text.
+        "client_encoding": "utf8",
         # TCP alone would wait for hours for a server that is cut off.
         "keepalives_idle": 5,
         "keepalives_interval": 2,

@@ -118,9 +118,9 @@ def _require_weights_alike(replica: Replica) -> None:
         {name for sums in found for name in replica.trained.differing(found[0], sums)}
     ):
         raise BadTask(
-            f"{told(replica.task, 'on_epoch_end')} left different values on the ranks: {few(names)}. "
-            "Every rank calls it, and each must change the model in the same way; draw random "
-            "numbers from a generator with a fixed seed"
+            f"{told(replica.task, 'on_epoch_end')} left different values on the ranks: "
+            f"{few(names)}. Every rank calls it, and each must change the model in the same way; "
+            "draw random numbers from a generator with a fixed seed"
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from operator import itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.evaluation_checks import require_weights_unchanged, with_samples_unchanged
 from train_fn.loop.replica import Replica
 from train_fn.samples.loader import (
     KeyedDataset,
@@ -30,7 +31,6 @@ from train_fn.samples.loader import (
 from train_fn.samples.randomness import generators_kept, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, share_of
 from train_fn.samples.stream_set import WholePass
-from train_fn.state.contents import Sketch, alike, sketch
 from train_fn.step.modes import evaluating
 from train_fn.step.precision import autocast
 from train_fn.step.untrained import WarmUp, untrained_places
@@ -78,7 +78,7 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     own, before = build_own_metrics(replica.task), replica.trained.sums()
     with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
-    _require_weights_unchanged(replica, before)
+    require_weights_unchanged(replica, before)
     shares = replica.peers.gather((mine, own.states()))
     return averages_of([entry for share, _ in shares for entry in share]) | own.computed(
         [states for _, states in shares]
@@ -133,53 +133,11 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
     try:
         with generators_kept(ctx.device), evaluating(model):
-            _measure_all(ctx, replica, own, _unchanged(replica.task, first))
-        _require_weights_unchanged(replica, before)
+            _measure_all(ctx, replica, own, with_samples_unchanged(replica.task, first))
+        require_weights_unchanged(replica, before)
     finally:
         untrained.put_back()
         replica.task_state.load(replica.state.task)
-
-
-def _require_weights_unchanged(replica: Replica, before: list[int]) -> None:
-    """Raise BadTask if evaluation changed what is trained. Each rank measures other micro-batches,
-    so ranks would train different models from then on."""
-    name = "metrics" if hasattr(replica.task, "metrics") else "loss"
-    replica.trained.check_values(
-        before,
-        f"{told(replica.task, name)}, called to evaluate the model,",
-        "Each rank evaluates a part of the data, so ranks would train different models from then "
-        "on. Work on a copy of the model, or change weights in on_epoch_end",
-    )
-
-
-def _unchanged(
-    task: Any, read: Callable[[], Generator[tuple[int, Any]]]
-) -> Generator[tuple[int, Any]]:
-    """Yield what ``read`` yields. Raise BadTask if the caller changes a batch in place, and with it
-    the samples of the data set: every evaluation would measure other data."""
-    with closing(read()) as batches:
-        for number, batch in batches:
-            loaded = sketch(batch)
-            yield number, batch
-            if not alike(loaded, sketch(batch)) and _reads_changed(read, loaded):
-                name = "metrics" if hasattr(task, "metrics") else "loss"
-                raise BadTask(
-                    f"{told(task, name)}, called to evaluate the model, changes its batch in "
-                    "place, and with it the samples: the batch shares memory with the data set. "
-                    "Work on a copy, x = x.clone(), or copy samples in collate"
-                )
-
-
-def _reads_changed(read: Callable[[], Generator[tuple[int, Any]]], loaded: Sketch) -> bool:
-    """Whether the same samples, read again, are others than ``loaded``. A data set that draws from
-    a generator of its own is never the same, so they are read twice."""
-    again, once_more = (_sketch_of_first(read) for _ in range(2))
-    return alike(again, once_more) and not alike(again, loaded)
-
-
-def _sketch_of_first(read: Callable[[], Generator[tuple[int, Any]]]) -> Sketch:
-    with closing(read()) as batches:
-        return sketch(next(batches)[1])
 
 
 def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:

@@ -131,3 +131,17 @@ async def test_requests_that_are_cancelled_give_their_turns_back(database: Datab
 async def test_a_read_does_not_hold_the_loop_up(database: Database) -> None:
     with pytest.raises(AssertionError, match="event loop"):
         await database.do_in_loop(RunStore(database).heads)
+
+
+async def test_a_database_whose_encoding_is_sql_ascii_returns_text(
+    postgresql: PostgresServer,
+) -> None:
+    with postgresql.database("template0 ENCODING 'SQL_ASCII' LOCALE 'C'") as url:
+        database = Database(url)
+        try:
+            database.migrate()
+            run = made(RunStore(database), "twelve")
+            assert await database.do_in_loop(partial(RunStore(database).get, run.id)) == run
+        finally:
+            await database.close_loop()
+            database.close()
