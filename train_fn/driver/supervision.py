@@ -161,10 +161,10 @@ class Driver:
         return job
 
     def _warm_first_group(self, job: RankJob) -> None:
-        from train_fn.ray_train.nodes import node_look
+        from train_fn.ray_train.nodes import node_reader
         from train_fn.ray_train.warm_pool import warm_first_group
 
-        look = node_look(self._settings.probe_timeout_s, self._run_dir.storage)
+        look = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
         try:
             warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers)
         except Exception as exc:  # the ranks then start cold

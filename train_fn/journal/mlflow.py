@@ -79,7 +79,7 @@ class MlflowTracking(JournalFollower):
                     self._mlflow_run = self._opened(events[0].at)
                 self._log_metrics(point for event in events for point in _points(event))
                 for event in events:
-                    self._tell(event)
+                    self._log_event(event)
         except httpx.HTTPError as exc:
             raise NotNow(f"{type(exc).__name__}: {exc}") from exc
 
@@ -87,8 +87,8 @@ class MlflowTracking(JournalFollower):
         """Id of MLflow's run, with its parameters: told again they change nothing."""
         spec = self._run_dir.read_spec()
         found = self._found_or_made(spec, started_at)
-        told = spec.model_dump(mode="json", exclude={"name", "project", "tags", "secrets", "env"})
-        for params in _cut(_params(told), _MOST_PARAMS):
+        shown = spec.model_dump(mode="json", exclude={"name", "project", "tags", "secrets", "env"})
+        for params in _cut(_params(shown), _MOST_PARAMS):
             self._post("runs/log-batch", {"run_id": found, "params": params})
         return found
 
@@ -132,7 +132,7 @@ class MlflowTracking(JournalFollower):
                     self._furthest.get(point["key"], -1), point["step"]
                 )
 
-    def _tell(self, event: JournalEvent) -> None:
+    def _log_event(self, event: JournalEvent) -> None:
         """Restarts as tags; the end as the status."""
         if event.kind is EventKind.FAILURE:
             failure = Failure.of(event)

@@ -63,7 +63,7 @@ class KeepCheckpointList(ReportCallback):  # type: ignore[misc]
             )
 
 
-class ShortList:
+class ListTrimmer:
     """Remove checkpoints from Ray's list that Everstep's retention has deleted. Ray does not know
     of these deletions, but it deletes by itself what a user's function reports.
 
@@ -77,7 +77,7 @@ class ShortList:
         self._long = 0
         """Length of the list at which it is shortened next."""
 
-    def shorten(self) -> None:
+    def trim(self) -> None:
         """Shorten the list if it has doubled since the last time, so that storage is rarely
         listed."""
         manager = self._manager

@@ -13,7 +13,7 @@ from storage.run_control import STOPS, Stop
 from train_fn.journal.rank_logging import collect_log
 from train_fn.node.silent_peers import watch_peers
 from train_fn.ray_train.attempt_log import Chronicle
-from train_fn.ray_train.checkpoint_list import ShortList
+from train_fn.ray_train.checkpoint_list import ListTrimmer
 from train_fn.ray_train.driver_watch import FLUSH_S, DriverWatch
 from train_fn.ray_train.failure_policy import EvidencePolicy
 from train_fn.ray_train.group_factory import GroupFactory
@@ -69,7 +69,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             **kwargs,
         )
         self._health_check_interval_s = self._settings.poll_s
-        self._reported = ShortList(job.run_dir, self._checkpoint_manager)
+        self._checkpoint_list = ListTrimmer(job.run_dir, self._checkpoint_manager)
         self._log = collect_log("train_fn", "ray.train")
         watch_peers(ray.util.get_node_ip_address(), self._settings.silent_peer_s)
         self._pool = WarmPool(
@@ -88,7 +88,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             scaling_config,
             self._settings,
             self._journal,
-            self._nodes.look,
+            self._nodes.read,
             self._placement.held,
             WorkersLimit(job.run_dir, job.workers_limit).value,
         )
@@ -169,7 +169,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
             self._yielding.check(self._worker_group)
             self._hangs.check(self._worker_group)
-            self._reported.shorten()
+            self._checkpoint_list.trim()
         return result
 
     async def _poll_workers(self) -> Any:
@@ -187,7 +187,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             and not own_function
             and time.monotonic() - self._polled_at < settings.ask_ranks_s
         ):
-            return self._worker_group.as_it_was()
+            return self._worker_group.unchanged_status()
         self._polled_at = time.monotonic()
         self._latest_poll_time = float("-inf")  # skip Ray's own pause
         return await super()._poll_workers()

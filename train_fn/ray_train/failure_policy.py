@@ -80,7 +80,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
     def make_decision(self, training_failed_error: Any) -> Any:
         """Return Ray's RETRY or RAISE. Never raises."""
         try:
-            return self._weigh(training_failed_error)
+            return self._decide(training_failed_error)
         except Exception:
             logger.exception("the failure could not be judged; restarting from what survives")
             return FailureDecision.RETRY
@@ -108,7 +108,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         decision = Decision(True, BUDGET_OF[Verdict.PREEMPTION], "moved away before the deadline")
         self._chronicle.failed(evidence, judge(evidence), decision)
 
-    def _weigh(self, error: Any) -> Any:
+    def _decide(self, error: Any) -> Any:
         noticed_at = head_clock.now()
         if isinstance(error, ControllerError) and isinstance(
             error.controller_failure, WorkerGroupStartupTimeoutError
@@ -137,7 +137,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self._chronicle.failed(evidence, judgement, self._decision)
         if judgement.verdict is Verdict.HARDWARE:
             self._nodes.exclude_if_others(judgement.node_id)
-        self._look_for_oom(judgement, self._decision)
+        self._ask_for_oom_kill(judgement, self._decision)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
 
@@ -145,10 +145,10 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         """Return a report on each rank: of the group that trained, or of one whose start failed."""
         group = self._current_group()
         if running and group is not None:
-            return group.settle()
+            return group.wait_for_survivors()
         return self._groups.last.start_reports if self._groups.last is not None else ()
 
-    def _look_for_oom(self, judgement: Judgement, decision: Decision) -> None:
+    def _ask_for_oom_kill(self, judgement: Judgement, decision: Decision) -> None:
         """Ask the node of a lost rank for the cause, in parallel to the recovery. The answer is
         reported as an event of its own."""
         pid, node_id = judgement.detail.get("pid"), judgement.node_id

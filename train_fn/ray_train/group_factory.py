@@ -9,7 +9,7 @@ from typing import Any
 from train_fn.ray_train.attempt_log import Chronicle
 from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.placement import Placement
-from train_fn.ray_train.preflight_checks import Fitness
+from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
@@ -42,7 +42,7 @@ class GroupFactory:
         self._nodes = nodes
         self._on_new = on_new
         self._on_started = on_started
-        self._fitness = Fitness(
+        self._preflight = PreflightChecks(
             engine.settings, {place.node_id for place in engine.history.workers}, nodes.exclude
         )
         self.last: EverstepWorkerGroup | None = None
@@ -64,14 +64,14 @@ class GroupFactory:
             launch,
             settings,
             self._placement,
-            self._nodes.look,
+            self._nodes.read,
             self._nodes.exclude,
-            self._fitness,
+            self._preflight,
         )
         self.last = EverstepWorkerGroup(
             actors,
             settings,
-            self._nodes.look,
+            self._nodes.read,
             meets_to_report=launch.meets_to_report,
             on_created=self._on_started,
             **kwargs,

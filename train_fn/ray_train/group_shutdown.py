@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.rank_reports import place_of, with_end, with_error
 from train_fn.ray_train.ray_internals import Worker
 from train_fn.ray_train.stopped_processes import wake_stopped
@@ -36,12 +36,12 @@ def hold_for(hold_s: float, state_bytes: int) -> float:
     return hold_s + state_bytes / _SLOWEST_BYTES_PER_S
 
 
-class Settling:
+class GroupShutdown:
     """Find out how each rank of a failed group ended.
 
     Args:
         workers: the group's workers, by rank.
-        look: returns the current nodes of the cluster.
+        read_nodes: returns the current nodes of the cluster.
         errors: the error of each rank's last poll, by rank.
         silent_s: seconds without an answer after which a rank counts as stopped.
     """
@@ -49,13 +49,13 @@ class Settling:
     def __init__(
         self,
         workers: Sequence[Worker],
-        look: Look,
+        read_nodes: ReadNodes,
         errors: Mapping[int, BaseException | None],
         silent_s: float = SILENT_S,
     ) -> None:
         self._silent_s = silent_s
         self._workers = workers
-        self._look = look
+        self._read_nodes = read_nodes
         self._reports: dict[int, RankReport] = {}
         self._waiting: dict[Any, int] = {}
         """The rank for each pending call, which returns when the rank has ended."""
@@ -63,7 +63,7 @@ class Settling:
         self._asked_at: dict[int, float] = {}
         """When each rank was last polled."""
         self._have_woken = False
-        nodes = {node.node_id: node for node in look()}
+        nodes = {node.node_id: node for node in read_nodes()}
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
             if not report.node_alive:
@@ -163,7 +163,7 @@ class Settling:
                 ray.kill(self._workers[rank].actor)
 
     def _drop_lost_nodes(self) -> None:
-        reachable = {node.node_id for node in self._look() if node.reachable}
+        reachable = {node.node_id for node in self._read_nodes() if node.reachable}
         for ref, rank in list(self._waiting.items()):
             if self._reports[rank].node_id not in reachable:
                 del self._waiting[ref]

@@ -13,19 +13,19 @@ from storage.filesystem import Storage
 from train_fn.node.probe import ask
 from train_fn.ray_train.ray_internals import cluster_state
 from train_fn.recovery.marks import MarksReader
-from train_fn.recovery.partition import Apart
+from train_fn.recovery.partition import ExcludedNodes
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
 _HEAD_RESOURCE = "node:__internal_head__"
 
-Look = Callable[[], tuple[NodeView, ...]]
-"""``look_at_nodes`` with its arguments bound."""
+ReadNodes = Callable[[], tuple[NodeView, ...]]
+"""``read_nodes`` with its arguments bound."""
 
 
-def node_look(probe_timeout_s: float, storage: Storage) -> Look:
-    """Return ``look_at_nodes`` with its own reader of the service's node marks."""
-    return partial(look_at_nodes, probe_timeout_s, MarksReader(storage))
+def node_reader(probe_timeout_s: float, storage: Storage) -> ReadNodes:
+    """Return ``read_nodes`` with its own reader of the service's node marks."""
+    return partial(read_nodes, probe_timeout_s, MarksReader(storage))
 
 
 def head_node_ids() -> set[str]:
@@ -38,7 +38,7 @@ def head_node_ids() -> set[str]:
     }
 
 
-def look_at_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
+def read_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, ...]:
     """Return every node that the GCS considers alive, with whether its raylet accepts a connection
     now, and the node's mark.
 
@@ -85,35 +85,35 @@ class LiveNodes:
 
     def __init__(self, settings: RecoverySettings, storage: Storage) -> None:
         self._settings = settings
-        self._look = node_look(settings.probe_timeout_s, storage)
-        self._apart = Apart(settings.apart_s)
-        self._last_look: tuple[float, tuple[NodeView, ...]] = (float("-inf"), ())
+        self._read = node_reader(settings.probe_timeout_s, storage)
+        self._excluded = ExcludedNodes(settings.apart_s)
+        self._last_read: tuple[float, tuple[NodeView, ...]] = (float("-inf"), ())
 
-    def look(self) -> tuple[NodeView, ...]:
+    def read(self) -> tuple[NodeView, ...]:
         """Return the nodes as they are now. Raise Ray's error if the GCS does not answer."""
-        nodes = self._apart.mark(self._look(), time.monotonic())
-        self._last_look = time.monotonic(), nodes
+        nodes = self._excluded.mark(self._read(), time.monotonic())
+        self._last_read = time.monotonic(), nodes
         return nodes
 
     def recent(self) -> tuple[NodeView, ...]:
         """Return the nodes as last read, if that is recent: while ranks train, the scaling policy
         reads them every second."""
-        looked_at, nodes = self._last_look
+        read_at, nodes = self._last_read
         return (
             nodes
-            if time.monotonic() - looked_at < 2 * self._settings.resize_interval_s
-            else self.look()
+            if time.monotonic() - read_at < 2 * self._settings.resize_interval_s
+            else self.read()
         )
 
     def exclude(self, node_ids: Collection[str]) -> None:
         """Exclude nodes for a while that others do not reach, or that are not fit."""
-        self._apart.leave_out(node_ids, time.monotonic())
+        self._excluded.exclude(node_ids, time.monotonic())
 
     def exclude_if_others(self, node_id: str | None) -> None:
         """Exclude a node whose device failed, if another node could take its ranks."""
         others = [
             node
-            for node in self.look()
+            for node in self.read()
             if node.reachable and not node.is_head and node.node_id != node_id
         ]
         if node_id is not None and others:

@@ -28,7 +28,7 @@ def ask_node(
     pid: int,
     kills_before: int | None,
     find_rank: Callable[[], Any | None],
-    tell: Callable[[dict[str, Any]], None],
+    report: Callable[[dict[str, Any]], None],
     delay_s: float = DELAY_S,
 ) -> threading.Thread:
     """Ask the node on a thread, and return the thread. No answer from a node means no finding.
@@ -38,7 +38,7 @@ def ask_node(
         pid: the process that is gone.
         kills_before: the node's out-of-memory kills while the process lived.
         find_rank: returns the actor of a rank that is on that node by then, or None.
-        tell: called with the finding, if there is one.
+        report: called with the finding, if there is one.
         delay_s: seconds to wait first.
     """
 
@@ -51,7 +51,7 @@ def ask_node(
             logger.info("node %s did not report why process %d ended: %s", node_id, pid, exc)
             return
         if found is not None:
-            tell(found)
+            report(found)
 
     thread = threading.Thread(target=ask, name="oom-probe", daemon=True)
     thread.start()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError
 
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
@@ -26,16 +26,16 @@ class PollPatience:
     """Decide which ranks of one group still count as running after a missed poll.
 
     Args:
-        look: returns the current nodes of the cluster.
+        read_nodes: returns the current nodes of the cluster.
         health_timeout_s: how long a rank may miss polls while its node answers.
     """
 
-    def __init__(self, look: Look, health_timeout_s: float) -> None:
-        self._look_at_nodes = look
+    def __init__(self, read_nodes: ReadNodes, health_timeout_s: float) -> None:
+        self._read_nodes = read_nodes
         self._health_timeout_s = health_timeout_s
         self._missed_since: dict[int, float] = {}
         """Since when each rank could not be called, in monotonic seconds."""
-        self._told_cut_off = False
+        self._logged_cut_off = False
 
     def still_running(
         self,
@@ -61,7 +61,7 @@ class PollPatience:
         if not missed:
             return set()
         try:
-            nodes = {node.node_id: node for node in self._look_at_nodes()}
+            nodes = {node.node_id: node for node in self._read_nodes()}
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
             return set()
@@ -82,7 +82,7 @@ class PollPatience:
         """Return whether this host is cut off: the GCS counts other hosts as alive, but none of
         them answers."""
         try:
-            return self._is_cut_off(self._look_at_nodes(), workers)
+            return self._is_cut_off(self._read_nodes(), workers)
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
             return False
@@ -95,9 +95,9 @@ class PollPatience:
             and all(node.silent for node in others)
             and ranks_on <= {node.node_id for node in others}
         )
-        if cut_off and not self._told_cut_off:
+        if cut_off and not self._logged_cut_off:
             logger.warning("no other host answers; leaving the ranks alone until one does")
-        self._told_cut_off = cut_off
+        self._logged_cut_off = cut_off
         return cut_off
 
 

@@ -17,9 +17,9 @@ from everstep.wire import ErrorKind
 from everstep.wire.events import NODE_UNFIT
 from train_fn.node.preflight import Figures, unfit
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
-from train_fn.ray_train.start_checks import LeaveOut, first_on_nodes, prepared
+from train_fn.ray_train.start_checks import ExcludeNodes, first_on_nodes, prepared
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.partition import nodes_apart
+from train_fn.recovery.partition import nodes_to_exclude
 from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
 
@@ -29,23 +29,23 @@ LINK_TIMEOUT_S = 10.0
 """Timeout in seconds for one block to pass a link."""
 
 
-class Fitness:
+class PreflightChecks:
     """Check nodes once, and remember those that ran a submission's ranks or passed the check.
 
     Args:
         settings: ``preflight`` turns the checks on.
         known: ids of nodes that ran ranks before.
-        leave_out: called with nodes that get no ranks for a while.
+        exclude: called with nodes that get no ranks for a while.
     """
 
     def __init__(
-        self, settings: RecoverySettings, known: Iterable[str], leave_out: LeaveOut
+        self, settings: RecoverySettings, known: Iterable[str], exclude: ExcludeNodes
     ) -> None:
         self._settings = settings
         self._known = set(known)
-        self._leave_out = leave_out
+        self._exclude = exclude
 
-    def look(self, actors: Sequence[Any], metas: Sequence[Any]) -> tuple[RankReport, ...]:
+    def run(self, actors: Sequence[Any], metas: Sequence[Any]) -> tuple[RankReport, ...]:
         """Check a starting group's nodes. Return a report on the first rank of each unfit node.
 
         Raise WorkerGroupStartupFailedError if no bytes pass between two nodes, or if a process does
@@ -58,7 +58,7 @@ class Fitness:
         node_ids = sorted(firsts)
         chosen = [actors[firsts[node_id]] for node_id in node_ids]
         found: list[Figures] = prepared(
-            [actor.look_at_node.remote(n) for n, actor in enumerate(chosen)], self._settings
+            [actor.check_node.remote(n) for n, actor in enumerate(chosen)], self._settings
         )
         ips = [metas[firsts[node_id]].node_ip for node_id in node_ids]
         if len(set(ips)) == len(ips) > 1:
@@ -72,11 +72,12 @@ class Fitness:
             time.monotonic() - began,
             problems or "none",
         )
-        out = {node_ids[number]: told for number, told in problems.items()}
+        out = {node_ids[number]: found_problems for number, found_problems in problems.items()}
         self._known |= firsts.keys() - out.keys()
-        self._leave_out(list(out))
+        self._exclude(list(out))
         return tuple(
-            _report(firsts[node_id], metas[firsts[node_id]], told) for node_id, told in out.items()
+            _report(firsts[node_id], metas[firsts[node_id]], found_problems)
+            for node_id, found_problems in out.items()
         )
 
     def _time_links(
@@ -95,13 +96,13 @@ class Fitness:
         ]
         times: list[float | None] = prepared(passing, self._settings)
         silent = [number for number, seconds in enumerate(times) if seconds is None]
-        apart = nodes_apart(
+        excluded = nodes_to_exclude(
             {node_ids[number]: [node_ids[(number + 1) % count]] for number in silent}
         )
-        if apart:
-            self._leave_out(apart)
+        if excluded:
+            self._exclude(excluded)
             raise WorkerGroupStartupFailedError(
-                f"no bytes pass to or from nodes {', '.join(apart)}; excluded for now"
+                f"no bytes pass to or from nodes {', '.join(excluded)}; excluded for now"
             )
         for number, figures in enumerate(found):
             figures.seconds["link"] = min(

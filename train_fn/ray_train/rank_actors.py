@@ -9,16 +9,16 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.placement import Bundle, Placement
-from train_fn.ray_train.preflight_checks import Fitness
+from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.ray_internals import (
     Worker,
     WorkerGroupStartupFailedError,
     worker_group_module,
 )
 from train_fn.ray_train.start_checks import (
-    LeaveOut,
+    ExcludeNodes,
     check_reach,
     check_versions,
     network_reports,
@@ -38,9 +38,9 @@ class RankActors:
         launch: the attempt's parameters.
         settings: timeouts.
         placement: the run's bundles.
-        look: returns the current nodes of the cluster.
-        leave_out: called with nodes that get no ranks for a while.
-        fitness: checks nodes that are new to the run.
+        read_nodes: returns the current nodes of the cluster.
+        exclude: called with nodes that get no ranks for a while.
+        preflight: checks nodes that are new to the run.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class RankActors:
         launch: RankLaunch,
         settings: RecoverySettings,
         placement: Placement,
-        look: Look,
-        leave_out: LeaveOut,
-        fitness: Fitness,
+        read_nodes: ReadNodes,
+        exclude: ExcludeNodes,
+        preflight: PreflightChecks,
     ) -> None:
         self._launch = launch
         self._settings = settings
         self._placement = placement
-        self._look_at_nodes = look
-        self._leave_out = leave_out
-        self._fitness = fitness
+        self._read_nodes = read_nodes
+        self._exclude = exclude
+        self._preflight = preflight
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
@@ -75,7 +75,7 @@ class RankActors:
             context: Ray's WorkerGroupContext: number, resources and strategy.
             timeout_s: longest wait in seconds.
         """
-        nodes = self._look_at_nodes()
+        nodes = self._read_nodes()
         self._nodes = {node.node_id: node for node in nodes}
         chosen = choose_nodes(
             nodes,
@@ -91,7 +91,7 @@ class RankActors:
         )
         self._bundles = bundles or []
         if bundles is None and (unfit := self._placement.unfit()):
-            self._leave_out(unfit)  # otherwise the same size would be tried forever
+            self._exclude(unfit)  # otherwise the same size would be tried forever
         return bundles is not None
 
     def create(self, resources_per_worker: dict[str, float]) -> list[Worker]:
@@ -146,11 +146,11 @@ class RankActors:
         ]
 
     def _check(self, ready: Sequence[RankReady], metas: Sequence[Any]) -> None:
-        """Check versions, networks and fitness of the nodes."""
-        check_versions(ready, metas, self._leave_out)
+        """Check versions, networks and health of the nodes."""
+        check_versions(ready, metas, self._exclude)
         self._raise_for(network_reports(ready, metas))
-        check_reach(self._actors, metas, self._nodes, self._settings, self._leave_out)
-        self._raise_for(self._fitness.look(self._actors, metas))
+        check_reach(self._actors, metas, self._nodes, self._settings, self._exclude)
+        self._raise_for(self._preflight.run(self._actors, metas))
 
     def _raise_for(self, reports: tuple[RankReport, ...]) -> None:
         """Raise WorkerGroupStartupFailedError if there are reports on ranks that cannot work."""

@@ -96,7 +96,7 @@ def let_go() -> None:
     threading.Thread(target=abort_collectives, name="let-go", daemon=True).start()
 
 
-def tell_end_of(training: threading.Thread) -> None:
+def report_end_of(training: threading.Thread) -> None:
     """Make ``wait_for_news`` return once this thread has ended for any reason."""
 
     def join() -> None:

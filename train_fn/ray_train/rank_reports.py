@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.ray_internals import (
     Worker,
     WorkerHealthCheckFailedError,
@@ -83,11 +83,13 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
     return dataclasses.replace(report, error=describe_error(error, report.rank))
 
 
-def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
+def reports_of_slow_start(
+    workers: Sequence[Worker], read_nodes: ReadNodes
+) -> tuple[RankReport, ...]:
     """Return reports on the known ranks of a group whose start does not progress. They say which
     ranks are stopped."""
     try:
-        nodes = {node.node_id: node for node in look()}
+        nodes = {node.node_id: node for node in read_nodes()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
         found = find_stopped((report.node_id, report.pid) for report in reports)
     except Exception as exc:  # the ranks are killed in any case
@@ -100,14 +102,16 @@ def reports_of_slow_start(workers: Sequence[Worker], look: Look) -> tuple[RankRe
     )
 
 
-def reports_after_failed_start(workers: Sequence[Worker], look: Look) -> tuple[RankReport, ...]:
+def reports_after_failed_start(
+    workers: Sequence[Worker], read_nodes: ReadNodes
+) -> tuple[RankReport, ...]:
     """Return reports on the known ranks of a group whose start failed. They say whose node is gone
     and whose process died."""
     if not workers:
         return ()
     pings = [worker.actor.get_metadata.remote() for worker in workers]
     ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
-    nodes = {node.node_id: node for node in look()}
+    nodes = {node.node_id: node for node in read_nodes()}
     reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
     return tuple(
         _with_answer(report, ping) if ping in ready else report

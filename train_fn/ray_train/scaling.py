@@ -13,7 +13,7 @@ from typing import Any
 from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
 from train_fn.journal.client import ActorJournalClient
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.ray_internals import (
     NoopDecision,
     ResizeDecision,
@@ -30,7 +30,7 @@ _WAITING_REPEAT_S = 60.0
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Room:
     nodes: tuple[NodeView, ...]
     fit: Fit
 
@@ -43,14 +43,14 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         scaling_config: Any,
         settings: RecoverySettings,
         journal: ActorJournalClient,
-        look: Look,
+        read_nodes: ReadNodes,
         held: Callable[[Collection[str]], Mapping[str, int]],
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Set up the policy.
 
         Args:
-            look: returns the nodes.
+            read_nodes: returns the nodes.
             held: takes the ids of live nodes, and returns the number of this run's own bundles on
                 each. These count as free.
             limit: returns the most ranks that the run may use now; None for as many as it asks for.
@@ -58,13 +58,13 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         super().__init__(scaling_config)
         self._settings = settings
         self._journal = journal
-        self._look_at_nodes = look
+        self._read_nodes = read_nodes
         self._held = held
         self._limit = limit
         self._not_before = 0.0
         self._waiting_since: float | None = None
-        self._waiting_told = float("-inf")
-        self._looked_at = 0.0
+        self._waiting_reported_at = float("-inf")
+        self._checked_at = 0.0
         self._room_since: float | None = None
         self.wanted: int | None = None
         """World size to change to once the ranks have exited; None if no change is wanted."""
@@ -92,21 +92,21 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         return self._resize_to_what_is_there()
 
     def _resize_to_what_is_there(self) -> ScalingDecision:
-        look = self._look()
-        if look is None:
+        room = self._room()
+        if room is None:
             return NoopDecision()
-        if look.fit.missing:
-            self._tell_waiting(look.fit)
+        if room.fit.missing:
+            self._report_waiting(room.fit)
             return NoopDecision()
         self._waiting_since = None
-        return self._resize(look.fit.num_workers)
+        return self._resize(room.fit.num_workers)
 
-    def _look(self) -> _Look | None:
+    def _room(self) -> _Room | None:
         """Return the current nodes and what fits on them; None if the GCS does not answer. The
         caller then tries again later."""
         config = self.scaling_config
         try:
-            nodes = self._look_at_nodes()
+            nodes = self._read_nodes()
             held = self._held({node.node_id for node in nodes})
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
@@ -119,7 +119,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             max_workers=self._most_workers(),
             strategy=config.placement_strategy,
         )
-        return _Look(nodes, fit)
+        return _Room(nodes, fit)
 
     def _most_workers(self) -> int:
         """Return the most ranks that the run may have now, but at least its ``min_workers``."""
@@ -130,12 +130,12 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         )
         return int(most if limit is None else max(least, min(most, limit)))
 
-    def _tell_waiting(self, fit: Fit) -> None:
+    def _report_waiting(self, fit: Fit) -> None:
         now = time.monotonic()
-        if self._waiting_since is not None and now - self._waiting_told < _WAITING_REPEAT_S:
+        if self._waiting_since is not None and now - self._waiting_reported_at < _WAITING_REPEAT_S:
             return
         self._waiting_since = self._waiting_since or now
-        self._waiting_told = now
+        self._waiting_reported_at = now
         needs = ", ".join(f"{amount:g} {name}" for name, amount in fit.missing.items())
         least = self.scaling_config.min_workers
         message = (
@@ -165,26 +165,26 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         if worker_group_status.finished:
             return self._resize_after_yield()
         now = time.monotonic()
-        if now - self._looked_at < self._settings.resize_interval_s:
+        if now - self._checked_at < self._settings.resize_interval_s:
             return NoopDecision()
-        self._looked_at = now
-        look = self._look()
-        if look is None:
+        self._checked_at = now
+        room = self._room()
+        if room is None:
             return NoopDecision()
-        self.draining = self._draining(look.nodes, worker_group_state)
+        self.draining = self._draining(room.nodes, worker_group_state)
         if self.draining:
-            self.wanted = look.fit.num_workers
+            self.wanted = room.fit.num_workers
         elif worker_group_state.num_workers > self._most_workers():
             # Another run needs the resources. Shrink at once, but the ranks still save first.
             self.wanted = self._most_workers()
         elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
-        elif look.fit.num_workers <= worker_group_state.num_workers:
+        elif room.fit.num_workers <= worker_group_state.num_workers:
             self._room_since = None
         elif self._room_since is None:
             self._room_since = now
         elif now - self._room_since >= self._settings.growth_settle_s:
-            self.wanted = look.fit.num_workers
+            self.wanted = room.fit.num_workers
         return NoopDecision()
 
     def must_have_left(self, now: float) -> bool:
@@ -210,11 +210,11 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """
         self.wanted = None
         self._room_since = None
-        look = self._look()
-        if look is None:
+        room = self._room()
+        if room is None:
             return NoopDecision()
         return self._resize(
-            self.scaling_config.min_workers if look.fit.missing else look.fit.num_workers
+            self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
         )
 
     def _resize(self, num_workers: int) -> ScalingDecision:

@@ -15,12 +15,12 @@ from train_fn.node.versions import versions
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.ray_train.worker_actor import RankReady
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.partition import nodes_apart
+from train_fn.recovery.partition import nodes_to_exclude
 from train_fn.recovery.rank_error import RankError
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
-LeaveOut = Callable[[list[str]], None]
+ExcludeNodes = Callable[[list[str]], None]
 """Called with the ids of nodes that get no ranks for a while."""
 
 
@@ -38,7 +38,7 @@ def first_on_nodes(metas: Sequence[Any]) -> dict[str, int]:
     return {meta.node_id: number for number, meta in reversed(list(enumerate(metas)))}
 
 
-def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: LeaveOut) -> None:
+def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], exclude: ExcludeNodes) -> None:
     """Check that every node runs the versions of the driver's node. Raise
     WorkerGroupStartupFailedError if not, so that other nodes are tried next."""
     own = versions()
@@ -48,7 +48,7 @@ def check_versions(ready: Sequence[RankReady], metas: Sequence[Any], leave_out: 
         if rank.versions != own
     }
     if others:
-        leave_out(list(others))
+        exclude(list(others))
         found = "; ".join(f"node {node_id} runs {theirs}" for node_id, theirs in others.items())
         raise WorkerGroupStartupFailedError(
             f"{found}; the driver's node runs {own}. Install the same versions on every node"
@@ -73,7 +73,7 @@ def check_reach(
     metas: Sequence[Any],
     nodes: Mapping[str, NodeView],
     settings: RecoverySettings,
-    leave_out: LeaveOut,
+    exclude: ExcludeNodes,
 ) -> None:
     """Let every node try to connect to the others. Raise WorkerGroupStartupFailedError if some
     cannot reach each other."""
@@ -93,14 +93,14 @@ def check_reach(
         node_id: [other for other, reached in zip(places, answer, strict=True) if not reached]
         for node_id, answer in zip(places, prepared(tries, settings), strict=True)
     }
-    apart = nodes_apart(unreached)
-    if apart:
-        leave_out(apart)
+    excluded = nodes_to_exclude(unreached)
+    if excluded:
+        exclude(excluded)
         broken = "; ".join(
             f"{node_id} does not reach {', '.join(others)}"
             for node_id, others in unreached.items()
             if others
         )
         raise WorkerGroupStartupFailedError(
-            f"nodes do not reach each other ({broken}); excluded for now: {', '.join(apart)}"
+            f"nodes do not reach each other ({broken}); excluded for now: {', '.join(excluded)}"
         )

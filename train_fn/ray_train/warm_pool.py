@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import grpc  # type: ignore[import-untyped]
 import ray
 
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.ray_internals import (
     common_pb2,
     init_grpc_channel,
@@ -44,10 +44,10 @@ class WarmPool:
     """
 
     def __init__(
-        self, settings: RecoverySettings, look: Look, per_worker: Mapping[str, float]
+        self, settings: RecoverySettings, read_nodes: ReadNodes, per_worker: Mapping[str, float]
     ) -> None:
         self._settings = settings
-        self._look_at_nodes = look
+        self._read_nodes = read_nodes
         self._per_worker = per_worker
         self._lock = threading.Lock()
         self._idle: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class WarmPool:
         with self._lock:
             if not self._ranks:
                 return
-        for node in self._look_at_nodes():
+        for node in self._read_nodes():
             if not node.usable or not self._has_room_for_a_rank(node):
                 continue
             with self._lock:
@@ -105,10 +105,12 @@ class WarmPool:
         return all(node.total.get(name, 0.0) >= amount for name, amount in self._per_worker.items())
 
 
-def warm_first_group(look: Look, per_worker: Mapping[str, float], max_workers: int) -> None:
+def warm_first_group(
+    read_nodes: ReadNodes, per_worker: Mapping[str, float], max_workers: int
+) -> None:
     """Start the processes of the first ranks and their imports while the controller itself still
     starts."""
-    nodes = [node for node in look() if node.usable]
+    nodes = [node for node in read_nodes() if node.usable]
     rooms = {
         node.node_id: fit_workers(
             [node], {}, per_worker, min_workers=0, max_workers=max_workers, strategy="PACK"

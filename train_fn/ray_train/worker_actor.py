@@ -75,19 +75,19 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         checkpoint name."""
         super().init_train_context(*args, **kwargs)
         if not self._meets_to_report:
-            get_train_context()._sync_checkpoint_dir_name_across_ranks = _as_told
+            get_train_context()._sync_checkpoint_dir_name_across_ranks = _given_name
 
     def run_train_fn(self, *args: Any, **kwargs: Any) -> None:
         """Start Ray's training thread, whose end is reported from here on."""
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
-        rank_process.tell_end_of(runner._thread)
+        rank_process.report_end_of(runner._thread)
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
         return accepts_connection(addresses, timeout_s)
 
-    def look_at_node(self, number: int) -> Figures:
+    def check_node(self, number: int) -> Figures:
         """Check computation, memory and storage of this node, and return the figures as those of
         ``number``."""
         if ray.get_gpu_ids():
@@ -147,5 +147,5 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         )
 
 
-def _as_told(checkpoint_dir_name: str) -> str:
+def _given_name(checkpoint_dir_name: str) -> str:
     return checkpoint_dir_name

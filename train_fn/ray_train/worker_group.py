@@ -10,9 +10,9 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from train_fn.ray_train.group_shutdown import Settling
+from train_fn.ray_train.group_shutdown import GroupShutdown
 from train_fn.ray_train.hung_ranks import HungRanks
-from train_fn.ray_train.nodes import Look
+from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.placement import Reservation
 from train_fn.ray_train.poll_patience import PollPatience
 from train_fn.ray_train.rank_actors import RankActors
@@ -40,7 +40,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     Args:
         actors: creates the ranks' actors.
         settings: timeouts.
-        look: returns the current nodes of the cluster.
+        read_nodes: returns the current nodes of the cluster.
         meets_to_report: whether ranks synchronise at every report (see ``RankLaunch``).
         on_created: called with the group and its workers once these have their ranks.
         kwargs: Ray's own arguments.
@@ -52,7 +52,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self,
         actors: RankActors,
         settings: RecoverySettings,
-        look: Look,
+        read_nodes: ReadNodes,
         *,
         meets_to_report: bool,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
@@ -61,11 +61,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         super().__init__(**kwargs)
         self._actors = actors
         self._settings = settings
-        self._look_at_nodes = look
+        self._read_nodes = read_nodes
         self._meets_to_report = meets_to_report
         self._on_created = on_created
         self._news = RankNews()
-        self._patience = PollPatience(look, settings.health_timeout_s)
+        self._patience = PollPatience(read_nodes, settings.health_timeout_s)
         self._hung = HungRanks(settings.health_timeout_s)
         self._ranked: list[Any] = []
         """The workers by rank, once ranks are assigned."""
@@ -93,7 +93,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         builder = WorkerGroupStateBuilder()
         with watched_start(
             self._settings.group_start_s,
-            lambda: reports_of_slow_start(self._ranked, self._look_at_nodes),
+            lambda: reports_of_slow_start(self._ranked, self._read_nodes),
             self._actors.give_up,
         ):
             try:
@@ -103,7 +103,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                     ray.kill(builder.sync_actor)
             except BaseException:
                 self._actors.reports = self._actors.reports or reports_after_failed_start(
-                    self._ranked, self._look_at_nodes
+                    self._ranked, self._read_nodes
                 )
                 if builder.sync_actor is not None:
                     ray.kill(builder.sync_actor)
@@ -145,7 +145,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         has_news = await self._news.wait(self.get_workers(), poll_s, quiet_s)
         return has_news or bool(self._world_rank_to_ongoing_poll)
 
-    def as_it_was(self) -> WorkerGroupPollStatus:
+    def unchanged_status(self) -> WorkerGroupPollStatus:
         """Return what a poll would find while there is no news."""
         return WorkerGroupPollStatus(
             {rank: _still_running() for rank in range(len(self.get_workers()))}
@@ -181,8 +181,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             worker.actor.ask_to_yield.remote()
 
     def break_hang(self, reason: str) -> list[int]:
-        """Kill the ranks that hold up the others, and return them. ``settle`` reports ``reason``
-        for them."""
+        """Kill the ranks that hold up the others, and return them. ``wait_for_survivors`` reports
+        ``reason`` for them."""
         return self._hung.kill(self.get_workers(), reason)
 
     def abandon(self, node_ids: Collection[str]) -> list[int]:
@@ -204,7 +204,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     # -- end
 
-    def settle(self) -> tuple[RankReport, ...]:
+    def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
         Return a report on each rank."""
         if self._meets_to_report:
@@ -213,9 +213,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
         silent_s = ABORTING_SILENT_S if self._must_abort() else SILENT_S
-        settling = Settling(self.get_workers(), self._look_at_nodes, errors, silent_s)
+        shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s)
         return tuple(
-            self._hung.explain(report) for report in settling.reports_within(self._settings.hold_s)
+            self._hung.explain(report) for report in shutdown.reports_within(self._settings.hold_s)
         )
 
     def _must_abort(self) -> bool:

@@ -17,7 +17,7 @@ LONGEST_TIMES = 16
 """Longest exclusion, as a multiple of the first one."""
 
 
-def nodes_apart(unreached: Mapping[str, Iterable[str]]) -> list[str]:
+def nodes_to_exclude(unreached: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the nodes to exclude so that all others can reach each other.
 
     The node with the most broken pairs is excluded first. Ties go to the greatest id, so that the
@@ -36,7 +36,7 @@ def nodes_apart(unreached: Mapping[str, Iterable[str]]) -> list[str]:
     return out
 
 
-class Apart:
+class ExcludedNodes:
     """Remembers which nodes are excluded, and until when (monotonic seconds)."""
 
     def __init__(self, first_s: float) -> None:
@@ -44,7 +44,7 @@ class Apart:
         self._until: dict[str, float] = {}
         self._times: Counter[str] = Counter()
 
-    def leave_out(self, nodes: Iterable[str], now: float) -> None:
+    def exclude(self, nodes: Iterable[str], now: float) -> None:
         """Exclude ``nodes`` for a while, starting at ``now``."""
         for node in nodes:
             self._until[node] = now + self._first_s * min(2.0 ** self._times[node], LONGEST_TIMES)

@@ -123,7 +123,7 @@ def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_i
         raise AssertionError("looked at the GPU from the rank's own process")
 
     monkeypatch.setattr(worker_actor, "look_at_this_node", refuse)
-    figures = EverstepTrainWorker.look_at_node(SimpleNamespace(), 2)
+    figures = EverstepTrainWorker.check_node(SimpleNamespace(), 2)
     [problem] = figures.problems
     assert figures.rank == 2 and problem.startswith("a look at it failed: ")
     assert "CUDA" in problem

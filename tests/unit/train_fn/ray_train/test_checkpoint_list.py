@@ -20,7 +20,7 @@ from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from storage.run_names import CheckpointName
-from train_fn.ray_train.checkpoint_list import ShortList, repair_snapshot_file
+from train_fn.ray_train.checkpoint_list import ListTrimmer, repair_snapshot_file
 
 # Ray's
 pytestmark = pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated")
@@ -85,7 +85,7 @@ class Reported:
     def __init__(self, root: Path, kept: Collection[int], keep_latest: int) -> None:
         self.run_dir = RunDir(open_storage(str(root)), "run_r")
         self.manager = self.opened()
-        self.short = ShortList(self.run_dir, self.manager)
+        self.short = ListTrimmer(self.run_dir, self.manager)
         self._kept, self.keep_latest = kept, keep_latest
 
     def opened(self) -> CheckpointManager:
@@ -114,7 +114,7 @@ class Reported:
         self.manager.register_checkpoint(
             _TrainingReport(checkpoint=checkpoint, metrics={"loss": 1.0}, validation=False)
         )
-        self.short.shorten()
+        self.short.trim()
 
     def path(self, step: int) -> str:
         return self.run_dir.checkpoints_path(str(CheckpointName(step, 1)))

@@ -47,7 +47,7 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(
         write_marks_file(
             local_storage, encode_marks([*marks, NodeMark("gone", "cordoned", None, "ann", 1.0)])
         )
-        seen = nodes.look_at_nodes(5.0, MarksReader(local_storage))
+        seen = nodes.read_nodes(5.0, MarksReader(local_storage))
     assert {
         view.node_id: (view.cordoned, view.draining, view.reachable, view.usable) for view in seen
     } == {
@@ -71,19 +71,19 @@ class Seen:
     """The nodes of one run's controller, at a time that the test sets."""
 
     def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.num_looks = 0.0, 0
+        self.now, self.num_reads = 0.0, 0
         self.views: tuple[NodeView, ...] = (A, B, HEAD)
-        monkeypatch.setattr(nodes, "node_look", lambda timeout_s, storage: self._look)
+        monkeypatch.setattr(nodes, "node_reader", lambda timeout_s, storage: self._read)
         monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: self.now))
         settings = RecoverySettings(apart_s=60.0, resize_interval_s=1.0)
         self.nodes = nodes.LiveNodes(settings, storage)
 
-    def _look(self) -> tuple[NodeView, ...]:
-        self.num_looks += 1
+    def _read(self) -> tuple[NodeView, ...]:
+        self.num_reads += 1
         return self.views
 
     def excluded(self) -> list[str]:
-        return [node.node_id for node in self.nodes.look() if node.cordoned]
+        return [node.node_id for node in self.nodes.read() if node.cordoned]
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_a_node_with_a_failed_device_is_excluded_only_if_another_can_take_its_ra
 
 
 def test_nodes_that_were_just_read_are_not_read_again(seen: Seen) -> None:
-    seen.nodes.look()
+    seen.nodes.read()
     seen.now = 1.9
-    assert seen.nodes.recent() == seen.views and seen.num_looks == 1
+    assert seen.nodes.recent() == seen.views and seen.num_reads == 1
     seen.now = 2.0
     seen.nodes.recent()
-    assert seen.num_looks == 2
+    assert seen.num_reads == 2

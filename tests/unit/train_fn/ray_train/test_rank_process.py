@@ -53,7 +53,7 @@ def test_a_rank_that_has_trained_is_asked_though_its_thread_goes_on() -> None:
     reported = threading.Event()
     training = threading.Thread(target=reported.wait)
     training.start()
-    rank_process.tell_end_of(training)
+    rank_process.report_end_of(training)
     waiting = Waiting()
     assert not waiting.ends_within(0.1), "it trains"
     rank_process.note_trained()  # as the rank does before it waits for its reports
@@ -65,7 +65,7 @@ def test_a_rank_that_has_trained_is_asked_though_its_thread_goes_on() -> None:
 def test_a_rank_whose_thread_ends_otherwise_is_asked_too() -> None:
     training = threading.Thread(target=lambda: None)
     training.start()
-    rank_process.tell_end_of(training)
+    rank_process.report_end_of(training)
     waiting = Waiting()
     assert waiting.ends_within(20) and waiting.has_trained
 

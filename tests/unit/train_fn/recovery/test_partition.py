@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.node.probe import ask
-from train_fn.recovery.partition import Apart, nodes_apart
+from train_fn.recovery.partition import ExcludedNodes, nodes_to_exclude
 from train_fn.recovery.sizing import NodeView
 
 NODES = ("a", "b", "c", "d", "e")
@@ -23,36 +23,38 @@ def view(node_id: str) -> NodeView:
 @given(st.dictionaries(st.sampled_from(NODES), st.sets(st.sampled_from(NODES))))
 def test_those_left_all_reach_each_other(unreached: dict[str, set[str]]) -> None:
     pairs = [(node, other) for node, others in unreached.items() for other in others]
-    out = nodes_apart(unreached)
+    out = nodes_to_exclude(unreached)
     assert all(node in out or other in out for node, other in pairs)
     assert len(out) == len(set(out)) <= len({frozenset(pair) for pair in pairs})
 
 
 def test_a_node_that_nobody_reaches_goes_alone() -> None:
-    assert nodes_apart({"a": ["b"], "b": [], "c": ["b"]}) == ["b"]
+    assert nodes_to_exclude({"a": ["b"], "b": [], "c": ["b"]}) == ["b"]
 
 
 def test_of_two_that_do_not_reach_each_other_one_goes_always_the_same() -> None:
     assert (
-        nodes_apart({"a": ["b"], "b": [], "c": []})
-        == nodes_apart({"a": [], "b": ["a"], "c": []})
+        nodes_to_exclude({"a": ["b"], "b": [], "c": []})
+        == nodes_to_exclude({"a": [], "b": ["a"], "c": []})
         == ["b"]
     )
 
 
 def test_a_node_takes_no_rank_while_it_is_apart_and_longer_each_time() -> None:
-    apart = Apart(60.0)
+    excluded = ExcludedNodes(60.0)
 
     def out(now: float) -> list[str]:
-        return [node.node_id for node in apart.mark((view("a"), view("b")), now) if not node.usable]
+        return [
+            node.node_id for node in excluded.mark((view("a"), view("b")), now) if not node.usable
+        ]
 
     assert out(0.0) == []
-    apart.leave_out(["b"], 0.0)
+    excluded.exclude(["b"], 0.0)
     assert (out(59.0), out(60.0)) == (["b"], [])
-    apart.leave_out(["b"], 100.0)
+    excluded.exclude(["b"], 100.0)
     assert (out(219.0), out(220.0)) == (["b"], [])
     for _ in range(10):
-        apart.leave_out(["b"], 1000.0)
+        excluded.exclude(["b"], 1000.0)
     assert (out(1959.0), out(1960.0)) == (["b"], [])
 
 
