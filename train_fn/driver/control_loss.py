@@ -54,10 +54,7 @@ def weigh_loss(
         backoff_max_s=settings.backoff_max_s,
         checkpoint=spec.checkpoint,
     )
-    since = (
-        history.last_at if spec.runs_own_function or history.moved_at is None else history.moved_at
-    )
-    detect_s = round(max(0.0, noticed_at - since), 3) if since is not None else None
+    detect_s = _detect_s(spec, history, noticed_at)
     failure = failure_of(
         evidence, judgement, decision, detect_s=detect_s, world_size=history.world_size
     )
@@ -78,3 +75,11 @@ def weigh_loss(
         history,
         RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at),
     )
+
+
+def _detect_s(spec: RunSpec, history: History, noticed_at: float) -> float | None:
+    """Return the seconds without progress until the loss was noticed; None if unknown."""
+    since = (
+        history.last_at if spec.runs_own_function or history.moved_at is None else history.moved_at
+    )
+    return round(max(0.0, noticed_at - since), 3) if since is not None else None

@@ -67,13 +67,27 @@ def run_first_pass(
     drop_gradients(state.optimizer, replica.idle_parameters)
     runs_again = warm_up.has_moved_again()
     later = warm_up.look()[0] - moving
-    if later and not peers.alone:
-        names = ", ".join(places[number].name for number in sorted(later))
-        replica.warn(
-            f"backward changes {names}, which ranks do not agree on; change it in forward or "
-            "on_epoch_end"
-        )
+    _warn_of_changes_in_backward(replica, [places[number].name for number in sorted(later)])
     warm_up.put_back()
+    _warn_of_unsaved_changes(replica, attributes)
+    attributes.put_back()
+    replica.task_state.load(state.task)
+    found = peers.gather((moving, ignored))
+    moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
+    return VolatileBuffers(places, moving, ignored, peers, state.carry, runs_again=runs_again)
+
+
+def _warn_of_changes_in_backward(replica: Replica, names: list[str]) -> None:
+    """Warn if the first backward pass changed tensors of the model on one of several ranks."""
+    if names and not replica.peers.alone:
+        replica.warn(
+            f"backward changes {', '.join(names)}, which ranks do not agree on; change it in "
+            "forward or on_epoch_end"
+        )
+
+
+def _warn_of_unsaved_changes(replica: Replica, attributes: PlainAttributes) -> None:
+    """Warn if the first pass changed attributes that are not part of the state."""
     if changed := attributes.changed():
         replica.warn(
             f"the first pass changes {few(changed)}, which no checkpoint holds: a restart "
@@ -81,11 +95,6 @@ def run_first_pass(
             "Register tensors as buffers of the model, and let state_dict() and "
             "load_state_dict() of the task keep the rest"
         )
-    attributes.put_back()
-    replica.task_state.load(state.task)
-    found = peers.gather((moving, ignored))
-    moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    return VolatileBuffers(places, moving, ignored, peers, state.carry, runs_again=runs_again)
 
 
 def _require_samples_unchanged(

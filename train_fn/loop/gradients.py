@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from train_fn.errors import PeersGone
 from train_fn.loop.training import Training
-from train_fn.samples.ledger import difference
+from train_fn.samples.ledger import Count, difference
+from train_fn.samples.sampler import MicroBatch
 from train_fn.step.step_totals import StepTotals
 
 
@@ -24,18 +29,9 @@ def forward_backward(training: Training) -> StepTotals:
     for position in range(num_passes):
         batch, number, differs, own_samples = None, 0, None, 0
         if position < len(share):
-            progress.phase = "data"
-            loaded = next(loader)
-            batch = loaded.batch
-            if batch is None:
-                replica.note_empty()
-            differs = difference(
-                state.epoch, state.step, share[position].indices, loaded.indices, hashes[position]
-            )
-            if state.bookmarks is not None:
-                state.bookmarks.note(loaded)
-            number, own_samples = share[position].number, len(share[position].indices)
-            progress.phase = "step"
+            micro = share[position]
+            batch, differs = _load(training, micro, hashes[position])
+            number, own_samples = micro.number, len(micro.indices)
         last = position == num_passes - 1
         with replica.synchronising(last):
             if position:
@@ -45,21 +41,8 @@ def forward_backward(training: Training) -> StepTotals:
             volatile.passed(own_samples)
             carrier.add(loss_sum, weight, differs)
             loss = state.scaler.scale(loss_sum * scale)
-            if last:  # the totals travel with the gradients of the last backward
-                if training.ctx.is_let_go():
-                    raise PeersGone("this attempt was given up; another one follows")
-                stop, committed, save = training.saver.words(progress.reported_checkpoint)
-                volatile.start()
-                stop = training.ctx.journal.stop_requested or stop
-                carrier.backward(
-                    loss,
-                    stop,
-                    committed,
-                    save=save,
-                    has_news=volatile.has_news,
-                    own_s=progress.own_s,
-                )
-                replica.finish_exchange()
+            if last:
+                _last_backward(training, loss)
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
     loader.prefetch()  # the device computes meanwhile
@@ -69,3 +52,42 @@ def forward_backward(training: Training) -> StepTotals:
         volatile.agree()
     progress.own_s = training.clock.gate()
     return totals
+
+
+def _load(
+    training: Training, micro: MicroBatch, expected_hash: int
+) -> tuple[Any | None, Count | None]:
+    """Return the next batch of the loader, and how its samples differ from those of ``micro``."""
+    replica, progress = training.replica, training.progress
+    state = replica.state
+    progress.phase = "data"
+    loaded = next(training.loader)
+    if loaded.batch is None:
+        replica.note_empty()
+    differs = difference(state.epoch, state.step, micro.indices, loaded.indices, expected_hash)
+    if state.bookmarks is not None:
+        state.bookmarks.note(loaded)
+    progress.phase = "step"
+    return loaded.batch, differs
+
+
+def _last_backward(training: Training, loss: torch.Tensor) -> None:
+    """Run the last backward pass of a step. The step's totals travel with its gradients.
+
+    Raise PeersGone if the attempt was given up.
+    """
+    replica, progress = training.replica, training.progress
+    if training.ctx.is_let_go():
+        raise PeersGone("this attempt was given up; another one follows")
+    stop, committed, save = training.saver.words(progress.reported_checkpoint)
+    replica.volatile.start()
+    stop = training.ctx.journal.stop_requested or stop
+    replica.carrier.backward(
+        loss,
+        stop,
+        committed,
+        save=save,
+        has_news=replica.volatile.has_news,
+        own_s=progress.own_s,
+    )
+    replica.finish_exchange()

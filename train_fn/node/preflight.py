@@ -226,8 +226,8 @@ def report(found: Sequence[Figures], problems: dict[int, list[str]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One rank's part; returns its exit code."""
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="torchrun … -m train_fn.node.preflight",
         description="Look at nodes before runs are put on them.",
@@ -245,7 +245,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="times slower than the others' median",
     )
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check this node as one rank, and compare it with the others. Return the exit code: 0 if all
+    nodes are fit, 1 if some are not, 2 if the check cannot start."""
+    options = _arguments(argv)
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
     if missing:
         print(f"error: {', '.join(missing)} not set: start this by torchrun", file=sys.stderr)
@@ -262,26 +268,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     figures = look_at_this_node(rank, device, options.directory)
     look_for_room(figures, options.directory)
+    found = _figures_of_all(figures, world_size, device, options.timeout_s)
+    problems = unfit(found, options.far_slower)
+    if rank == 0:
+        print(report(found, problems))
+    dist.destroy_process_group()
+    return 1 if problems else 0
+
+
+def _figures_of_all(
+    figures: Figures, world_size: int, device: torch.device, timeout_s: float
+) -> list[Figures]:
+    """Time the links, and return the figures of all ranks. A collective. End this process if a peer
+    is lost."""
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=options.timeout_s),
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
         )
         look_at_the_links(figures, world_size, device)
         found: list[Figures] = [figures] * world_size
         dist.all_gather_object(found, figures)
     except (RuntimeError, ValueError) as exc:
         print(
-            f"error: rank {rank} on {figures.host} lost its peers: {exc}; "
+            f"error: rank {figures.rank} on {figures.host} lost its peers: {exc}; "
             f"{'; '.join(figures.problems)}",
             file=sys.stderr,
         )
         os._exit(1)  # the group cannot be ended in order any more
-    problems = unfit(found, options.far_slower)
-    if rank == 0:
-        print(report(found, problems))
-    dist.destroy_process_group()
-    return 1 if problems else 0
+    return found
 
 
 if __name__ == "__main__":
