@@ -3,13 +3,10 @@ after its node is gone."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.util import Finalize
@@ -20,6 +17,7 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from train_fn import clock as head_clock
 from train_fn.journal.forked_output import ForkedOutput
+from train_fn.journal.log_budget import LogBudget
 
 _RAY_REPORTS = "/ray/train/v2/_internal/execution/context.py"  # that logger is named by its file
 
@@ -30,55 +28,6 @@ FLUSH_S = 0.5
 MOST_FLUSH_S = 1.0
 """Longest that a line waits here, also where each write is an object of its own: it is to be
 durable within two seconds."""
-RATE_CHARS_PER_S = 1_000_000
-"""How much a process may log for long,"""
-BURST_CHARS = 8_000_000
-"""and at once. What is more is counted, and left out: neither storage nor the step is to pay for
-it."""
-
-
-class LogBudget:
-    """A bucket that fills at RATE_CHARS_PER_S, and what found it empty. Any thread may take from
-    it."""
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._lock = threading.Lock()
-        self._left = float(BURST_CHARS)
-        self._at = monotonic()
-        self._lines = 0
-        self._chars = 0
-
-    def take(self, num_chars: int, num_lines: int) -> bool:
-        """Whether so much may be logged now; where not, it counts as left out."""
-        with self._lock:
-            now = self._monotonic()
-            self._left = min(BURST_CHARS, self._left + (now - self._at) * RATE_CHARS_PER_S)
-            self._at = now
-            if self._left >= num_chars:
-                self._left -= num_chars
-                return True
-            self._lines += num_lines
-            self._chars += num_chars
-            return False
-
-    def leave_out(self, num_lines: int, num_chars: int) -> None:
-        """Count what was let go for another reason."""
-        with self._lock:
-            self._lines += num_lines
-            self._chars += num_chars
-
-    def notice(self) -> str | None:
-        """What was left out since the last notice, in words; None for nothing."""
-        with self._lock:
-            lines, chars = self._lines, self._chars
-            self._lines = self._chars = 0
-        if not chars:
-            return None
-        return (
-            f"{lines} lines ({chars / 1e6:.1f} MB) are left out here: this process logs more than "
-            f"{RATE_CHARS_PER_S / 1e6:g} MB/s"
-        )
 
 
 class RankLog:
@@ -136,7 +85,7 @@ class RankLog:
                 f"{message[:MAX_LINE_CHARS]} … {len(message) - MAX_LINE_CHARS} characters left out"
             )
         if len(self._lines) == MAX_LINES:
-            self.budget.leave_out(1, len(self._lines[0].message))
+            self.budget.count_dropped(1, len(self._lines[0].message))
         self._lines.append(LogRecord(at=head_clock.now(), level=level, message=message))
 
     def go_on_in_child(self) -> None:
@@ -298,46 +247,3 @@ class _Tee:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class CollectedLog(logging.Handler):
-    """Keeps what loggers say, on any thread, until it is taken."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._lines: deque[tuple[int, str]] = deque(maxlen=MAX_LINES)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._some = asyncio.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.levelno, self.format(record)))
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-                self._loop.call_soon_threadsafe(self._some.set)
-
-    async def take(self, patience_s: float) -> list[tuple[int, str]]:
-        """Level and text of each line since the last call; where there is none, of the next, if it
-        comes within so long.
-
-        In one event loop only.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._some.clear()
-        if not self._lines:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._some.wait(), patience_s)
-        lines = []
-        while self._lines:
-            lines.append(self._lines.popleft())
-        return lines
-
-
-def collect_log(*names: str) -> CollectedLog:
-    """Collect what loggers of these names say from now on."""
-    collected = CollectedLog()
-    for name in names:
-        log = logging.getLogger(name)
-        log.addHandler(collected)
-        if log.level == logging.NOTSET:
-            log.setLevel(logging.INFO)
-    return collected

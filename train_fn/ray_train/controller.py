@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from storage.run_control import STOPS, Stop
-from train_fn.journal.rank_logging import collect_log
+from train_fn.journal.collected_log import collect_log
 from train_fn.node.silent_peers import watch_peers
 from train_fn.ray_train.attempt_log import Chronicle
 from train_fn.ray_train.checkpoint_list import ListTrimmer

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,8 @@ from storage.logs import rank_logs
 from storage.logs.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir
-from train_fn.journal import rank_logging
-from train_fn.journal.rank_logging import BURST_CHARS, LogBudget, RankLog, collect_log
+from train_fn.journal import log_budget, rank_logging
+from train_fn.journal.rank_logging import RankLog
 from train_fn.samples.loader import loader_options
 
 
@@ -76,8 +74,8 @@ def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> Non
 def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank_logging, "BURST_CHARS", 10_000)
-    monkeypatch.setattr(rank_logging, "RATE_CHARS_PER_S", 1)
+    monkeypatch.setattr(log_budget, "BURST_CHARS", 10_000)
+    monkeypatch.setattr(log_budget, "RATE_CHARS_PER_S", 1)
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
@@ -90,15 +88,6 @@ def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
     assert [int(line[:3]) for line in lines] == list(range(100))
     assert notice.startswith("901 lines (0.1 MB) are left out here")
     assert len(capsys.readouterr().out) == 10_000, "what is left out is not passed on either"
-
-
-def test_a_budget_fills_again() -> None:
-    now = 0.0
-    budget = LogBudget(lambda: now)
-    assert budget.take(BURST_CHARS, 1) and not budget.take(1000, 2)
-    now = 0.01
-    assert budget.take(1000, 1)
-    assert (budget.notice() or "").startswith("2 lines") and budget.notice() is None
 
 
 def test_a_line_without_end_does_not_grow(run_dir: RunDir) -> None:
@@ -158,21 +147,6 @@ def test_a_long_log_goes_on_in_parts_and_loses_the_oldest(
         "188",
         "189",
     ]
-
-
-async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:
-    log = collect_log("collected.here")
-    said = logging.getLogger("collected.here")
-    assert await log.take(0.01) == []
-    said.info("before anybody waits")
-    assert await log.take(60.0) == [(logging.INFO, "before anybody waits")]
-    waiting = asyncio.create_task(log.take(60.0))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    speaker = threading.Thread(target=said.warning, args=("on a thread",))
-    speaker.start()
-    assert await asyncio.wait_for(waiting, 20.0) == [(logging.WARNING, "on a thread")]
-    speaker.join()
 
 
 class Talking:
@@ -287,8 +261,8 @@ def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
 def test_loader_processes_that_print_without_measure_are_throttled_too(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_logging, "BURST_CHARS", 20_000)
-    monkeypatch.setattr(rank_logging, "RATE_CHARS_PER_S", 1)
+    monkeypatch.setattr(log_budget, "BURST_CHARS", 20_000)
+    monkeypatch.setattr(log_budget, "RATE_CHARS_PER_S", 1)
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
