@@ -18,21 +18,32 @@ from train_fn.journal.delivery import Deliver, Reply, SourceEvent
 from train_fn.recovery.progress import Progress
 
 MAX_POINTS = 20_000
-"""Metric points that a client holds while the journal is away. Beyond it every second one is
-dropped."""
+"""Metric points that a client holds while the journal does not answer. Beyond that it drops every
+second one."""
 LEASE_S = 2.5
-"""For so long an answer proves that no newer attempt has begun. Less than the 3 s after which the
-embedded cluster gives a silent node up; rank 0 asks twice a second."""
+"""Seconds for which a reply proves that no newer attempt has begun. Less than the 3 s after which
+the embedded cluster gives up a silent node. Rank 0 polls twice a second."""
 MAX_BATCH = 500
 """Events in one delivery."""
-_METRICS = EventKind.METRICS  # asked of the class, a member is found by Python's own code
+_METRICS = EventKind.METRICS  # a look-up in the enum's class is slow
 
 logger = logging.getLogger(__name__)
 
 
 class ActorJournalClient:
-    """Hands events to the journal from a background thread, and learns from its replies. Nothing
-    here blocks its caller."""
+    """Send events to the journal from a background thread, and keep its newest reply.
+
+    ``emit`` and the properties never block.
+
+    Args:
+        deliver: sends a batch of events.
+        source: name of the sender. A random part is added: numbers start at 1, so the journal would
+            take the events of a new source with the same name for old ones.
+        attempt: of the client's events.
+        interval_s: longest time in seconds that an event waits here.
+        beat_s: interval in seconds of polls while there are no events.
+        on_superseded: called once, on the background thread, when a newer attempt has started.
+    """
 
     def __init__(
         self,
@@ -44,13 +55,6 @@ class ActorJournalClient:
         beat_s: float = 0.5,
         on_superseded: Callable[[], None] | None = None,
     ) -> None:
-        """``interval_s`` is the longest that an event waits here; without events the client asks
-        every ``beat_s``.
-
-        ``source`` says who tells; a random part is added, since numbering begins at 1, and what a
-        journal has of a source that was there before would be taken for these. ``on_superseded`` is
-        called once, on the background thread, when a newer attempt than this client's has started.
-        """
         self.attempt = attempt
         self._call = deliver
         self._source = f"{source}.{secrets.token_hex(4)}"
@@ -68,28 +72,28 @@ class ActorJournalClient:
         self._announced: Stop | None = None
         self._reply: Reply | None = None
         self.stop_requested: Stop | None = None
-        """What the user asked for, as far as the journal told."""
+        """The user's stop request, as of the journal's last reply."""
         self.profile_ordered: ProfileOrder | None = None
-        """The newest profile that was asked for, of whatever rank and attempt."""
+        """The newest profile request, for any rank and attempt."""
         self._replied_at = 0.0
         self._asked_at = float("-inf")
-        """When the last question was sent that was answered."""
+        """When the last call that got a reply was made, in monotonic seconds."""
         self._num_replies = 0
         self._num_replies_taken = 0
         self._asked = False
         self._hurry = threading.Event()
-        self._hurry.set()  # the first reply tells the head's time
+        self._hurry.set()  # the first reply has the head's time
         self._is_idle = False
-        """Whether the thread waits for an event: it then sleeps until its beat is due."""
+        """Whether the thread sleeps until the next beat unless an event comes."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"journal-{source}", daemon=True)
         self._thread.start()
 
     def emit(self, kind: EventKind, data: dict[str, Any], *, attempt: int | None = None) -> None:
-        """Hand over one event of ``attempt`` (default: the client's own); consecutive metrics
-        travel as one."""
+        """Queue one event of ``attempt`` (default: the client's own). Consecutive metrics become
+        one event."""
         number = self.attempt if attempt is None else attempt
-        with self._mutex:  # as self._lock, which is Python's own code, would take it
+        with self._mutex:  # the same lock as self._lock, which is slower
             if kind is _METRICS:
                 self._num_points += len(data["points"])
                 newest = self._pending[-1] if self._pending else None
@@ -106,18 +110,18 @@ class ActorJournalClient:
 
     @property
     def last_step(self) -> int | None:
-        """Most steps done that the journal knows of, as of its last reply."""
+        """Return the most steps done, as of the journal's last reply; None if unknown."""
         return self._reply.progress.last_step if self._reply else None
 
     def moved_at(self, attempt: int) -> float | None:
-        """When that attempt was last seen to move, as of the journal's last reply, in unix seconds;
-        None where it is not told."""
+        """Return when that attempt last advanced, as of the journal's last reply, in Unix seconds;
+        None if unknown."""
         progress = self._reply.progress if self._reply else None
         return progress.moved_at if progress is not None and progress.attempt == attempt else None
 
     def take_progress(self) -> Progress | None:
-        """How far the newest attempt is, once for each reply of the journal; None until the next
-        one."""
+        """Return the progress of the newest attempt, once for each reply of the journal; None until
+        the next reply."""
         with self._lock:
             if self._reply is None or self._num_replies == self._num_replies_taken:
                 return None
@@ -126,7 +130,7 @@ class ActorJournalClient:
             return replace(progress, quiet_s=progress.quiet_s + time.monotonic() - self._replied_at)
 
     def ask(self, timeout_s: float) -> None:
-        """Bring what the journal told up to date, waiting for it at most ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds for a new reply of the journal."""
         with self._lock:
             before = self._num_replies
             self._asked = True
@@ -138,32 +142,31 @@ class ActorJournalClient:
                 )
 
     def hears(self, timeout_s: float) -> bool:
-        """Whether the journal has answered a question that is not older than ``LEASE_S``; where
-        not, it is asked for so long.
+        """Return whether the journal has replied to a call that is at most ``LEASE_S`` old. If not,
+        wait up to ``timeout_s`` seconds for a reply first.
 
-        The question's time counts, by this process's own monotonic clock: what the answer says may
-        have changed since then.
+        The time of the call counts, not of the reply: what the reply says may have changed since
+        then. It is measured by this process's monotonic clock.
         """
         if time.monotonic() - self._asked_at > LEASE_S and timeout_s > 0:
             self.ask(timeout_s)
         return time.monotonic() - self._asked_at <= LEASE_S
 
     def announce_stop(self, stop: Stop) -> None:
-        """Tell the journal, and through its replies every client, what the user asked for; sent
-        again with every delivery."""
+        """Send the user's stop request to the journal, whose replies take it to every client. It is
+        sent again with every delivery."""
         self._announced = stop
         self._hurry.set()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything handed over so far is durable; False when that took longer than
-        ``timeout_s``."""
+        """Wait until all queued events are durable. Return False after ``timeout_s`` seconds."""
         with self._lock:
             target = self._handed_over
             self._hurry.set()
             return self._lock.wait_for(lambda: self._delivered >= target, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Flush and end the background thread; False when something may be undelivered."""
+        """Flush, and end the background thread. Return False if events may be undelivered."""
         delivered = self.flush(timeout_s)
         self._closing = True
         self._hurry.set()
@@ -171,7 +174,8 @@ class ActorJournalClient:
         return delivered
 
     def _thin(self) -> None:
-        """Called with the lock held: keep memory bounded while the journal is away."""
+        """Drop every second metric point, so that memory stays bounded while the journal does not
+        answer. The caller holds the lock."""
         points = self._pending[-1][3]["points"]
         if len(points) < 3:
             return
@@ -185,7 +189,7 @@ class ActorJournalClient:
     def _run(self) -> None:
         last_call = float("-inf")
         failures = 0
-        busy = False  # the last call took events along: where some came others follow
+        busy = False  # the last call had events, so more will probably follow
         while not self._closing:
             self._hurry.wait(self._pause_s(last_call, failures, busy))
             self._is_idle = False
@@ -215,8 +219,8 @@ class ActorJournalClient:
                     )
 
     def _pause_s(self, last_call: float, failures: int, busy: bool) -> float:
-        """How long nothing is to be sent: while events come, or nobody answers, for an interval;
-        else until the beat."""
+        """Return how many seconds to wait before the next call: an interval while events come or
+        calls fail, otherwise until the next beat."""
         with self._lock:
             self._is_idle = not (failures or busy or self._sealed or self._pending)
             beat_in_s = last_call + self._beat_s - time.monotonic()
@@ -227,8 +231,8 @@ class ActorJournalClient:
             )
 
     def _seal(self) -> None:
-        """Number the next batch. From here on it is fixed, since the journal may have it although
-        no reply came."""
+        """Number the next batch. It is fixed from here on, since the journal may have received it
+        although no reply arrived."""
         with self._lock:
             while self._pending and len(self._sealed) < MAX_BATCH:
                 at, kind, attempt, data = self._pending.popleft()
@@ -238,6 +242,7 @@ class ActorJournalClient:
                 self._sealed.append(SourceEvent(self._source_n, at, kind, attempt, data))
 
     def _deliver(self) -> None:
+        """Send the batch, and take the reply. Raises if it is unknown whether it arrived."""
         asked, asked_at, batch = time.monotonic(), time.time(), tuple(self._sealed)
         reply = self._call(self._source, batch, self._announced)
         head_clock.learn(asked_at, reply.at, time.time())
@@ -246,7 +251,7 @@ class ActorJournalClient:
         self.stop_requested, self.profile_ordered = reply.stop, reply.profile
         self._num_replies += 1
         self._count_delivered()
-        # there may be more; what came meanwhile waits for its turn, or every step would be a call
+        # More may be pending. Later events wait for the interval, or each step would be a call.
         if len(batch) == MAX_BATCH:
             self._hurry.set()
         if reply.progress.attempt > self.attempt and self._on_superseded is not None:

@@ -1,8 +1,8 @@
-"""What travels between the journal and its clients.
+"""The messages between the journal and its clients.
 
-Events travel at least once and are written exactly once: a client numbers its events when it seals
-a batch, and sends the batch until it is acknowledged. The journal drops what its source has sent
-before, also after its writer was killed and came back.
+Events are sent at least once and written exactly once. A client numbers the events of a batch, and
+sends the batch until it is acknowledged. The journal drops events that it already has from the same
+source, even after its writer was killed and restarted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from train_fn.recovery.progress import Progress
 
 @dataclass(frozen=True)
 class SourceEvent:
-    """One event as its source numbered it. ``at`` is unix seconds by the head's clock, as far as
-    the source knows it."""
+    """One event with its number at the source. ``at`` is in Unix seconds by the head's clock, as
+    estimated by the source."""
 
     source_n: int
     at: float
@@ -31,18 +31,18 @@ class SourceEvent:
 
 @dataclass(frozen=True)
 class Reply:
-    """The journal's answer to a delivery."""
+    """The journal's response to a delivery."""
 
     acknowledged: int
     """Last ``source_n`` of this source that is durable."""
     stop: Stop | None
     progress: Progress
     profile: ProfileOrder | None = None
-    """The newest order that the driver passed on."""
+    """The newest profile request that the driver has sent."""
     at: float = field(default_factory=time.time)
-    """Unix seconds by the journal's clock."""
+    """Time of the reply, in Unix seconds by the journal's clock."""
 
 
 Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
-"""Sends a source's events, and the stop that the user asked for, to the journal. Raises if it is
-not known whether they arrived."""
+"""Sends a source's events, and the user's stop request, to the journal. Raises if it is unknown
+whether they arrived."""

@@ -1,5 +1,5 @@
-"""What the driver makes of a run's journals beside the training, batch by batch, from the first
-submission to its own."""
+"""Read a run's journals in the driver while the run trains: batch by batch, from the first
+submission to the current one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
 
 INTERVAL_S = 10.0
-"""How often what is new is taken; the first time so long after the start, which has better things
-to do than to import."""
+"""Interval in seconds of reads. The first one waits as long, so that imports do not slow down the
+start."""
 _BATCH_EVENTS = 5000
 
 logger = logging.getLogger(__name__)
 
 
 class NotNow(Exception):
-    """What was to be made could not be; the same batch comes again."""
+    """A batch could not be used now. It is passed again later."""
 
 
 def measured(event: JournalEvent) -> list[tuple[int, float, dict[str, float]]]:
-    """(step, unix seconds, what was finite by name) of each point that an event tells; of an
-    evaluation as the series are named."""
+    """Return (step, Unix seconds, finite values by name) of each point in an event. Values of an
+    evaluation have the names of their series."""
     found: list[tuple[int, float, dict[str, float | None]]] = []
     if event.kind is EventKind.METRICS:
         found = [(point["step"], point["at"], point["values"]) for point in event.data["points"]]
@@ -43,11 +43,16 @@ def measured(event: JournalEvent) -> list[tuple[int, float, dict[str, float]]]:
 
 
 class JournalFollower(ABC):
-    """Reads every journal up to this submission's, in order; by itself from ``start`` to
-    ``close``."""
+    """Read every journal up to this submission's, in order. A thread does so from ``start`` to
+    ``close``.
+
+    Args:
+        run_dir: the run.
+        submission: the current one.
+        what: name of what is made, for the log.
+    """
 
     def __init__(self, run_dir: RunDir, submission: int, what: str) -> None:
-        """``what`` it makes, for the log."""
         self._run_dir = run_dir
         self._submission = submission
         self._what = what
@@ -59,26 +64,24 @@ class JournalFollower(ABC):
 
     @abstractmethod
     def begin(self, submission: int) -> None:
-        """The journal of another submission comes."""
+        """Prepare for the journal of the next submission."""
 
     @abstractmethod
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
-        """The next events of its journal. Raises StorageError or NotNow where they are to come
-        again."""
+        """Use the next events of a journal. Raise StorageError or NotNow to get them again."""
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Take the rest, for at most so long."""
+        """Use the remaining events, but return after ``timeout_s`` seconds."""
         self._closing.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("%s: not complete after %g s", self._what, timeout_s)
 
     def update(self) -> None:
-        """Take what the journals tell by now. Raises StorageError and NotNow, after which the next
-        call goes on."""
+        """Use all new events. Raises StorageError and NotNow; the next call continues there."""
         if self._older is None:
             self._older = [
                 submission
@@ -104,7 +107,7 @@ class JournalFollower(ABC):
                 return
 
     def _follow(self, submission: int) -> None:
-        """Take a submission's journal behind the cursor."""
+        """Use the events of a submission's journal after the cursor."""
         if self._begun != submission:
             self.begin(submission)
             self._begun = submission

@@ -1,8 +1,7 @@
-"""Lines from processes that a rank forks, such as those of its loader, on their way into the rank's
-log.
+"""Bring lines of processes that a rank forks, such as those of its loader, into the rank's log.
 
-Each line is one packet of a socket, so that lines of several processes never mix, and what a
-process sent before it was killed arrives all the same.
+Each line is one packet of a socket. So lines of several processes never mix, and lines that a
+process sent before it was killed still arrive.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import threading
 from collections.abc import Callable
 
 SEND_S = 5.0
-"""Longest that a process waits for the rank to take a line; then it sends no more."""
+"""Timeout in seconds for the rank to take a line. After that the process sends no more."""
 _LONGEST_PACKET = 1 << 17
 
 
 class ForkedOutput:
-    """Carries lines from forked processes to the process that made it. ``take(level, line)`` is
-    called there, by a thread."""
+    """Send lines from forked processes to the process that made this object. There, a thread calls
+    ``take(level, line)``."""
 
     def __init__(self, take: Callable[[str, str], None]) -> None:
         self._take = take
@@ -35,11 +34,11 @@ class ForkedOutput:
         self._thread.start()
 
     def mark(self, mark: str) -> None:
-        """In a forked process: what its lines begin with; else its pid."""
+        """Begin the lines of this forked process with ``mark`` instead of its process id."""
         self._mark = mark
 
     def send(self, level: str, line: str) -> None:
-        """In a forked process: send a line. It is dropped if nobody takes it."""
+        """Send a line from a forked process. Drop it if the rank does not take it."""
         if self._broken:
             return
         marked = f"[{self._mark or f'process {os.getpid()}'}] {line}"
@@ -49,7 +48,7 @@ class ForkedOutput:
             self._broken = True
 
     def close(self) -> None:
-        """Take what was sent so far; what forked processes send later is dropped."""
+        """Take all lines sent so far. Later ones are dropped."""
         with contextlib.suppress(OSError):
             self._sending.send(b"")  # after all that was sent before it
             if self._thread.is_alive():

@@ -1,8 +1,6 @@
-"""The run in an MLflow tracking server, where the operator names one: made from its journals by the
-driver, beside the training.
+"""Record a run in the operator's MLflow tracking server, from its journals, while it trains.
 
-MLflow's REST interface (2.0) is spoken as it is, so that nothing of MLflow has to be installed on
-the cluster.
+This uses MLflow's REST API (2.0) directly, so that MLflow need not be installed on the cluster.
 """
 
 from __future__ import annotations
@@ -27,19 +25,18 @@ from train_fn.journal.follower import JournalFollower, NotNow, measured
 RUN_TAG = "everstep.run_id"
 _TIMEOUT_S = 20.0
 _MOST_METRICS = 1000
-"""MLflow takes no more in one request,"""
+"""MLflow's limits for one request: metrics, and parameters."""
 _MOST_PARAMS = 100
 _MOST_CHARS = 500
-"""and no longer values of parameters in its older versions."""
+"""Limit of older versions of MLflow for the value of a parameter."""
 _NAME = re.compile(r"[^\w\-. :/]")
 _STATUSES = {"succeeded": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MlflowTracking(JournalFollower):
-    """Keeps a run of MLflow, in the experiment of the run's project, up to date with the journals.
+    """Keep an MLflow run up to date with the journals, in the experiment of the run's project.
 
-    Every point is there once: what MLflow has of a metric already, from a driver before this one,
-    is not sent again.
+    Each point is sent once. Points that an earlier driver has sent are not sent again.
     """
 
     def __init__(
@@ -48,10 +45,9 @@ class MlflowTracking(JournalFollower):
         """
         Args:
             run_dir: The run.
-            submission: Whose driver this is.
+            submission: The submission of this driver.
             uri: Base URL of the tracking server.
-            environ: Where MLflow's own MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD, are
-                looked for.
+            environ: Environment with MLflow's MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
         """
         super().__init__(run_dir, submission, "mlflow")
         user, token = environ.get("MLFLOW_TRACKING_USERNAME"), environ.get("MLFLOW_TRACKING_TOKEN")
@@ -65,7 +61,7 @@ class MlflowTracking(JournalFollower):
         self._http: httpx.Client
         self._mlflow_run: str | None = None
         self._furthest: dict[str, int] = {}
-        """Last step of each metric that MLflow has."""
+        """The last step that MLflow has of each metric."""
 
     def begin(self, submission: int) -> None:
         pass
@@ -84,7 +80,8 @@ class MlflowTracking(JournalFollower):
             raise NotNow(f"{type(exc).__name__}: {exc}") from exc
 
     def _opened(self, started_at: float) -> str:
-        """Id of MLflow's run, with its parameters: told again they change nothing."""
+        """Return the id of MLflow's run, after its parameters were sent. Sending them again changes
+        nothing."""
         spec = self._run_dir.read_spec()
         found = self._found_or_made(spec, started_at)
         shown = spec.model_dump(mode="json", exclude={"name", "project", "tags", "secrets", "env"})
@@ -133,7 +130,7 @@ class MlflowTracking(JournalFollower):
                 )
 
     def _log_event(self, event: JournalEvent) -> None:
-        """Restarts as tags; the end as the status."""
+        """Record a failure as a tag, and the start or end of the run as its status."""
         if event.kind is EventKind.FAILURE:
             failure = Failure.of(event)
             words = f"step {failure.step}: {failure_words.who(failure)}"
@@ -160,7 +157,7 @@ class MlflowTracking(JournalFollower):
 
 
 def _points(event: JournalEvent) -> Iterator[dict[str, Any]]:
-    """Metrics of an event as MLflow takes them; what was not finite is left out."""
+    """Yield the finite metrics of an event in MLflow's form."""
     for step, at, values in measured(event):
         for name, value in values.items():
             yield {
@@ -172,7 +169,7 @@ def _points(event: JournalEvent) -> Iterator[dict[str, Any]]:
 
 
 def _params(value: Any, path: str = "") -> Iterator[dict[str, str]]:
-    """Every leaf of the spec by its path."""
+    """Yield every leaf of the spec, with its path as the name."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _params(item, f"{path}.{name}" if path else name)

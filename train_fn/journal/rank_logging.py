@@ -1,5 +1,5 @@
-"""A rank's output in the run's directory: what it and its loader processes print and log, kept
-after its node is gone."""
+"""Store what a rank and its loader processes print and log in the run's directory, where it
+outlives the node."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from train_fn.journal.log_budget import LogBudget
 _RAY_REPORTS = "/ray/train/v2/_internal/execution/context.py"  # that logger is named by its file
 
 MAX_LINES = 100_000
-"""Lines held while storage is away; beyond it the oldest are let go."""
+"""Lines held while storage does not respond. Beyond that the oldest are dropped."""
 MAX_LINE_CHARS = 8_000
 FLUSH_S = 0.5
 MOST_FLUSH_S = 1.0
-"""Longest that a line waits here, also where each write is an object of its own: it is to be
-durable within two seconds."""
+"""Longest time in seconds that a line waits here, even if each write is a separate object. A line
+must be durable within two seconds."""
 
 
 class RankLog:
-    """Gathers lines from any thread and writes them from a background thread, so that no step waits
+    """Collect lines from any thread, and write them from a background thread, so that no step waits
     for storage."""
 
     def __init__(self, run_dir: RunDir, submission: int, attempt: int, rank: int | None) -> None:
         self._where = (run_dir, submission, attempt, rank)
         self._interval_s = min(max(FLUSH_S, run_dir.storage.batch_s), MOST_FLUSH_S)
         self.redact: Callable[[str], str] = str
-        """Takes out of every line what nobody may read."""
+        """Removes secrets from a line."""
         self._lines: deque[LogRecord] = deque(maxlen=MAX_LINES)
         self.budget = LogBudget()
         self._writer: RankLogWriter | None = None
@@ -48,14 +48,13 @@ class RankLog:
         self._streams: tuple[TextIO, TextIO] | None = None
         self._root_level = logging.WARNING
         self._forked: ForkedOutput | None = None
-        """Where the lines of forked processes come from."""
+        """Receives the lines of forked processes."""
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="rank-log", daemon=True)
 
     def start(self) -> None:
-        """Begin to take stdout, stderr and logging, also of processes that are forked from now on.
-
-        They still go where they went.
+        """Start to copy stdout, stderr and logging, including those of processes that are forked
+        later. They still go to their original destination, too.
         """
         global _started
         self._forked = ForkedOutput(self._add_forked)
@@ -72,7 +71,7 @@ class RankLog:
         self._thread.start()
 
     def add(self, level: str, message: str) -> None:
-        """One line that the budget has room for, cut where it is unreasonably long."""
+        """Add a line for which the budget has room. A very long one is cut."""
         message = self.redact(message)
         if self._forked is not None and os.getpid() != self._pid:
             notice = self.budget.notice()
@@ -89,8 +88,8 @@ class RankLog:
         self._lines.append(LogRecord(at=head_clock.now(), level=level, message=message))
 
     def go_on_in_child(self) -> None:
-        """In a process that was just forked: let go of locks that other threads held, and of a line
-        that the rank began."""
+        """Replace locks that other threads held at the fork, and drop the rank's unfinished line.
+        Runs in the forked process."""
         self.budget = LogBudget()
         for name in ("stdout", "stderr"):
             tee = getattr(sys, name)
@@ -98,8 +97,8 @@ class RankLog:
                 tee.go_on_in_child()
 
     def mark_child(self, mark: str) -> None:
-        """In a forked process: begin its lines with ``mark``, and send the last one, if it has no
-        end, when the process ends."""
+        """Begin the lines of this forked process with ``mark``. When the process ends, send its
+        last line even if it has no end."""
         if self._forked is None or os.getpid() == self._pid:
             return
         self._forked.mark(mark)
@@ -112,8 +111,7 @@ class RankLog:
             self.add(level, line)
 
     def flush(self) -> bool:
-        """Write what was gathered; False when storage did not take it, which is tried again
-        later."""
+        """Write the collected lines. Return False if storage failed; a later call retries."""
         with self._write_lock:
             batch = []
             while self._lines:
@@ -134,7 +132,7 @@ class RankLog:
             return True
 
     def close(self) -> None:
-        """Give stdout, stderr and logging back, write the rest, end the threads."""
+        """Restore stdout, stderr and logging, write the remaining lines, and end the threads."""
         global _started
         if _started is self:
             _started = None
@@ -166,11 +164,12 @@ class RankLog:
 
 
 _started: RankLog | None = None
-"""The log that takes this process's output, and that of the processes which it forks."""
+"""The log of this process and of processes that it forks."""
 
 
 def mark_output(mark: str) -> None:
-    """In a process that a rank forked: have its lines in the rank's log begin with ``[mark]``."""
+    """Begin the lines of this process in the rank's log with ``[mark]``. Call this in a process
+    that a rank has forked."""
     if _started is not None:
         _started.mark_child(mark)
 
@@ -190,7 +189,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING and record.name.endswith(_RAY_REPORTS):
-            return  # a line for each report, between which those of the user's code would be lost
+            return  # one line for each report would hide the lines of the user's code
         text = record.getMessage()
         if record.exc_info and record.exc_info[0] is not None:
             text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
@@ -201,7 +200,7 @@ class _Handler(logging.Handler):
 
 
 class _Tee:
-    """A text stream that also hands every complete line to the log."""
+    """A text stream that also adds every complete line to the log."""
 
     def __init__(self, stream: TextIO, log: RankLog, level: str) -> None:
         self._stream = stream
@@ -215,15 +214,15 @@ class _Tee:
             return len(text)
         with self._lock:
             *lines, partial = (self._partial + text).split("\n")
-            # A line without end must not grow, nor be copied whole with every piece: of a progress
-            # bar the last state is enough.
+            # A line without an end must not grow, nor be copied whole with each piece. Only the
+            # last state of a progress bar is needed.
             self._partial = (
                 partial
                 if len(partial) <= MAX_LINE_CHARS
                 else partial.rsplit("\r", 1)[-1][: MAX_LINE_CHARS + 1]
             )
         for line in lines:
-            # A progress bar rewrites its line with carriage returns; only its last state is a line.
+            # A progress bar rewrites its line with carriage returns. Only its last state counts.
             self._log.add(self._level, line.rstrip("\r").rsplit("\r", 1)[-1])
         self._stream.write(self._log.redact(text))
         return len(text)

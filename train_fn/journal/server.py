@@ -1,4 +1,4 @@
-"""The one writer of a run's journal."""
+"""Write a run's journal. Only one process does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class JournalServer:
-    """Writes one submission's journal. Clients call ``deliver`` one at a time, in any order."""
+    """Write one submission's journal. Clients call ``deliver`` one at a time, in any order."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
         self._run_dir, self._submission = run_dir, submission
@@ -32,11 +32,11 @@ class JournalServer:
         try:
             self._open()
         except StorageError as exc:
-            # An actor that does not start is never started again. The next call tries to open it.
+            # Ray never restarts an actor that fails to start. So the next call opens the journal.
             logger.warning("the journal cannot be opened now: %s", exc)
 
     def _open(self) -> JournalWriter:
-        """Open the journal unless it is open. Raises StorageError."""
+        """Return the open journal. Raise StorageError if it cannot be opened."""
         if self._writer is None:
             writer = JournalWriter(self._run_dir, self._submission)
             self._profile, self._progress = None, ProgressTracker()
@@ -52,10 +52,10 @@ class JournalServer:
     def deliver(
         self, source: str, events: Sequence[SourceEvent], stop: Stop | None = None
     ) -> Reply:
-        """Write the new ones of ``events``. They are durable on return.
+        """Write those of ``events`` that are new. They are durable on return.
 
-        Events of a rank whose attempt was replaced are dropped; the reply's ``progress`` tells it
-        so. Raises StorageError: send the events again then.
+        Events of a rank whose attempt was replaced are dropped. The rank learns this from the
+        reply's ``progress``. Raise StorageError if writing fails; send the events again then.
         """
         self._stop = stop or self._stop
         writer = self._open()
@@ -67,7 +67,7 @@ class JournalServer:
         )
 
     def _read_back(self, run_dir: RunDir) -> None:
-        """Read from the journal what replies tell, after this server was killed."""
+        """Read the state for replies from the journal, after an earlier server was killed."""
         cursor: str | None = None
         while True:
             events, cursor = read_journal(

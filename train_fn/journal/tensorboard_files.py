@@ -1,9 +1,8 @@
-"""The run's TensorBoard files, made from its journals by the driver: nothing of it is on the way of
-a step.
+"""Write a run's TensorBoard files from its journals, in the driver, so that no step waits for it.
 
-Each submission has a file. Its bytes follow from the journals alone, so that the driver of a later
-submission completes what an earlier one left undone, and a step that is done again after a failure
-is not written again.
+Each submission has a file. Its bytes depend on the journals alone, so the driver of a later
+submission completes the file of an earlier one. A step that is repeated after a failure is written
+once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 class TensorBoardFiles(JournalFollower):
-    """Writes what the journals up to this submission's tell; by itself from ``start`` to
+    """Write the files of all submissions up to this one, on a thread from ``start`` to
     ``close``."""
 
     def __init__(self, run_dir: RunDir, submission: int) -> None:
@@ -60,7 +59,8 @@ class TensorBoardFiles(JournalFollower):
 
 
 class Points:
-    """Folds events into TensorBoard's; remembers how far each series is, over all submissions."""
+    """Convert events to TensorBoard's records. Remembers the last step of each series, over all
+    submissions."""
 
     def __init__(self) -> None:
         self._furthest = {EventKind.METRICS: 0, EventKind.EVALUATED: 0}
@@ -68,7 +68,7 @@ class Points:
         self._failure: JournalEvent | None = None
 
     def of(self, event: JournalEvent) -> Iterator[Event]:
-        """Records that an event adds, none for most."""
+        """Yield the records for an event. Most events have none."""
         data = event.data
         match event.kind:
             case EventKind.METRICS | EventKind.EVALUATED:
@@ -99,8 +99,8 @@ class Points:
         yield event
 
     def _text(self, at: float, text: str) -> Event:
-        """Markdown at the step that the run had reached; two texts never share a step, since
-        TensorBoard would show one of them."""
+        """Return a Markdown text at the step that the run has reached. No two texts have the same
+        step, since TensorBoard would show only one of them."""
         self._last_text_step = max(self._furthest[EventKind.METRICS], self._last_text_step + 1)
         event = _event(at, self._last_text_step)
         value = event.summary.value.add(tag=RESTARTS_TAG)
@@ -126,19 +126,19 @@ def _recovered(data: dict[str, Any]) -> str:
 
 
 def _event(at: float, step: int, **what: Any) -> Event:
-    # Imported here: the package brings much along that no other part of the driver needs.
+    # Imported here, since the package imports much that no other part of the driver needs.
     from tensorboardX.proto.event_pb2 import Event
 
     return Event(wall_time=at, step=step, **what)
 
 
 def _framed(data: bytes) -> bytes:
-    """A record as TFRecord files hold it: length, its checksum, the bytes, their checksum."""
+    """Return a record in TFRecord's form: length, its checksum, the bytes, their checksum."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", _checksum(length)) + data + struct.pack("<I", _checksum(data))
 
 
 def _checksum(data: bytes) -> int:
-    """CRC-32C, turned and masked as the format asks for."""
+    """Return the CRC-32C, rotated and masked as TFRecord's format requires."""
     value: int = crc32c(data)
     return ((value >> 15 | value << 17) + 0xA282EAD8) & _MASK32
