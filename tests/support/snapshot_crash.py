@@ -20,7 +20,8 @@ from torch import nn
 
 from tests.support.storage_crash import run_until_it_survives
 from train_fn.snapshots.store import Label, SnapshotStore
-from train_fn.state.train_state import TrainState, digest
+from train_fn.state.digest import digest
+from train_fn.state.train_state import TrainState
 
 NUM_STEPS = 4
 SIZES_BYTES = (0, 1, 1000, 4096, 10_000, 17_000)

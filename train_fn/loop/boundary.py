@@ -17,7 +17,7 @@ from train_fn.loop.replica import Replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.training import Training
 from train_fn.state.contents import few
-from train_fn.state.train_state import tree_digest
+from train_fn.state.digest import tree_digest
 from train_fn.tasks.checks import told
 
 logger = logging.getLogger(__name__)

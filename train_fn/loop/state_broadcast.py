@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from train_fn.errors import StateNotWhole
+from train_fn.state.digest import word_sum
 from train_fn.state.tensor_tree import put_together, shapes, take_apart
-from train_fn.state.train_state import word_sum
 from train_fn.step.peers import Peers
 
 CHUNK_BYTES = 32 << 20

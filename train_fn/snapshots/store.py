@@ -28,8 +28,8 @@ from storage.run_dir import RunDir
 from train_fn.checkpoints.torch_file import without_checksums
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
+from train_fn.state.digest import digest
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.state.train_state import digest
 
 OVERHEAD_BYTES = 4 << 20
 """Room for everything but tensors."""

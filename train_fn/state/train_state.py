@@ -4,10 +4,9 @@ stopped."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -174,23 +173,7 @@ class TrainState:
             DataChanged: it was trained on other data.
             ValueError: this Everstep does not read the state's version.
         """
-        if state["version"] not in range(1, VERSION + 1):
-            raise ValueError(
-                f"the state to resume has version {state['version']}, this Everstep reads "
-                f"versions 1 to {VERSION}"
-            )
-        if state["fingerprint"] != self.fingerprint:
-            raise DataChanged(
-                f"{self.data_name} changed since step {state['step']}: "
-                f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
-                "Put the data back as it was, or start a new run"
-            )
-        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
-            raise DataChanged(
-                f"{self.data_name} has another length since step {state['step']}, though it calls "
-                f"itself {self.fingerprint} as "
-                "before. Put the data back as it was, or start a new run"
-            )
+        self._check_data(state)
         self._check_contents(state)
         self.complete = False
         self.model.load_state_dict(state["model"])
@@ -216,6 +199,27 @@ class TrainState:
         self.parent = state["parent"]
         self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
         self.complete = True
+
+    def _check_data(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the state's version is unknown, and DataChanged if the state was
+        trained on data with another fingerprint or length."""
+        if state["version"] not in range(1, VERSION + 1):
+            raise ValueError(
+                f"the state to resume has version {state['version']}, this Everstep reads "
+                f"versions 1 to {VERSION}"
+            )
+        if state["fingerprint"] != self.fingerprint:
+            raise DataChanged(
+                f"{self.data_name} changed since step {state['step']}: "
+                f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
+                "Put the data back as it was, or start a new run"
+            )
+        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
+            raise DataChanged(
+                f"{self.data_name} has another length since step {state['step']}, though it calls "
+                f"itself {self.fingerprint} as "
+                "before. Put the data back as it was, or start a new run"
+            )
 
     def _check_contents(self, state: dict[str, Any]) -> None:
         """Raise DataChanged if samples have changed since the state was saved. States of older
@@ -277,54 +281,3 @@ def match_layout(optimizer: torch.optim.Optimizer) -> None:
                 and value.stride() != parameter.stride()
             ):
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def digest(state: dict[str, Any]) -> str:
-    """Return a digest of a state, to compare counters, ledger and all bits of all tensors.
-
-    A tensor enters as the sum of its 8-byte words modulo 2**64, which runs at memory speed. The
-    tail's times and the newest checkpoint are left out, since they may differ between ranks.
-    """
-    hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
-    for name in ("model", "optimizer", "scaler", "ema"):
-        hashed.update(_text(state[name], name))
-    for name in ("unsaved", "task"):  # which older states do not have
-        if state.get(name):
-            hashed.update(_text(state[name], name))
-    return hashed.hexdigest()
-
-
-def tree_digest(tree: Any) -> str:
-    """Return a digest of nested plain values and tensors."""
-    return hashlib.sha256(_text(tree, "")).hexdigest()
-
-
-def _text(tree: Any, name: str) -> bytes:
-    return "".join(f"{path} {_leaf_text(leaf)}\n" for path, leaf in leaves(tree, name)).encode()
-
-
-def _leaf_text(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return str(word_sum(leaf))
-    return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
-
-
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested dicts, lists and tuples with its path, in order."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from leaves(value, f"{path}/{name}")
-    elif isinstance(tree, list | tuple):
-        for position, value in enumerate(tree):
-            yield from leaves(value, f"{path}/{position}")
-    else:
-        yield path, tree
-
-
-def word_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's 8-byte words modulo 2**64, at memory speed."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = int(flat[:whole].view(torch.int64).sum()) if whole else 0
-    rest = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    return words ^ rest

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import few
-from train_fn.state.train_state import word_sum
+from train_fn.state.digest import word_sum
 
 _WATCHED_BYTES = 64 << 20
 

@@ -24,7 +24,7 @@ from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot_module
-from train_fn.state.train_state import digest
+from train_fn.state.digest import digest
 
 pytestmark = pytest.mark.own_process
 

@@ -30,7 +30,7 @@ from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
-from train_fn.state.train_state import digest
+from train_fn.state.digest import digest
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 

@@ -27,8 +27,8 @@ from train_fn.snapshots import forgotten
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.last_save import LastSave, save_own
 from train_fn.snapshots.store import SnapshotStore, leave_snapshot, publish_snapshot, snapshot_store
+from train_fn.state.digest import digest
 from train_fn.state.tensor_tree import copy_to_cpu
-from train_fn.state.train_state import digest
 
 DEADLINE_S = 20.0
 

@@ -35,8 +35,9 @@ from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.election import Offer, elect
 from train_fn.snapshots.publisher import Cadence, Publisher
 from train_fn.snapshots.store import SnapshotStore, leave_snapshot, publish_snapshot, snapshot_store
+from train_fn.state.digest import digest
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
-from train_fn.state.train_state import TrainState, digest
+from train_fn.state.train_state import TrainState
 
 pytestmark = pytest.mark.own_process
 

@@ -22,10 +22,11 @@ from train_fn.samples.ledger import Count
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.store import Label, SnapshotStore
 from train_fn.state import tensor_tree
+from train_fn.state.digest import digest
 from train_fn.state.ema import Ema
 from train_fn.state.packed_moments import unpacked
 from train_fn.state.tensor_tree import copy_to_cpu, put_together, size_bytes, take_apart
-from train_fn.state.train_state import Best, TrainState, digest
+from train_fn.state.train_state import Best, TrainState
 
 pytestmark = pytest.mark.own_process
 
