@@ -35,12 +35,12 @@ from train_fn.state.trained_parameters import (
     hooked_parameters,
 )
 from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.carrier import Carrier
 from train_fn.step.determinism import set_determinism
 from train_fn.step.modes import set_modes_for_training
 from train_fn.step.peers import Peers
 from train_fn.step.precision import build_scaler
 from train_fn.step.step_plans import StepPlans
-from train_fn.step.step_totals import Carrier
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
 from train_fn.tasks.checks import (

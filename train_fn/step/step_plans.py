@@ -11,7 +11,7 @@ from typing import NamedTuple
 from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.randomness import MASK64
 from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.step.step_totals import Expected, told_hashes
+from train_fn.step.totals_encoding import Expected, encode_hashes
 
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
@@ -62,15 +62,14 @@ class StepPlans:
         )
         of_steps = [[next(hashes) for _ in share] for _, share in shares]
         sums = [sum(each) & MASK64 for each in of_steps]
-        told = told_hashes(sums, self._world_size)
+        encoded = encode_hashes(sums, self._world_size)
+        counts = [
+            Count(sum(len(micro.indices) for micro in share), 0, 0, total)
+            for (_, share), total in zip(shares, sums, strict=True)
+        ]
         return [
-            StepPlan(
-                size,
-                share,
-                each,
-                Expected(Count(sum(len(micro.indices) for micro in share), 0, 0, total), told_hash),
-            )
-            for (size, share), each, total, told_hash in zip(
-                shares, of_steps, sums, told, strict=True
+            StepPlan(size, share, of_step, Expected(count, encoded_hash))
+            for (size, share), of_step, count, encoded_hash in zip(
+                shares, of_steps, counts, encoded, strict=True
             )
         ]

@@ -20,8 +20,9 @@ from train_fn.loop.training import Progress, Training
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.samples.ledger import Count
 from train_fn.standalone.submission import begin_run
+from train_fn.step.carrier import Carrier
 from train_fn.step.peers import Peers
-from train_fn.step.step_totals import Carrier, StepTotals
+from train_fn.step.step_totals import StepTotals
 
 pytestmark = pytest.mark.own_process
 

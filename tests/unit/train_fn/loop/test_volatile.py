@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask
-from train_fn.step.buffers import VolatileBuffers, rules_of
+from train_fn.step.buffer_rules import rules_of
+from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import Place, WarmUp, keep, untrained_places
 

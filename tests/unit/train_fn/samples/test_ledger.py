@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from storage.run_control import Stop
 from train_fn.samples.ledger import Count, Ledger, difference, sample_hashes
+from train_fn.step.carrier import Carrier
 from train_fn.step.peers import Peers
-from train_fn.step.step_totals import Carrier, StepTotals, expected
+from train_fn.step.step_totals import StepTotals
+from train_fn.step.totals_encoding import expect
 
 pytestmark = pytest.mark.own_process
 
@@ -184,7 +186,7 @@ def test_what_is_told_is_what_was_yielded_not_what_was_expected(
     (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
     (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
     carrier = Carrier(ALONE)
-    carrier.begin(3, expected(Count(len(planned), 0, 0, planned_hash), 1))
+    carrier.begin(3, expect(Count(len(planned), 0, 0, planned_hash), 1))
     carrier.add(
         torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash)
     )
@@ -265,6 +267,6 @@ def test_a_device_adds_losses_and_weights_up_as_the_host_does(
     for weight in weights:
         of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight
         host.add(torch.tensor(0.5), of_task)
-        device._of_device.append((torch.tensor(0.5), of_task))
-    told = device._of_losses_on_device()
+        device._on_device.append((torch.tensor(0.5), of_task))
+    told = device._numbers_on_device()
     assert told.tolist() == host.gradient()[: len(told)].tolist()

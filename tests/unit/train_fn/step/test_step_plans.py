@@ -11,7 +11,7 @@ from train_fn.samples.ledger import Count, difference, sample_hashes
 from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.stream_sampler import StreamSampler
 from train_fn.step.step_plans import _MOST_STEPS, StepPlans
-from train_fn.step.step_totals import expected
+from train_fn.step.totals_encoding import expect
 
 STREAM_SAMPLERS = st.builds(
     lambda num_samples, size, streams: StreamSampler(
@@ -49,7 +49,7 @@ def test_a_plan_is_the_sampler_s_share_with_its_hashes(
                     sample_hashes([(epoch, step)], [micro.indices])[0] for micro in share
                 ]
                 num_samples = sum(len(micro.indices) for micro in share)
-                assert plan.expected == expected(
+                assert plan.expected == expect(
                     Count(num_samples, 0, 0, sum(plan.hashes) % 2**64), world_size
                 )
 

@@ -15,9 +15,9 @@ from everstep.wire import StragglerReport
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
 from train_fn.step import stragglers
+from train_fn.step.carrier import Carrier
 from train_fn.step.peers import Peers
 from train_fn.step.step_clock import StepClock
-from train_fn.step.step_totals import Carrier
 from train_fn.step.stragglers import StragglerWatch
 
 CPU = torch.device("cpu")
