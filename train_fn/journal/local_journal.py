@@ -1,5 +1,5 @@
-"""A rank's way to its run's journal where no driver is: rank 0 writes it by itself, and says on the
-terminal how it goes."""
+"""The journal of a run without a driver: rank 0 writes it, and prints the progress to the
+terminal."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.server import JournalServer
 
 STEPS_EVERY_S = 1.0
-"""Steps are told of at most so often."""
+"""Shortest time in seconds between two printed steps."""
 _SHOWN = ("loss", "lr", "grad_norm", "samples_per_s")
 
 Say = Callable[[str], None]
 
 
 class LocalJournal:
-    """The loop's JournalClient. Writing happens on a thread of its own, as under a driver; other
-    ranks than 0 keep nothing."""
+    """Implement the loop's JournalClient. A thread writes, as under a driver. Ranks other than 0
+    drop their events.
+
+    Args:
+        client: writes the events; None for ranks other than 0.
+        stopping: set to request a pause.
+        say: prints a line.
+    """
 
     def __init__(
         self, client: ActorJournalClient | None, stopping: threading.Event, say: Say
     ) -> None:
         self._client, self._stopping, self._say = client, stopping, say
-        self._said_at = float("-inf")
+        self._printed_at = float("-inf")
         self._total_steps: int | None = None
         self.step = 0
-        """Steps done, as far as this rank has told."""
+        """Steps done, as of this rank's events."""
         self.metrics: dict[str, float] = {}
-        """Of the last evaluation."""
+        """Metrics of the last evaluation."""
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         if self._client is None:
@@ -52,12 +58,12 @@ class LocalJournal:
         return self._client is None or self._client.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left."""
+        """Write the remaining events, but return after ``timeout_s`` seconds."""
         if self._client is not None:
             self._client.close(timeout_s)
 
     def _line(self, kind: EventKind, data: dict[str, Any]) -> str | None:
-        """What a person wants to read of an event."""
+        """Return the line to print for an event; None for most events."""
         match kind:
             case EventKind.RESTORED:
                 self.step = int(data["step"])
@@ -86,9 +92,9 @@ class LocalJournal:
     def _steps(self, points: list[dict[str, Any]]) -> str | None:
         if points:
             self.step = int(points[-1]["step"])
-        if not points or time.monotonic() - self._said_at < STEPS_EVERY_S:
+        if not points or time.monotonic() - self._printed_at < STEPS_EVERY_S:
             return None
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         values = points[-1]["values"]
         return (
             f"step {self.step}{f'/{self._total_steps}' if self._total_steps else ''}: "
@@ -99,8 +105,8 @@ class LocalJournal:
 def open_local_journal(
     run_dir: RunDir, submission: int, attempt: int, rank: int, stopping: threading.Event, say: Say
 ) -> LocalJournal:
-    """The journal client of one rank; rank 0 becomes the submission's only writer. ``stopping``
-    asks for a pause."""
+    """Return the journal client of one rank. Rank 0 becomes the submission's only writer.
+    ``stopping`` requests a pause."""
     client = None
     if rank == 0:
         writer = JournalServer(run_dir, submission)
@@ -114,8 +120,8 @@ def open_local_journal(
 
 
 def _beginning(data: dict[str, Any]) -> str:
-    """What a person wants to read of ``training_started``. Of a user's own loop not everything is
-    known."""
+    """Return the line to print for ``training_started``. A user's own loop does not reveal all of
+    its facts."""
     known = {
         "parameters": data["num_parameters"],
         "samples": data["num_samples"],
