@@ -30,7 +30,7 @@ from train_fn.samples.loader import (
 )
 from train_fn.samples.randomness import generators_kept, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, share_of
-from train_fn.samples.stream_set import WholePass
+from train_fn.samples.whole_pass import WholePass
 from train_fn.step.modes import evaluating
 from train_fn.step.precision import autocast
 from train_fn.step.untrained import WarmUp, untrained_places

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from train_fn.errors import DataChanged
+from train_fn.samples.bookmarks import Bookmarks
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
-from train_fn.samples.stream_set import Bookmarks
 from train_fn.state.contents import DRAW_ALIKE, Contents, few
 from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
