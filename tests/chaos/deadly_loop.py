@@ -28,7 +28,7 @@ import psutil
 from storage.checkpoints.writer import CheckpointWriter
 from storage.errors import StorageUnavailable
 from storage.run_control import Stop
-from train_fn.checkpoints.saver import Saver
+from train_fn.checkpoints.commit import Committer
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt, boundary
 from train_fn.loop import restore as restoring
@@ -113,9 +113,9 @@ def _in_claim(steps: _Steps, _: int) -> None:
 
 
 def _in_save(steps: _Steps, step: int) -> None:
-    require_newest, commit = Saver._require_newest, CheckpointWriter.commit
+    require_newest, commit = Committer._require_newest, CheckpointWriter.commit
 
-    def look_or_die(self: Saver) -> None:
+    def look_or_die(self: Committer) -> None:
         if self._tried is not None and self._tried.startswith(f"step-{step:09d}"):
             steps.enter()
         require_newest(self)
@@ -125,7 +125,7 @@ def _in_save(steps: _Steps, step: int) -> None:
         steps.leave()
         return manifest
 
-    Saver._require_newest = look_or_die  # type: ignore[method-assign]
+    Committer._require_newest = look_or_die  # type: ignore[method-assign]
     CheckpointWriter.commit = commit_or_die  # type: ignore[method-assign]
 
 

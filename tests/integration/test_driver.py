@@ -24,7 +24,7 @@ from storage.run_names import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster, ray_cluster
 from tests.support.small_disk import mounted_small_disk
-from train_fn.checkpoints.saver import TELL_EVERY_S
+from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
 
 pytestmark = pytest.mark.timeout(600)
@@ -140,7 +140,7 @@ def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begi
     )
     committed = committed_at()
     assert all(
-        committed[later] - committed[earlier] > TELL_EVERY_S / 2
+        committed[later] - committed[earlier] > REPORT_EVERY_S / 2
         for earlier, later in pairwise(told)
     ), told
     assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), (

@@ -27,8 +27,8 @@ from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint
 from storage.run_dir import RunDir
 from storage.run_names import CheckpointName, Origin
+from tests.support.saves import make_context
 from tests.support.storage_places import record_restored
-from tests.unit.train_fn.checkpoints.test_saver import make_context
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies

@@ -10,37 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from everstep.spec.sections import CheckpointSpec
-from everstep.wire import Verdict
-from everstep.wire.events import EventKind
-from storage.logs.journal import read_journal
-from storage.run_dir import RunDir
+from train_fn.checkpoints.past_failures import ObservedFailures
 
-ASSUMED_MTBF_S = 24 * 3600.0
-"""Mean seconds between failures that are assumed before the first one. It weighs as much as one
-observed failure."""
 STEPS_KEPT = 64
 """Steps whose seconds are compared to estimate how much background writing slows them."""
 NEWS_RATIO = 1.25
 """An interval that changes by at least this factor is reported."""
-READ_BATCH = 5000
-
-_NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
-"""Failures that more frequent checkpoints do not help against: code that raises again, and moves
-to other nodes, which save first."""
-
-
-@dataclass(frozen=True)
-class ObservedFailures:
-    """Hold a run's failures and training time so far."""
-
-    num_failures: int = 0
-    trained_s: float = 0.0
-    """Seconds in which a worker group existed, over all attempts."""
-
-    def mtbf_s(self) -> float:
-        """Return the estimated mean seconds between failures: those observed, together with one
-        failure in ASSUMED_MTBF_S."""
-        return (self.trained_s + ASSUMED_MTBF_S) / (self.num_failures + 1)
 
 
 @dataclass(frozen=True)
@@ -65,7 +40,7 @@ class Interval:
             if self.source == "given"
             else f"estimated after {self.num_failures} failures"
         )
-        words = (
+        text = (
             f"a save costs {self.cost_s:.3g} s of training and a failure comes every "
             f"{self.mtbf_s:.3g} s ({risk}): "
             f"the least is lost with a checkpoint every {self.interval_s:.3g} s"
@@ -75,7 +50,7 @@ class Interval:
             "min_interval_s": "; no sooner, because of checkpoint.min_interval_s",
             "max_interval_s": "; no later, because of checkpoint.max_interval_s",
         }
-        return words + (cut[self.bound] if self.bound else "")
+        return text + (cut[self.bound] if self.bound else "")
 
 
 def young_daly_s(cost_s: float, mtbf_s: float) -> float:
@@ -109,30 +84,6 @@ def choose_interval(
     return Interval(interval_s, cost_s, write_s, mtbf_s, source, observed.num_failures, bound)
 
 
-def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
-    """Return the failures and seconds of training in the run's journals. ``now`` is Unix time in
-    seconds. Raise StorageError if they cannot be read."""
-    num_failures, trained_s, began = 0, 0.0, None
-    for submission in run_dir.submissions():
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
-            for event in events:
-                if event.kind is EventKind.ATTEMPT_STARTED:
-                    began = event.at
-                elif (
-                    event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None
-                ):
-                    trained_s, began = trained_s + max(0.0, event.at - began), None
-                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in _NO_RISK:
-                    num_failures += 1
-            if not events:
-                break
-    if began is not None:
-        trained_s += max(0.0, now - began)
-    return ObservedFailures(num_failures, trained_s)
-
-
 class SaveCadence:
     """Decide on rank 0 when periodic checkpoints are due. Times are seconds on a monotonic clock.
     Not thread-safe."""
@@ -143,7 +94,7 @@ class SaveCadence:
         self.earliest_step = self._earliest_step()
         """No save is due before this step, at any time."""
         self._interval: Interval | None = None
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
         self._quiet_s: deque[float] = deque(maxlen=STEPS_KEPT)
         self._busy_s: list[float] = []
         self._just_begun = False
@@ -200,10 +151,10 @@ class SaveCadence:
         chosen = self._interval = choose_interval(
             self._spec, stall_s + slowdown_s, write_s, observed
         )
-        told = self._told_s
-        if told is not None and 1 / NEWS_RATIO < chosen.interval_s / told < NEWS_RATIO:
+        before = self._reported_s
+        if before is not None and 1 / NEWS_RATIO < chosen.interval_s / before < NEWS_RATIO:
             return None
-        self._told_s = chosen.interval_s
+        self._reported_s = chosen.interval_s
         return {
             "interval_s": round(chosen.interval_s, 3),
             "cost_s": round(chosen.cost_s, 6),

@@ -29,7 +29,7 @@ def committed_data(
     }
 
 
-class SavesTold:
+class SaveEvents:
     """Report saves on rank 0, the rank that saves. The saver's threads call this."""
 
     def __init__(self, ctx: WorkerContext) -> None:
@@ -44,6 +44,7 @@ class SavesTold:
         )
 
     def deleted(self, names: Sequence[str]) -> None:
+        """Report checkpoints that were deleted."""
         for name in names:
             parsed = CheckpointName.parse(name)
             assert parsed is not None
@@ -51,12 +52,14 @@ class SavesTold:
                 EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name}
             )
 
-    def failed(self, step: int, error: str, standing: dict[str, Any]) -> None:
+    def failed(self, step: int, error: str, failures: dict[str, Any]) -> None:
+        """Report a save that failed, with ``SaveFailures.facts``."""
         self._ctx.journal.emit(
-            EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **standing}
+            EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **failures}
         )
 
     def cadence(self, step: int, chosen: dict[str, Any]) -> None:
+        """Report an interval that ``every_steps: auto`` chose."""
         self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
 
     def catch_up(self) -> None:
@@ -68,9 +71,9 @@ class SavesTold:
         """
         if self._has_caught_up:
             return
-        store, told = self._ctx.checkpoints, told_checkpoints(self._ctx.run_dir)
+        store, reported = self._ctx.checkpoints, told_checkpoints(self._ctx.run_dir)
         for manifest in store.lineage():
-            if CheckpointName.parse(manifest.name) not in told:
+            if CheckpointName.parse(manifest.name) not in reported:
                 self.committed(manifest)
-        self.deleted(store.missing(told))
+        self.deleted(store.missing(reported))
         self._has_caught_up = True

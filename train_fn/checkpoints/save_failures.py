@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from everstep.spec.sections import CheckpointSpec
 from storage.run_control import Stop
 
 RETRY_S = 1.0
 """Pause in seconds after the first failure. Each further one doubles it."""
 RETRY_MAX_S = 60.0
-STALLED_S = 60.0
-"""A save counts as failed if the storage takes no byte for this many seconds, and again after each
-further period of this length."""
 
 
 class SaveFailures:
@@ -29,6 +28,14 @@ class SaveFailures:
         return (
             min(RETRY_MAX_S, RETRY_S * 2.0 ** min(self.in_a_row - 1, 16)) if self.in_a_row else 0.0
         )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the count of failures, its limit, and the pause, for an event."""
+        return {
+            "failed_in_a_row": self.in_a_row,
+            "max_failed_saves": self._spec.max_failed_saves,
+            "retry_s": self.retry_s,
+        }
 
     def failed(self, now: float) -> None:
         self.in_a_row += 1

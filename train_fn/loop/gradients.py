@@ -79,7 +79,7 @@ def _last_backward(training: Training, loss: torch.Tensor) -> None:
     replica, progress = training.replica, training.progress
     if training.ctx.is_let_go():
         raise PeersGone("this attempt was given up; another one follows")
-    stop, committed, save = training.saver.words(progress.reported_checkpoint)
+    stop, committed, save = training.saver.decisions(progress.reported_checkpoint)
     replica.volatile.start()
     stop = training.ctx.journal.stop_requested or stop
     replica.carrier.backward(

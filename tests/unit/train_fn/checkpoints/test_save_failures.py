@@ -21,8 +21,7 @@ from storage.errors import StorageFull, StorageUnavailable
 from storage.files import object_store as object_files
 from storage.files.local import LocalFiles
 from tests.support.one_rank import journal_of
-from tests.support.small_disk import mounted_small_disk
-from tests.unit.train_fn.checkpoints.test_saver import (
+from tests.support.saves import (
     CountedCopies,
     SlowStorage,
     make_context,
@@ -30,8 +29,8 @@ from tests.unit.train_fn.checkpoints.test_saver import (
     train_step,
     weight_in,
 )
-from train_fn.checkpoints import save_failures
-from train_fn.checkpoints import saver as saver_module
+from tests.support.small_disk import mounted_small_disk
+from train_fn.checkpoints import save_failures, save_slot
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
@@ -156,7 +155,7 @@ def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(
 def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "STALLED_S", 0.05)
+    monkeypatch.setattr(save_slot, "STALLED_S", 0.05)
     ctx, state, slow = (
         make_context(tmp_path, every_steps=1, max_failed_saves=3),
         make_state(),

@@ -3,7 +3,6 @@ that fails."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import io
@@ -21,25 +20,24 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage import claims
-from storage.checkpoints import writer as checkpoint_writer
 from storage.checkpoints.hashed_file import CheckpointFile
-from storage.checkpoints.store import CheckpointStore
-from storage.claims import claim_attempt
-from storage.filesystem import open_storage
-from storage.run_dir import RunDir
 from storage.run_names import CheckpointName
-from tests.support.one_rank import journal_of, one_rank
-from tests.support.storage_places import quick_directory, record_restored, save
+from tests.support.one_rank import journal_of
+from tests.support.saves import (
+    CountedCopies,
+    SlowStorage,
+    advance,
+    make_context,
+    make_state,
+    train_step,
+    weight_in,
+)
+from tests.support.storage_places import quick_directory
 from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
-from train_fn.context import WorkerContext
-from train_fn.errors import CheckpointFailed
-from train_fn.journal.local_journal import open_local_journal
+from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.samples.ledger import Count
 from train_fn.state.packed_moments import unpacked
 from train_fn.state.tensor_tree import size_bytes, take_apart
@@ -48,67 +46,11 @@ from train_fn.state.train_state import Best, TrainState
 pytestmark = pytest.mark.own_process
 
 
-def make_context(
-    tmp_path: Path, rank: int = 0, uri: str | None = None, **checkpoint: Any
-) -> WorkerContext:
-    spec = RunSpec.model_validate(
-        {
-            "name": "saver",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
-            "checkpoint": {"every_steps": 10, "keep_latest": 2, **checkpoint},
-        }
-    )
-    return one_rank(spec, RunDir(open_storage(uri or str(tmp_path)), "run_saver"), rank=rank)
-
-
-def make_state() -> TrainState:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return TrainState(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        None,
-        steps_per_epoch=100,
-        fingerprint="data",
-    )
-
-
-def advance(state: TrainState, step: int) -> None:
-    state.step = step
-    with torch.no_grad():
-        state.model.weight.fill_(step)  # type: ignore[union-attr]
-
-
-def weight_in(ctx: WorkerContext, name: str) -> float:
-    model = torch.load(io.BytesIO(ctx.checkpoints.read_file(name, "model.pt")), weights_only=True)
-    return float(model["weight"][0, 0])
-
-
 @pytest.fixture
 def place() -> Iterator[Path]:
     """For tests that save much."""
     with quick_directory() as directory:
         yield Path(directory)
-
-
-class SlowStorage:
-    """Holds every checkpoint until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
-        begin = CheckpointStore.begin
-
-        def begin_slowly(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:
-            self.begun.release()
-            assert self.go.acquire(timeout=60)
-            return begin(store, step, submission, attempt)
-
-        monkeypatch.setattr(CheckpointStore, "begin", begin_slowly)
 
 
 def test_a_checkpoint_holds_the_state_at_the_boundary_not_later(
@@ -141,15 +83,6 @@ def test_retention_knows_what_restoring_found_to_be_corrupt(tmp_path: Path) -> N
     saver.save_now()
     saver.close()
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20, 30]
-
-
-def train_step(saver: Saver, state: TrainState, step: int, is_best: bool = False) -> bool:
-    """One step as the loop takes it; whether its state was due to be saved."""
-    state.step = step - 1
-    due = saver.is_due()
-    advance(state, step)
-    saver.offer(due=due, is_best=is_best)
-    return due
 
 
 def test_saves_that_come_too_fast_are_merged_but_the_best_is_not(
@@ -188,38 +121,18 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
     saver = Saver(ctx, state, BoundaryCopies(state))
     told = 0
     for step in (10, 20, 30, 40):
-        monkeypatch.setattr(saver_module, "TELL_EVERY_S", 0.0 if step == 40 else 3600.0)
+        monkeypatch.setattr(saver_module, "REPORT_EVERY_S", 0.0 if step == 40 else 3600.0)
         train_step(saver, state, step)
         assert saver.wait_idle(time.monotonic() + 60)
-        newest = saver.newest_to_tell(told)
+        newest = saver.newest_to_report(told)
         assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
         told = newest or told
-    assert saver.newest_to_tell(told) == 0 == saver.newest_committed(told), (
+    assert saver.newest_to_report(told) == 0 == saver.newest_committed(told), (
         "what was told is no news"
     )
     names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]
     assert [manifest.parent for manifest in ctx.checkpoints.list()] == [None, *names[:-1]]
     saver.close()
-
-
-class CountedCopies(BoundaryCopies):
-    """Notes where each copy lies, and how many are held at a time."""
-
-    def __init__(self, state: TrainState) -> None:
-        super().__init__(state)
-        self.places: set[int] = set()
-        self.held = self.most_held = 0
-
-    def take(self) -> BoundaryCopy:
-        copy = super().take()
-        self.held += 1
-        self.most_held = max(self.most_held, self.held)
-        self.places.add(next(iter(copy.state["model"].values())).data_ptr())
-        return copy
-
-    def release(self, copy: BoundaryCopy) -> None:
-        self.held -= 1
-        super().release(copy)
 
 
 def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
@@ -424,165 +337,6 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     now[0] += 5
     assert saver.is_due()
     monkeypatch.undo()
-    saver.close()
-
-
-def make_durable(ctx: WorkerContext, committed: list[dict[str, Any]]) -> None:
-    """What was told of these checkpoints, and nothing else, is in the run's journal."""
-    journal = open_local_journal(ctx.run_dir, 1, 1, 0, threading.Event(), lambda line: None)
-    for data in committed:
-        journal.emit(EventKind.CHECKPOINT_COMMITTED, data)
-    journal.close(10.0)
-
-
-def test_what_an_attempt_did_before_it_died_is_told_by_the_next(tmp_path: Path) -> None:
-    """Of its four checkpoints two were deleted; neither that nor the third one's commit has become
-    durable."""
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    for step in (10, 20, 30, 40):
-        advance(state, step)
-        saver.save_now()
-    saver.close()
-    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    make_durable(ctx, [data for data in told if data["step"] != 30])
-    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    for step in (50, 60):
-        advance(state, step)
-        saver.save_now()
-    saver.close()
-    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
-    assert [(kind, data["step"]) for kind, data in journal_of(ctx).events if kind in kinds] == [
-        (EventKind.CHECKPOINT_COMMITTED, 30),
-        (EventKind.CHECKPOINT_DELETED, 10),
-        (EventKind.CHECKPOINT_DELETED, 20),
-        (EventKind.CHECKPOINT_COMMITTED, 50),
-        (EventKind.CHECKPOINT_DELETED, 30),
-        (EventKind.CHECKPOINT_COMMITTED, 60),
-        (EventKind.CHECKPOINT_DELETED, 40),
-    ]
-
-
-@pytest.mark.parametrize("is_told", [True, False])
-def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_was(
-    tmp_path: Path, is_told: bool
-) -> None:
-    """The state of the run's last checkpoint: there is no later one to tell of it with."""
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    saver.save_now()
-    saver.close()
-    [committed] = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    make_durable(ctx, [committed] if is_told else [])
-    [manifest] = ctx.checkpoints.list()
-    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
-    again = Saver(ctx, state, BoundaryCopies(state))
-    again.save_now()
-    again.close()
-    assert ctx.checkpoints.list() == [manifest]
-    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    assert [(data["name"], data["digest"]) for data in told] == (
-        [] if is_told else [(manifest.name, manifest.digest)]
-    )
-
-
-def test_a_state_that_was_evaluated_since_it_was_read_is_saved(tmp_path: Path) -> None:
-    ctx, state = make_context(tmp_path), make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    advance(state, 10)
-    saver.save_now()
-    saver.close()
-    ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
-    again = Saver(ctx, state, BoundaryCopies(state))
-    state.metrics, state.evaluated_step = {"val_accuracy": 0.5}, 10
-    again.save_now()
-    again.close()
-    assert [(found.attempt, found.metrics) for found in ctx.checkpoints.list()] == [
-        (1, {}),
-        (2, {"val_accuracy": 0.5}),
-    ]
-
-
-def as_attempts(ctx: WorkerContext, weights: tuple[float, float]) -> list[Saver]:
-    """Ranks zero of attempts 1 and 2 of one submission, both alive, of which the second one's
-    losses differed a little."""
-    savers = []
-    for attempt, weight in zip((1, 2), weights, strict=True):
-        state = make_state()
-        advance(state, 60)
-        with torch.no_grad():
-            state.model.weight.fill_(weight)  # type: ignore[union-attr]
-        savers.append(
-            Saver(one_rank(ctx.spec, ctx.run_dir, attempt=attempt), state, BoundaryCopies(state))
-        )
-    return savers
-
-
-def test_no_attempt_takes_another_one_s_checkpoint_for_its_own(tmp_path: Path) -> None:
-    """What made a run end with weights that it had not trained."""
-    ctx = make_context(tmp_path)
-    older, newer = as_attempts(ctx, (1.0, 1.001))
-    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
-    record_restored(ctx.run_dir, 1, 50, "snapshot", attempt=2)
-    older.save_now()
-    newer.save_now()
-    for saver in (older, newer):
-        saver.close()
-    newest, _ = ctx.checkpoints.newest_valid()
-    assert newest is not None and newest.attempt == 2
-    assert weight_in(ctx, newest.name) == pytest.approx(1.001)
-
-
-def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and_deletes_nothing(
-    tmp_path: Path,
-) -> None:
-    """Cut off from the head alone. While nobody has taken over checkpoints go on; once somebody
-    has, none does."""
-    ctx = make_context(tmp_path, keep_latest=1)
-    replaced: list[str] = []
-    ctx = dataclasses.replace(
-        ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append
-    )
-    record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
-    claim_attempt(ctx.run_dir, (1, 1))
-    state = make_state()
-    saver = Saver(ctx, state, BoundaryCopies(state))
-    for step in (10, 20):
-        advance(state, step)
-        saver.save_now()
-    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20], (
-        "which of them is needed is not known"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims, "process_nonce", lambda: "the second attempt's")
-        claim_attempt(ctx.run_dir, (1, 2))
-    advance(state, 30)
-    with pytest.raises(
-        CheckpointFailed, match="attempt 2 of run run_saver has taken over from attempt 1"
-    ):
-        saver.save_now(patience_s=0.1)
-    saver.close()
-    assert set(replaced) == {"attempt 2 of run run_saver has taken over from attempt 1"}
-    assert [manifest.step for manifest in ctx.checkpoints.list()] == [10, 20]
-    assert not [
-        entry
-        for entry in ctx.run_dir.files.list(ctx.run_dir.checkpoints_path())
-        if entry.name.startswith(".")
-    ]
-
-
-def test_no_process_takes_another_one_s_checkpoint_of_the_same_attempt_for_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ctx = make_context(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "process_nonce", lambda: "another process")
-        save(ctx.run_dir, 60)
-    _, saver = as_attempts(ctx, (1.0, 1.0))
-    saver._ctx = ctx
-    with pytest.raises(CheckpointFailed, match="is already committed"):
-        saver.save_now(patience_s=0.1)
     saver.close()
 
 

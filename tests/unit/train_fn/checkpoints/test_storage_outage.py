@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
+from tests.support.saves import make_context, make_state, weight_in
 from tests.support.service_process import free_port, wait_for
 from tests.unit.train_fn.checkpoints.test_save_failures import told, train_until
-from tests.unit.train_fn.checkpoints.test_saver import make_context, make_state, weight_in
-from train_fn.checkpoints import save_failures
-from train_fn.checkpoints import saver as saver_module
+from train_fn.checkpoints import save_failures, save_slot
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 
@@ -76,7 +75,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def test_a_frozen_filesystem_stops_no_step(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "STALLED_S", 0.2)
+    monkeypatch.setattr(save_slot, "STALLED_S", 0.2)
     ctx, state = make_context(disk.path, every_steps=1), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_until(saver, state, lambda: saver.newest_committed(0) > 0)

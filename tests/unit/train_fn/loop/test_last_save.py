@@ -17,8 +17,8 @@ from storage.filesystem import open_storage
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
+from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import record_restored
-from tests.unit.train_fn.checkpoints.test_saver import advance, make_context, make_state
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir

@@ -16,7 +16,7 @@ from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
 from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
-from tests.unit.train_fn.checkpoints.test_saver import make_context
+from tests.support.saves import make_context
 from train_fn import storage_proof
 from train_fn.errors import StorageNotShared
 from train_fn.recovery.decision import decide

@@ -23,8 +23,8 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of
+from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import quick_directory
-from tests.unit.train_fn.checkpoints.test_saver import advance, make_context, make_state
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext

@@ -1,0 +1,132 @@
+"""Commit a copy of the state as a checkpoint, so that a run's lineage stays sound whatever dies.
+
+- A state that an earlier attempt committed is not written a second time.
+- Before the checkpoint becomes durable, an attempt that does not hear its journal reads from the
+  storage whether it is still the newest. One that was replaced commits nothing.
+- A checkpoint that exists already under the same name counts as ours only if this process wrote it:
+  another process may have trained other weights.
+- Old checkpoints are deleted only while the journal answers. A replaced attempt deletes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from storage.checkpoints.manifest import Manifest
+from storage.claims import successor
+from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
+from storage.process_nonce import process_nonce
+from train_fn.checkpoints.files import manifest_facts, write_files
+from train_fn.checkpoints.save_slot import Save
+from train_fn.context import WorkerContext
+from train_fn.errors import Replaced
+
+CONFIRM_S = 2.0
+"""Longest wait for a journal that has not answered for a while, before old checkpoints are
+deleted."""
+
+logger = logging.getLogger(__name__)
+
+
+class Committed(NamedTuple):
+    """Describe the checkpoint that holds a save's state."""
+
+    manifest: Manifest | None
+    """None if an earlier attempt committed the same state."""
+    is_new: bool
+    """Whether nobody has reported it yet."""
+
+
+class Committer:
+    """Commit checkpoints of one attempt.
+
+    Args:
+        begun_at: steps done when the attempt began.
+        on_write: called whenever the storage has taken bytes.
+    """
+
+    def __init__(self, ctx: WorkerContext, begun_at: int, on_write: Callable[[], None]) -> None:
+        self._ctx, self._begun_at, self._on_write = ctx, begun_at, on_write
+        self._store = ctx.checkpoints
+        self._tried: str | None = None
+        """Name of the checkpoint that the last try was to commit. If it is found committed although
+        the try failed, it is ours."""
+
+    def commit(self, save: Save) -> Committed:
+        """Commit the state of ``save``, unless a checkpoint holds it already.
+
+        Raises:
+            Replaced: a newer attempt has taken over.
+            CheckpointExists: another process wrote a checkpoint of this name.
+            StorageError: the storage failed; the next call tries again.
+        """
+        if self._is_there(save):
+            return Committed(None, is_new=False)
+        try:
+            return Committed(self._write(save), is_new=True)
+        except CheckpointExists as exc:
+            # An earlier try committed it but lost the answer. It was just read back complete.
+            return Committed(self._own(exc), is_new=exc.name == self._tried)
+
+    def _is_there(self, save: Save) -> bool:
+        """Return whether the state that this attempt began with is a checkpoint of the lineage
+        already. An earlier attempt committed it, and may have died before it reported that.
+
+        The best state is saved all the same, under the name that the state has for it.
+        """
+        state = save.copy.state
+        if save.is_best or save.copy.step != self._begun_at:
+            return False
+        facts = manifest_facts(state)
+        wanted = save.copy.step, facts["sample_digest"], facts["metrics"]
+        present = self._ctx.submission, self._ctx.attempt
+        for manifest in self._store.lineage():
+            is_earlier = (manifest.submission, manifest.attempt) != present
+            if is_earlier and (manifest.step, manifest.sample_digest, manifest.metrics) == wanted:
+                with suppress(CorruptCheckpoint, StorageNotFound):
+                    self._store.verify(manifest.name)
+                    return True
+        return False
+
+    def _write(self, save: Save) -> Manifest:
+        ctx, state = self._ctx, save.copy.state
+        safetensors = ctx.spec.checkpoint.safetensors
+        with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
+            write_files(writer, state, safetensors=safetensors, on_write=self._on_write)
+            self._tried = writer.name
+            if not ctx.hears_journal(0.0):
+                self._require_newest()
+            return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
+
+    def _require_newest(self) -> None:
+        """Raise Replaced if the storage holds the claim of a newer attempt."""
+        ctx = self._ctx
+        why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
+        if why is not None:
+            ctx.on_replaced(why)
+            raise Replaced(why)
+
+    def _own(self, exists: CheckpointExists) -> Manifest:
+        """Return the existing checkpoint if this process wrote it. Raise CheckpointExists if
+        another process did."""
+        manifest = self._store.manifest(exists.name)
+        if manifest.writer != process_nonce():
+            raise exists
+        return manifest
+
+    def retain(self, save: Save, written: Manifest) -> Sequence[str]:
+        """Delete the checkpoints that retention releases. Return their names."""
+        ctx, spec = self._ctx, self._ctx.spec.checkpoint
+        best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
+        if not ctx.hears_journal(CONFIRM_S):
+            logger.warning("the journal does not answer; old checkpoints are deleted once it does")
+            return ()
+        try:
+            origin = (ctx.submission, ctx.attempt)
+            return self._store.retain(spec.keep_latest, save.best, origin, written, best_by)
+        except StorageError:
+            logger.exception("old checkpoints could not be deleted; the next save tries again")
+            return ()
