@@ -256,16 +256,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"error: {', '.join(missing)} not set: start this by torchrun", file=sys.stderr)
         return 2
-    problem = interface_problem(os.environ, nccl=torch.cuda.is_available())
+    on_gpu = torch.cuda.is_available()
+    problem = interface_problem(os.environ, nccl=on_gpu)
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     figures = look_at_this_node(rank, device, options.directory)
     look_for_room(figures, options.directory)
     found = _figures_of_all(figures, world_size, device, options.timeout_s)
