@@ -10,13 +10,12 @@ import torch
 
 from everstep.wire.events import EventKind
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask
 from train_fn.loop.best import note_best
+from train_fn.loop.built_alike import require_same_weights
 from train_fn.loop.evaluate import evaluate, evaluation_is_due
 from train_fn.loop.replica import Replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.training import Training
-from train_fn.state.contents import few
 from train_fn.state.digest import tree_digest
 from train_fn.tasks.checks import told
 
@@ -36,6 +35,8 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     ctx, replica, reporter = training.ctx, training.replica, training.reporter
     state, training.progress.phase = replica.state, "evaluation"
     evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
+    if is_new and (evaluates or closes):
+        require_same_weights(replica, told(replica.task, "loss"))
     if closes:
         _close_epoch(replica, reporter, evaluates)
     if is_new and (evaluates or (closes and _has_hook(replica))):
@@ -103,25 +104,13 @@ def _call_hook(replica: Replica, reporter: Reporter) -> bool:
     reporter.hand_over()
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.trained.check(told(replica.task, "on_epoch_end"))
-    _require_weights_alike(replica)
+    replica.learning_rates.note_options()
+    require_same_weights(replica, told(replica.task, "on_epoch_end"))
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )
     reporter.start_clock()
     return True
-
-
-def _require_weights_alike(replica: Replica) -> None:
-    """Raise BadTask on every rank if the hook left different weights on the ranks. A collective."""
-    found = replica.peers.gather(replica.trained.sums())
-    if names := sorted(
-        {name for sums in found for name in replica.trained.differing(found[0], sums)}
-    ):
-        raise BadTask(
-            f"{told(replica.task, 'on_epoch_end')} left different values on the ranks: "
-            f"{few(names)}. Every rank calls it, and each must change the model in the same way; "
-            "draw random numbers from a generator with a fixed seed"
-        )
 
 
 def _has_hook(replica: Replica) -> bool:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.replica import Replica
 from train_fn.state.contents import DRAW_ALIKE, alike, few, sketch_weights
 from train_fn.tasks.checks import told
 
+logger = logging.getLogger(__name__)
+
 
 def check_data(replica: Replica) -> None:
     """Raise DataChanged if a rank has other data than rank 0. A collective."""
     peers, state = replica.peers, replica.state
+    if state.contents is not None and (names := state.contents.unstable(state.contents.firsts())):
+        replica.warn(
+            f"{few(names)} is another each time it is read, though all generators are seeded: the "
+            "data set draws from a generator of its own, or changes its samples in place. Results "
+            "depend on the number of workers and on restarts. In __getitem__ draw from torch's, "
+            "numpy's or Python's global generators, and return copies"
+        )
     fingerprints = peers.gather(state.fingerprint)
     if len(set(fingerprints)) > 1:
         each = ", ".join(
@@ -37,6 +48,42 @@ def check_data(replica: Replica) -> None:
                 "than rank 0. In build_datasets "
                 f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
             )
+
+
+def require_same_weights(replica: Replica, source: str) -> None:
+    """Raise BadTask on every rank if trained parameters differ between ranks by more than other
+    hardware explains. A collective.
+
+    Equal ranks take equal steps, so that they stay equal. Processors of different kinds may round
+    differently, which only the log tells.
+
+    Args:
+        source: the code that was run since the ranks were last compared.
+    """
+    if replica.peers.alone:
+        return
+    sums = replica.peers.gather(replica.trained.sums())
+    names = sorted({name for other in sums for name in replica.trained.differing(sums[0], other)})
+    if not names:
+        return
+    sketches = replica.peers.gather(replica.trained.sketches(names))
+    unlike = [
+        name
+        for name in names
+        if not all(alike(sketches[0][name], other[name]) for other in sketches)
+    ]
+    if unlike:
+        raise BadTask(
+            f"{source} left different values on the ranks: {few(unlike)}. Every rank must change "
+            "the model in the same way: let only the optimizer and on_epoch_end change it, and "
+            "draw random numbers from a generator with a fixed seed. If no code of yours does "
+            "it, a device computes wrongly"
+        )
+    logger.warning(
+        "the weights of the ranks differ in their last bits: %s. Nodes with other processors round "
+        "differently",
+        few(names),
+    )
 
 
 def check_weights(replica: Replica, *, fresh: bool) -> None:

@@ -64,6 +64,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         grad_norm = _clip(replica, training.grad_clip_norm)
     task_state = replica.task_state.capture()
     replica.learning_rates.check()
+    replica.learning_rates.check_options()
     schedule = training.ctx.spec.schedule
     lr = replica.learning_rates.set(
         lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
@@ -77,6 +78,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
             state.ema.update(state.step + 1)
         state.ledger.commit(state.step, totals.counted)
     replica.learning_rates.check()
+    replica.learning_rates.note_options()
     if skipped:
         is_last = state.step == replica.total_steps
         state.skipped.check(state.step, scaler, state.model.named_parameters(), last=is_last)

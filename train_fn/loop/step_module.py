@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train_fn.errors import BadTask
 from train_fn.step.precision import Precision, autocast
-from train_fn.tasks.checks import checked_loss
+from train_fn.tasks.checks import checked_loss, told
 from train_fn.tasks.protocol import Sum, Task
 
 _CPU_BUCKET_MIB = 25
 """Size of every bucket on a CPU: DDP's default, without its small first bucket."""
+
+
+_is_training = operator.attrgetter("training")
 
 
 class StepModule(nn.Module):
@@ -37,20 +43,48 @@ class StepModule(nn.Module):
         # names.
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
+        self._modules_of_model = list(model.modules())
+        self._sparse = {
+            id(module.weight)
+            for module in self._modules_of_model
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+
+    def _modes(self) -> list[bool]:
+        return list(map(_is_training, self._modules_of_model))
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """Return (loss summed over the micro-batch, its weight). For an empty share, None, return a
         zero that depends on every parameter."""
         if batch is None:
             used = [
-                parameter.sum() * 0.0
+                _zero_of(parameter, is_sparse=id(parameter) in self._sparse)
                 for parameter in self.model.parameters()
                 if parameter.requires_grad
             ]
             return torch.stack(used).sum(), 0.0
+        modes = self._modes()
         with autocast(self._precision, self._device):
             answer = self._task.loss(self._called[0], batch)
+        if self._modes() != modes:
+            raise BadTask(
+                f"{told(self._task, 'loss')} left modules in another mode, train or eval, than "
+                "before. Each rank calls it another number of times, so ranks would train "
+                "different models. Put the mode back before it returns, or change it in "
+                "on_epoch_end"
+            )
         return checked_loss(self._task, answer)
+
+
+def _zero_of(parameter: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
+    """Return a real zero that depends on ``parameter``, and whose gradient has the layout of any
+    other micro-batch's."""
+    if is_sparse:
+        nowhere = torch.zeros(0, dtype=torch.int64, device=parameter.device)
+        return F.embedding(nowhere, parameter, sparse=True).sum()
+    if parameter.is_complex():
+        return torch.view_as_real(parameter).sum() * 0.0
+    return parameter.sum() * 0.0
 
 
 def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:

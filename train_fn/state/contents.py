@@ -97,6 +97,14 @@ class Contents:
         again = self._sketch_of(*self._sources[name])
         return again is not None and alike(again, self.sketches[name])
 
+    def firsts(self) -> list[str]:
+        """Return the name of the first sample of each data set that was read."""
+        return [
+            names[0]
+            for word in _SET_NAMES.values()
+            if (names := [name for name in self.sketches if name.startswith(f"{word} sample ")])
+        ]
+
     def forget(self, names: Iterable[str]) -> None:
         for name in names:
             self.sketches.pop(name, None)

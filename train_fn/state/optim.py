@@ -26,12 +26,12 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
     """Return the optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases,
     normalisation scales) have no weight decay by default.
 
-    Use fused kernels on every device: one call updates all parameters. On a CPU, small models
-    would otherwise spend their time in Python. Raise BadTask if a pattern of ``spec.groups`` is the
-    first match of no parameter.
+    Use fused kernels on every device where they take all parameters: one call updates all of them.
+    On a CPU, small models would otherwise spend their time in Python. Raise BadTask if a pattern of
+    ``spec.groups`` is the first match of no parameter.
     """
     groups = parameter_groups(spec, model)
-    common: dict[str, Any] = {"lr": spec.lr, "fused": True}
+    common: dict[str, Any] = {"lr": spec.lr, "fused": _may_be_fused(model)}
     match spec:
         case AdamWSpec():
             return torch.optim.AdamW(groups, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)
@@ -39,6 +39,14 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimi
             return torch.optim.Adam(groups, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)
         case SgdSpec():
             return torch.optim.SGD(groups, momentum=spec.momentum, nesterov=spec.nesterov, **common)
+
+
+def _may_be_fused(model: nn.Module) -> bool:
+    """Whether torch's fused kernels take all parameters: none complex, none with sparse
+    gradients."""
+    return not any(value.is_complex() for value in model.parameters()) and not any(
+        getattr(module, "sparse", False) for module in model.modules()
+    )
 
 
 def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, Any]]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
-from train_fn.state.contents import few
+from train_fn.state.contents import Sketch, few, sketch
 from train_fn.state.digest import word_sum
 
 _WATCHED_BYTES = 64 << 20
+
+_PLAIN = {bool, int, float, str, tuple, type(None)}
 
 _is_trained = operator.attrgetter("requires_grad")
 _WAY_OUT = (
@@ -54,6 +57,15 @@ class TrainedParameters:
         """Return the names of trained parameters whose sums differ."""
         names = [self._names.get(id(value), "?") for value in self._trained_now()]
         return [name for name, a, b in zip(names, one, other, strict=True) if a != b]
+
+    def sketches(self, names: Iterable[str]) -> dict[str, Sketch]:
+        """Return sketches of the named parameters, to compare between ranks."""
+        wanted = set(names)
+        return {
+            name: sketch(value)
+            for value in self._trained_now()
+            if (name := self._names.get(id(value), "?")) in wanted
+        }
 
     def _trained_now(self) -> list[nn.Parameter]:
         return [
@@ -155,6 +167,30 @@ class LearningRates:
         """Wrap an optimizer. ``source`` names the code that built it, for errors."""
         self._optimizer, self._source = optimizer, source
         self._set: list[float] | None = None
+        self._options: list[dict[str, Any]] | None = None
+
+    def note_options(self) -> None:
+        """Remember the other options of the parameter groups, which the optimizer's own step and
+        ``on_epoch_end`` may change."""
+        self._options = _plain_options(self._optimizer)
+
+    def check_options(self) -> None:
+        """Raise BadTask if another option changed since ``note_options``, so in ``loss``."""
+        now = _plain_options(self._optimizer)
+        if self._options is None or now == self._options:
+            return
+        names = {
+            name
+            for was, new in zip(self._options, now, strict=False)
+            for name in {**was, **new}
+            if was.get(name) != new.get(name)
+        }
+        raise BadTask(
+            f"loss changed options of the optimizer: {few(sorted(names)) or 'its groups'}. Each "
+            "rank calls loss another number of times, so ranks would train different models. "
+            f"The optimizer is from {self._source}. Change its options in on_epoch_end, or in a "
+            "hook of the optimizer's step"
+        )
 
     def set(self, factor: float) -> float:
         """Scale the peak learning rate of every parameter group for this step. Return the first
@@ -195,6 +231,15 @@ def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
             "before each step, so that a step's is "
             "the same after a restart: remove the scheduler and use schedule: in the spec"
         )
+
+
+def _plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group that are plain values, without its learning
+    rate."""
+    return [
+        {name: value for name, value in group.items() if name != "lr" and type(value) in _PLAIN}
+        for group in optimizer.param_groups
+    ]
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
