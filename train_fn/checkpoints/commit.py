@@ -122,7 +122,7 @@ class Committer:
         ctx, spec = self._ctx, self._ctx.spec.checkpoint
         best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
         if not ctx.hears_journal(CONFIRM_S):
-            logger.warning("the journal does not answer; old checkpoints are deleted once it does")
+            logger.warning("the journal does not answer; old checkpoints stay until it does")
             return ()
         try:
             origin = (ctx.submission, ctx.attempt)

@@ -79,7 +79,8 @@ class PastFailures:
                 self._read = (now, observed_failures(self._run_dir, now))
             except StorageError as exc:
                 logger.warning(
-                    "the run's journals could not be read for its failures, trying again: %s", exc
+                    "cannot read the run's failures from its journals; the next save tries again: %s",
+                    exc,
                 )
                 return ObservedFailures()
         at, past = self._read

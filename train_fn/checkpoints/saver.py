@@ -244,7 +244,7 @@ class Saver:
 
     def _note_failed(self, save: Save, error: Exception) -> None:
         logger.error(
-            "the checkpoint of step %d was not committed; training goes on",
+            "the checkpoint of step %d was not committed; training continues, and saves again",
             save.copy.step,
             exc_info=error,
         )

@@ -91,7 +91,7 @@ def _kept_best(ctx: WorkerContext, best: Best) -> Best | None:
             found = best_of(store.lineage(), spec.best_metric, spec.best_mode)
     except StorageError as exc:
         logger.warning(
-            "the storage did not say whether the best checkpoint %s exists: %s",
+            "cannot read whether the best checkpoint %s still exists, so it is assumed to: %s",
             best.checkpoint,
             exc,
         )

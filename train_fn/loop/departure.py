@@ -129,6 +129,8 @@ def save_last(ctx: WorkerContext, progress: Progress) -> bool:
             saver = training.saver if training else Saver(ctx, state, BoundaryCopies(state))
             saver.save_now(patience_s=STOP_PATIENCE_S)
     except Exception as exc:  # what broke the attempt says more
-        logger.warning("step %d could not be kept: %s", state.step, exc)
+        logger.warning(
+            "the state of step %d could not be saved as a checkpoint: %s", state.step, exc
+        )
         return False
     return True

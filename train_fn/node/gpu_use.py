@@ -98,7 +98,11 @@ class GpuWatch:
             try:
                 looks.append(self._look(self._device))
             except Exception as exc:  # a device that is lost is the training's to notice
-                logger.warning("%s does not tell how it is used any more: %s", self._device, exc)
+                logger.warning(
+                    "cannot read the use of %s any more, so it is not reported: %s",
+                    self._device,
+                    exc,
+                )
                 return
             seconds = time.monotonic() - began
             if seconds >= self._next_s:

@@ -59,7 +59,8 @@ def _own_dir(parent: Path) -> Path:
             return path
         if not (others := _own_dirs(path)):
             logger.warning(
-                "%s is another user's; this user's directory gets another name beside it", path
+                "%s belongs to another user; this user's directory gets another name beside it",
+                path,
             )
             tempfile.mkdtemp(prefix=f"{path.name}-", dir=parent)
             others = _own_dirs(path)

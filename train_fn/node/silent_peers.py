@@ -61,7 +61,7 @@ class SilentPeers:
             try:
                 self.look(time.monotonic())
             except Exception:
-                logger.exception("connections could not be looked at; trying again")
+                logger.exception("cannot read the state of connections; trying again")
 
     def look(self, now: float) -> list[str]:
         """Look once; the other sides, as ``address:port``, of the connections that were ended.
@@ -85,7 +85,7 @@ class SilentPeers:
         self._known &= seen
         if ended:
             logger.warning(
-                "nothing was heard from %s for %g s; these connections are ended",
+                "nothing arrived from %s for %g s; closing these connections",
                 ", ".join(ended),
                 self._limit_s,
             )

@@ -56,8 +56,8 @@ class TaskState:
         if self._task is None:
             if state is not None:
                 logger.warning(
-                    "the state to resume holds a state of the task's, which has no "
-                    "load_state_dict any more"
+                    "the state to resume holds a state of the task, but the task has no "
+                    "load_state_dict any more, so that state is dropped"
                 )
         elif state is not None:
             self._task.load_state_dict(copy.deepcopy(state))

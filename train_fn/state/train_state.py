@@ -245,8 +245,8 @@ class TrainState:
             own = places[name].tensor if name in places else None
             if own is None or not is_alike(own, value):
                 logger.warning(
-                    "the buffer %s of the state to resume is not there any more, or has another "
-                    "shape",
+                    "the saved value of buffer %s is dropped: the model has no such buffer any "
+                    "more, or one of another shape",
                     name,
                 )
                 continue

@@ -102,7 +102,10 @@ class LateChanges:
                 fault = fault or shape_fault(place, now, kept.form)
                 self._unfit[number] = kept  # without a fault, it depends on the batch
                 continue
-            logger.info("%s moved in a forward pass for the first time", place.name)
+            logger.info(
+                "a forward pass changed %s for the first time; every step commits it from now on",
+                place.name,
+            )
             self.found[number] = _change_of(kept, now, own_samples, num_samples, is_first=is_first)
         return fault
 
@@ -171,8 +174,8 @@ class LateChanges:
         for number, kept in self._watch.drop(moved | set(self._watch.differing())).items():
             place = self._places[number]
             logger.warning(
-                "%s was changed through its .data, or by an evaluation; its changes are followed "
-                "from now on",
+                "%s was changed through its .data, or by an evaluation; every step commits it from "
+                "now on. Change it in forward instead",
                 place.name,
             )
             if number in moved:
