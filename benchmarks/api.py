@@ -158,7 +158,9 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
     await asyncio.sleep(2.0)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
-    told = await _tell(RunDir(open_storage(str(service.home / "storage")), run_id), seconds)
+    told = await _append_events(
+        RunDir(open_storage(str(service.home / "storage")), run_id), seconds
+    )
     await asyncio.wait(tasks, timeout=HEARD_S)
     cores = (sum(usage.cpu_times()[:2]) - before) / (time.perf_counter() - began)
     for task in tasks:
@@ -170,7 +172,7 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
     return {**longest, "events": told, "cores": round(cores, 2), "rss_mb": round(rss_mb, 1)}
 
 
-async def _tell(run_dir: RunDir, seconds: float) -> int:
+async def _append_events(run_dir: RunDir, seconds: float) -> int:
     """What a driver tells that trains for so long and then has succeeded; how often metrics were in
     it."""
     told, give_up = 0, time.perf_counter() + seconds

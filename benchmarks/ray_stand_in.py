@@ -17,14 +17,14 @@ class StandIn:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None and process.stdout is not None
-        self._told, self._tells = process.stdin, process.stdout
-        self.url = self._tells.readline().strip()
+        self._input, self._output = process.stdin, process.stdout
+        self.url = self._output.readline().strip()
 
     def run_jobs(self, job_ids: Iterable[str]) -> None:
         """Have it say from now on that these submissions' jobs run."""
-        self._told.write(" ".join(job_ids) + "\n")
-        self._told.flush()
-        self._tells.readline()
+        self._input.write(" ".join(job_ids) + "\n")
+        self._input.flush()
+        self._output.readline()
 
 
 @contextmanager

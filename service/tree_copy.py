@@ -15,7 +15,7 @@ from storage.files.regular_file import open_regular
 _OWN_DIRECTORIES = frozenset({"runs", "code", "cluster"})
 """What Everstep itself makes at a storage's root: without one of these a copy would be no copy."""
 _BLOCK_BYTES = 16 << 20
-_MOST_TOLD = 100
+_MAX_LISTED = 100
 
 
 class LinkedRoot(Exception):
@@ -32,7 +32,7 @@ class Skipped:
 
     def add(self, path: Path, why: str) -> None:
         self.num += 1
-        if len(self.first) < _MOST_TOLD:
+        if len(self.first) < _MAX_LISTED:
             self.first.append(f"{path}: {why}")
 
 

@@ -61,11 +61,11 @@ class WorkerContext:
     hears_journal: Callable[[float], bool] = lambda timeout_s: True
     """Whether the journal has said lately that no newer attempt has begun; it is asked for so long
     where it has not."""
-    told_step: Callable[[], float] = lambda: inf
+    journaled_step: Callable[[], float] = lambda: inf
     """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
-    tell_state_bytes: Callable[[int], None] = lambda num_bytes: None
+    report_state_bytes: Callable[[int], None] = lambda num_bytes: None
     """Hears how large the state is that the rank would leave on its node."""
-    tell_kept: Callable[[int], None] = lambda step: None
+    report_kept: Callable[[int], None] = lambda step: None
     """Hears of the step whose state was left on this node while the rank waits for its peers."""
     is_let_go: Callable[[], bool] = lambda: False
     """Whether the attempt was given up although this rank's peers may live: it leaves its step, and

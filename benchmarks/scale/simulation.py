@@ -84,14 +84,14 @@ class Cluster:
         if what == "node":
             self.alive -= 1
             self.env.process(self._come_back(replaced_s))
-        self._tell(what)
+        self._record(what)
 
     def _come_back(self, after_s: float) -> Process:
         yield self.env.timeout(after_s)
         self.alive += 1
-        self._tell("joined")
+        self._record("joined")
 
-    def _tell(self, what: What) -> None:
+    def _record(self, what: What) -> None:
         if self.trainer is not None and self.trainer.is_alive:
             self.trainer.interrupt(what)
 

@@ -59,7 +59,7 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
             if service.pid is None:
                 _cancel_quietly(run)
             raise
-        return _tell(terminal, service, run.refresh(), story, Path(out), keep)
+        return _print_summary(terminal, service, run.refresh(), story, Path(out), keep)
 
 
 @dataclass
@@ -115,7 +115,7 @@ def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
     return story
 
 
-def _tell(
+def _print_summary(
     terminal: Terminal, service: Service, run: RunHandle, story: Story, out: Path, keep: bool
 ) -> int:
     """Print the summary; return the exit code."""
@@ -138,7 +138,7 @@ def _tell(
         ]
     )
     if keep or service.pid is None:
-        _tell_how_to_go_on(terminal, service, run.run)
+        _print_next_commands(terminal, service, run.run)
     return code
 
 
@@ -213,7 +213,7 @@ def _how_to_go_on(service: Service) -> dict[str, Any]:
     return {"url": service.client.url, "home": str(service.home), "pid": service.pid}
 
 
-def _tell_how_to_go_on(terminal: Terminal, service: Service, run: Run) -> None:
+def _print_next_commands(terminal: Terminal, service: Service, run: Run) -> None:
     terminal.line()
     terminal.fields(
         [

@@ -58,7 +58,7 @@ def doctor(
             "or the file EVERSTEP_HOME/token."
         )
         findings.append(Finding("service", "problem", str(exc), remedy))
-    _tell(findings)
+    _print_findings(findings)
     if not reached:
         raise typer.Exit(Exit.UNREACHABLE)
     if any(finding.level == "problem" for finding in findings):
@@ -94,7 +94,7 @@ def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Find
     return [*findings, *check_findings(check, asked.service.at)]
 
 
-def _tell(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Finding]) -> None:
     out = terminal()
     problems = sum(finding.level == "problem" for finding in findings)
     if out.as_json:

@@ -28,7 +28,7 @@ def cordon(
 ) -> None:
     """Place no new ranks on a node; its current ranks stay."""
     nodes = terminal().client().nodes
-    _tell(nodes.cordon(nodes.find(node).id, reason=reason))
+    _print_node(nodes.cordon(nodes.find(node).id, reason=reason))
 
 
 @command
@@ -40,7 +40,7 @@ def uncordon(
 ) -> None:
     """Allow ranks on a cordoned or draining node again."""
     nodes = terminal().client().nodes
-    _tell(nodes.uncordon(nodes.find(node).id, reason=reason))
+    _print_node(nodes.uncordon(nodes.find(node).id, reason=reason))
 
 
 @command
@@ -72,10 +72,10 @@ def drain(
                 f"{', '.join(drained.runs)}"
             )
         drained = nodes.wait_drained(drained.id, deadline)
-    _tell(drained)
+    _print_node(drained)
 
 
-def _tell(node: Node) -> None:
+def _print_node(node: Node) -> None:
     if terminal().as_json:
         terminal().json(node)
         return

@@ -156,22 +156,22 @@ def watch_to_the_end(run: RunHandle) -> None:
 @command
 def cancel(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Stop a run for good, after a last checkpoint."""
-    _told(terminal().client().runs.get(run_id).cancel())
+    _print_request(terminal().client().runs.get(run_id).cancel())
 
 
 @command
 def pause(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Stop a run after a checkpoint, and release its resources."""
-    _told(terminal().client().runs.get(run_id).pause())
+    _print_request(terminal().client().runs.get(run_id).pause())
 
 
 @command
 def resume(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Queue a paused run again; it continues from its last checkpoint."""
-    _told(terminal().client().runs.get(run_id).resume())
+    _print_request(terminal().client().runs.get(run_id).resume())
 
 
-def _told(run: RunHandle) -> None:
+def _print_request(run: RunHandle) -> None:
     if terminal().as_json:
         terminal().json(run.run)
     else:

@@ -16,7 +16,7 @@ class KeptSteps:
     def __init__(self, storage: Storage, records: CheckpointRecords) -> None:
         self._storage = storage
         self._records = records
-        self._told: set[str] | None = None
+        self._written: set[str] | None = None
         """Runs whose file may hold something; None before the first look, which goes over all that
         have not ended."""
 
@@ -24,18 +24,18 @@ class KeptSteps:
         """Have a run keep a checkpoint for another one whose row is not there yet. Raises
         StorageError, DatabaseError."""
         known = self._wanted().get(run_id, Kept())
-        self._tell(run_id, Kept(known.steps | {step}, known.corrupt))
+        self._write(run_id, Kept(known.steps | {step}, known.corrupt))
 
     def publish(self) -> None:
         """Make the files say what the database says. Raises StorageError, DatabaseError; the next
         call heals them."""
         wanted = self._wanted()
         candidates = wanted.keys() | (
-            set(self._records.unended()) if self._told is None else self._told
+            set(self._records.unended()) if self._written is None else self._written
         )
         for run_id in sorted(candidates):
-            self._tell(run_id, wanted.get(run_id, Kept()))
-        self._told = set(wanted)
+            self._write(run_id, wanted.get(run_id, Kept()))
+        self._written = set(wanted)
 
     def _wanted(self) -> dict[str, Kept]:
         awaited, corrupt = self._records.awaited(), self._records.corrupt()
@@ -45,7 +45,7 @@ class KeptSteps:
             for run_id in awaited.keys() | corrupt.keys()
         }
 
-    def _tell(self, run_id: str, kept: Kept) -> None:
+    def _write(self, run_id: str, kept: Kept) -> None:
         run_dir = RunDir(self._storage, run_id)
         try:
             if run_dir.kept() == kept:

@@ -96,7 +96,7 @@ class Queue:
         self._rooms: dict[tuple[str, _Shape], int] = {}
         self._refused: set[tuple[_Shape, int]] = set()
         """Shapes and least sizes that were refused since the last start."""
-        self._num_told = 0
+        self._num_detailed = 0
         self.used: dict[str, Used] = defaultdict(Used)
         self.admissions: list[Admission] = []
         for run in holding:
@@ -213,8 +213,8 @@ class Queue:
         self.admissions.append(Admission(run.id, limit=most if most < run.max_workers else None))
 
     def _wait(self, run: RunFacts, needs: dict[str, float], why: str) -> None:
-        self._num_told += 1
-        told = why if self._num_told <= DETAILED else "others are before it"
+        self._num_detailed += 1
+        told = why if self._num_detailed <= DETAILED else "others are before it"
         self.admissions.append(Admission(run.id, waiting(run, needs, told)))
 
     def _reserve(self, run: RunFacts) -> None:

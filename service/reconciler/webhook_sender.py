@@ -65,50 +65,52 @@ class Notifier:
         async with httpx.AsyncClient(
             timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport
         ) as http:
-            await asyncio.gather(*(self._tell(http, each) for each in due))
+            await asyncio.gather(*(self._send(http, each) for each in due))
 
-    async def _tell(self, http: httpx.AsyncClient, told: Notification) -> None:
-        if not self._rule.allows(told.url):
+    async def _send(self, http: httpx.AsyncClient, notification: Notification) -> None:
+        if not self._rule.allows(notification.url):
             log.warning(
-                "dropped a webhook whose origin is not allowed", run_id=told.run_id, url=told.url
+                "dropped a webhook whose origin is not allowed",
+                run_id=notification.run_id,
+                url=notification.url,
             )
-            await asyncio.to_thread(self._store.forget, told)
+            await asyncio.to_thread(self._store.forget, notification)
             return
-        problem = await self._problem(http, told)
+        problem = await self._problem(http, notification)
         now = self._clock()
         if problem is None:
-            await asyncio.to_thread(self._store.forget, told)
-        elif now - told.created_at >= GIVE_UP_S:
+            await asyncio.to_thread(self._store.forget, notification)
+        elif now - notification.created_at >= GIVE_UP_S:
             log.warning(
                 "dropped a webhook after a day of failures",
-                run_id=told.run_id,
-                url=told.url,
+                run_id=notification.run_id,
+                url=notification.url,
                 problem=problem,
             )
-            await asyncio.to_thread(self._store.forget, told)
+            await asyncio.to_thread(self._store.forget, notification)
         else:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(told.num_tries, 16))
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(notification.num_tries, 16))
             log.info(
                 "a webhook failed; trying again",
-                run_id=told.run_id,
-                url=told.url,
+                run_id=notification.run_id,
+                url=notification.url,
                 problem=problem,
                 in_s=pause_s,
             )
-            await asyncio.to_thread(self._store.postpone, told, now + pause_s)
+            await asyncio.to_thread(self._store.postpone, notification, now + pause_s)
 
-    async def _problem(self, http: httpx.AsyncClient, told: Notification) -> str | None:
+    async def _problem(self, http: httpx.AsyncClient, notification: Notification) -> str | None:
         """Send one notification. Return why it failed, or None. Only the status is read."""
-        body = told.body.encode()
+        body = notification.body.encode()
         headers = {
             "Content-Type": "application/json",
             SIGNATURE_HEADER: signature(self._rule.secret, int(self._clock()), body),
-            DELIVERY_HEADER: f"{told.run_id}/{told.seq}",
+            DELIVERY_HEADER: f"{notification.run_id}/{notification.seq}",
         }
         try:
             async with (
                 asyncio.timeout(2 * TIMEOUT_S),
-                http.stream("POST", told.url, content=body, headers=headers) as answer,
+                http.stream("POST", notification.url, content=body, headers=headers) as answer,
             ):
                 return None if answer.is_success else f"it answered {answer.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:

@@ -35,7 +35,7 @@ _PAGE_EVENTS: Final = 300
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
 _MOST_PROFILES: Final = 10
-_TOLD: Final = frozenset(EventKind) - {EventKind.METRICS}
+_SHOWN: Final = frozenset(EventKind) - {EventKind.METRICS}
 
 
 async def run_page(
@@ -87,7 +87,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         context,
         caller,
         run,
-        failures=[_told(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
+        failures=[_failure_view(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
         num_older_failures=max(0, len(failures.items) - _MOST_FAILURES),
         goodput=goodput,
         buckets=bucket_shares(goodput.buckets, goodput.wall_s),
@@ -103,7 +103,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
     )
 
 
-def _told(failure: Failure) -> dict[str, Any]:
+def _failure_view(failure: Failure) -> dict[str, Any]:
     """Return a failure with its headline and the lines that follow."""
     headline = failure_words.headline(failure)
     return {
@@ -215,7 +215,7 @@ async def get_events(
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
 ) -> Response:
     """Show events as text, oldest first; minor events are left out."""
-    page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _TOLD)
+    page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _SHOWN)
     events = [event_answer(row) for row in page.rows]
     told = [(event, text) for event in events if (text := event_words.event(event))]
     next_after = page.rows[-1].seq if page.more else None

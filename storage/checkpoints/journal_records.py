@@ -48,7 +48,7 @@ def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
     return RestorePoints(run_dir).update()
 
 
-def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
+def reported_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
     """Return the checkpoints that the journals report as committed and not as deleted. A listing of
     the storage should contain them.
 
@@ -56,7 +56,7 @@ def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
     died before it could report that.
     """
     kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
-    told: set[CheckpointName] = set()
+    reported: set[CheckpointName] = set()
     for submission in run_dir.submissions():
         cursor: str | None = None
         while True:
@@ -66,9 +66,9 @@ def told_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
             for event in events:
                 name = CheckpointName.parse(str(event.data.get("name")))
                 if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
-                    told.add(name)
+                    reported.add(name)
                 elif name is not None:
-                    told.discard(name)
+                    reported.discard(name)
             if not events:
                 break
-    return told
+    return reported

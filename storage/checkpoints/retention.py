@@ -107,14 +107,14 @@ class Retention:
         self, lineage: Sequence[Manifest], keep_latest: int, best_by: BestBy | None
     ) -> set[str | None]:
         """Return the names of the checkpoints in the lineage that must be kept."""
-        told = self._run_dir.kept()
-        corrupt = {*self._rejected, *told.corrupt}
+        listed = self._run_dir.kept()
+        corrupt = {*self._rejected, *listed.corrupt}
         sound = [manifest for manifest in lineage if manifest.name not in corrupt] or lineage
         latest = sorted(sound, key=_commit_order)[-max(1, keep_latest) :]
         kept: set[str | None] = {*(manifest.name for manifest in latest), sound[-1].name}
         if best_by is not None and (best_there := best_of(sound, *best_by)):
             kept.add(best_there.name)
-        kept |= {manifest.name for manifest in lineage if manifest.step in told.steps}
+        kept |= {manifest.name for manifest in lineage if manifest.step in listed.steps}
         kept |= held_checkpoints(self._run_dir, self._holds)
         kept |= {
             each.name

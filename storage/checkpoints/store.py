@@ -89,7 +89,7 @@ class CheckpointStore(CheckpointReader):
     def read_newest(
         self,
         read: Callable[[Manifest], T],
-        told: Collection[CheckpointName] = (),
+        reported: Collection[CheckpointName] = (),
     ) -> tuple[Manifest | None, T | None, builtins.list[Rejected]]:
         """Return the newest checkpoint that verifies, the result of ``read`` for it, and the newer
         ones that do not verify. Each file is read once.
@@ -97,22 +97,22 @@ class CheckpointStore(CheckpointReader):
         Args:
             read: raises CorruptCheckpoint if the checkpoint differs from its manifest, as
                 ``read_file`` does.
-            told: checkpoints that must exist (``told_checkpoints``), listed or not. Missing ones
-                are rejected like corrupt ones.
+            reported: checkpoints that must exist (``reported_checkpoints``), listed or not.
+                Missing ones are rejected like corrupt ones.
 
         Raises:
-            StorageUnavailable: all of ``told`` are missing and there is no other checkpoint. The
-                storage has lost its content, and the run must not start from scratch because of
+            StorageUnavailable: all of ``reported`` are missing and there is no other checkpoint.
+                The storage has lost its content, and the run must not start from scratch because of
                 that.
         """
         rejected: builtins.list[Rejected] = []
         num_missing = 0
-        for name in reversed(self._lineage_names(told)):
+        for name in reversed(self._lineage_names(reported)):
             try:
                 manifest = self.manifest(str(name))
                 return manifest, read(manifest), rejected
             except StorageNotFound:
-                if name in told:  # otherwise it was deleted since it was listed
+                if name in reported:  # otherwise it was deleted since it was listed
                     num_missing += 1
                     rejected.append(
                         Rejected(
@@ -171,16 +171,16 @@ class CheckpointStore(CheckpointReader):
         """Remove what is not a checkpoint, as ``Retention.collect_orphans``. Return the names."""
         return self._retention.collect_orphans()
 
-    def missing(self, told: Iterable[CheckpointName]) -> builtins.list[str]:
+    def missing(self, reported: Iterable[CheckpointName]) -> builtins.list[str]:
         """Return which of these reported checkpoints do not exist, oldest first. One newer than all
         existing ones is left out: it may not be listed yet."""
         there = set(self.committed(self.entries()))
-        return [str(name) for name in sorted(set(told) - there) if there and name < max(there)]
+        return [str(name) for name in sorted(set(reported) - there) if there and name < max(there)]
 
     def _lineage_names(
-        self, told: Collection[CheckpointName] = ()
+        self, reported: Collection[CheckpointName] = ()
     ) -> builtins.list[CheckpointName]:
-        names = {*self.committed(self.entries()), *told}
+        names = {*self.committed(self.entries()), *reported}
         return in_lineage(names, self._points.update())
 
     def _manifests(self, names: builtins.list[CheckpointName]) -> builtins.list[Manifest]:

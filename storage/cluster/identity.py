@@ -7,7 +7,7 @@ import json
 import uuid
 from dataclasses import asdict, dataclass
 
-from storage.checkpoints.journal_records import told_checkpoints
+from storage.checkpoints.journal_records import reported_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage
@@ -122,7 +122,7 @@ def check_known(run_dir: RunDir, known: Known) -> None:
     if name is None:
         return
     newest = max((manifest.step for manifest in CheckpointStore(run_dir).list()), default=-1)
-    if newest < 0 or (newest < name.step and name not in told_checkpoints(run_dir)):
+    if newest < 0 or (newest < name.step and name not in reported_checkpoints(run_dir)):
         there = f"has only checkpoints up to step {newest}" if newest >= 0 else "has no checkpoint"
         raise StorageMismatch(
             f"the database knows checkpoint {name} of run {run_dir.run_id}, but {run_dir.uri} "

@@ -10,7 +10,7 @@ from storage.run_dir import RunDir
 
 _MOST_LOST = 1000
 """Maximum number of events reported as lost in one place; a larger gap is not from a writer."""
-_LINES_TOLD = 20
+_MAX_LISTED = 20
 
 
 class Damage:
@@ -52,7 +52,7 @@ class Damage:
     def _event(self, n: int, beside: JournalEvent | None) -> JournalEvent:
         data = {
             "file": _path(self._run_dir, self._submission),
-            "lines": self._lines[:_LINES_TOLD],
+            "lines": self._lines[:_MAX_LISTED],
             "problem": self._problem[:500],
         }
         return JournalEvent(

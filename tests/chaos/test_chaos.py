@@ -142,7 +142,7 @@ def test_seeded_faults(
                 "done": done,
                 "lost": run.steps_lost,
                 "at": stretches,
-                "failures": _told(run),
+                "failures": _failures(run),
             }
         )
     )
@@ -157,7 +157,7 @@ def test_seeded_faults(
     _check_file_descriptors(cluster, num_fds)
 
 
-def _told(run: RunHandle) -> list[dict[str, Any]]:
+def _failures(run: RunHandle) -> list[dict[str, Any]]:
     """What the run says of its failures, for the record of a seed."""
     restored = [event for event in run.events() if event.kind == "restored"]
     told = []

@@ -143,7 +143,7 @@ def test_rank_0_struck_in_every_step_of_what_it_does_to_the_storage(
             assert run.wait_for_end() == 0, run.describe()
             expected = _blamed(section, 2, how)
             was_struck = len(run.of(EventKind.FAILURE)) == len(expected)
-            print(json.dumps({"section": section, "step": step, "failures": _told(run)}))
+            print(json.dumps({"section": section, "step": step, "failures": _failures(run)}))
             _check(run, expected if was_struck else expected[:-1], expect_recovery=was_struck)
             assert_same(final_state(run.run_dir), reference(2))
         finally:
@@ -188,7 +188,11 @@ def strike_and_check(
             run.wait_for(lambda: run.of(EventKind.ATTEMPT_STARTED), "the ranks' processes")
             os.kill(run.worker(world - 1)["pid"], how)
         assert run.wait_for_end() == 0, run.describe()
-        print(json.dumps({"phase": phase, "world": world, "how": how.name, "failures": _told(run)}))
+        print(
+            json.dumps(
+                {"phase": phase, "world": world, "how": how.name, "failures": _failures(run)}
+            )
+        )
         # of two at once nobody survives a group of two
         somebody_survives = phase != "two_at_once" or world > 2 or how is SIGSTOP
         _check(run, _blamed(phase, world, how), expect_recovery=somebody_survives)
@@ -198,7 +202,7 @@ def strike_and_check(
         run.stop()
 
 
-def _told(run: DrivenRun) -> list[tuple[Any, ...]]:
+def _failures(run: DrivenRun) -> list[tuple[Any, ...]]:
     """Verdict, rank, steps lost and seconds of each failure, for the record."""
     failures = [
         (event.data["verdict"], event.data["first_rank"]) for event in run.of(EventKind.FAILURE)

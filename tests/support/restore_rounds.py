@@ -103,7 +103,7 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
     state = make_state()
     told = told_in(directory / "claims")
     manifest, found, _ = ctx.checkpoints.read_newest(
-        partial(load_checkpoint, ctx.run_dir), told=told
+        partial(load_checkpoint, ctx.run_dir), reported=told
     )
     if manifest is not None:
         assert found is not None

@@ -79,7 +79,8 @@ class PastFailures:
                 self._read = (now, observed_failures(self._run_dir, now))
             except StorageError as exc:
                 logger.warning(
-                    "cannot read the run's failures from its journals; the next save tries again: %s",
+                    "cannot read the run's failures from its journals; the next save tries again: "
+                    "%s",
                     exc,
                 )
                 return ObservedFailures()

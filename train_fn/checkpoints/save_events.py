@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import told_checkpoints
+from storage.checkpoints.journal_records import reported_checkpoints
 from storage.checkpoints.manifest import Manifest
 from storage.run_names import CheckpointName
 from train_fn.context import WorkerContext
@@ -71,7 +71,7 @@ class SaveEvents:
         """
         if self._has_caught_up:
             return
-        store, reported = self._ctx.checkpoints, told_checkpoints(self._ctx.run_dir)
+        store, reported = self._ctx.checkpoints, reported_checkpoints(self._ctx.run_dir)
         for manifest in store.lineage():
             if CheckpointName.parse(manifest.name) not in reported:
                 self.committed(manifest)

@@ -17,7 +17,7 @@ from train_fn.loop.replica import Replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.training import Training
 from train_fn.state.digest import tree_digest
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     state, training.progress.phase = replica.state, "evaluation"
     evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
     if is_new and (evaluates or closes):
-        require_same_weights(replica, told(replica.task, "loss"))
+        require_same_weights(replica, where(replica.task, "loss"))
     if closes:
         _close_epoch(replica, reporter, evaluates)
     if is_new and (evaluates or (closes and _has_hook(replica))):
@@ -103,9 +103,9 @@ def _call_hook(replica: Replica, reporter: Reporter) -> bool:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
-    replica.trained.check(told(replica.task, "on_epoch_end"))
+    replica.trained.check(where(replica.task, "on_epoch_end"))
     replica.learning_rates.note_options()
-    require_same_weights(replica, told(replica.task, "on_epoch_end"))
+    require_same_weights(replica, where(replica.task, "on_epoch_end"))
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )

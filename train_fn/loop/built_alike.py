@@ -7,7 +7,7 @@ import logging
 from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.replica import Replica
 from train_fn.state.contents import DRAW_ALIKE, alike, few, sketch_weights
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def check_weights(replica: Replica, *, fresh: bool) -> None:
     for rank, (named, set_order) in enumerate(set_orders):
         if named:
             raise BadTask(
-                f"{told(replica.task, 'build_model')} built another model on rank {rank} than on "
+                f"{where(replica.task, 'build_model')} built another model on rank {rank} than on "
                 f"rank 0: {named} "
                 f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model "
                 f"{DRAW_ALIKE}, and let all nodes "

@@ -12,7 +12,7 @@ from train_fn.loop.training import Training
 from train_fn.state.optim import drop_gradients, lr_factor
 from train_fn.state.sound_state import not_finite
 from train_fn.step.step_totals import StepTotals
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 
 
 def require_whole(replica: Replica, totals: StepTotals) -> None:
@@ -30,13 +30,13 @@ def require_whole(replica: Replica, totals: StepTotals) -> None:
         raise StepNotWhole(state.step, fault)
     if totals.facts.num_nonfinite:
         weights = not_finite(dict(state.model.named_parameters()))
-        source = told(replica.task, "loss")
+        source = where(replica.task, "loss")
         raise NonFiniteLoss(
             state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights
         )
     if not 0 < totals.weight < math.inf:
         raise BadTask(
-            f"{told(replica.task, 'loss')}: the weights of step {state.step + 1} add up to "
+            f"{where(replica.task, 'loss')}: the weights of step {state.step + 1} add up to "
             f"{totals.weight}; "
             "a weight is how many samples or tokens loss_sum is a sum over"
         )
@@ -95,7 +95,7 @@ def _clip(replica: Replica, max_norm: float) -> float:
     # A loss scaler skips such a step.
     if not math.isfinite(norm) and not state.scaler.is_enabled():
         raise NonFiniteLoss(
-            state.step, None, norm, told(replica.task, "loss"), what="gradient norm"
+            state.step, None, norm, where(replica.task, "loss"), what="gradient norm"
         )
     return norm
 

@@ -34,7 +34,7 @@ from train_fn.samples.whole_pass import WholePass
 from train_fn.step.modes import evaluating
 from train_fn.step.precision import autocast
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import is_iterable, told
+from train_fn.tasks.checks import is_iterable, where
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 
 MIN_MICRO_BATCH = 128
@@ -184,7 +184,7 @@ def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
         return float(total), float(weight)
     except (TypeError, ValueError, RuntimeError) as exc:
         raise BadTask(
-            f"{told(task, 'metrics')} returned {value!r:.100} for {name!r}; it must be (sum, "
+            f"{where(task, 'metrics')} returned {value!r:.100} for {name!r}; it must be (sum, "
             "weight), two numbers: the sum over "
             f"the batch, and how many it is a sum of ({exc})"
         ) from exc
@@ -265,7 +265,7 @@ def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[A
     )
     if not isinstance(sums, dict):
         raise BadTask(
-            f"{told(task, 'metrics')} must return a dict of (sum, weight) by name, not "
+            f"{where(task, 'metrics')} must return a dict of (sum, weight) by name, not "
             f"{sums!r:.200}"
         )
     sums = {name: value for name, value in sums.items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica
 from train_fn.state.contents import Sketch, alike, sketch
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 
 
 def require_weights_unchanged(replica: Replica, before: list[int]) -> None:
@@ -54,4 +54,4 @@ def _sketch_of_first(read: Callable[[], Generator[tuple[int, Any]]]) -> Sketch:
 
 def _measuring(task: Any) -> str:
     name = "metrics" if hasattr(task, "metrics") else "loss"
-    return f"{told(task, name)}, called to evaluate the model,"
+    return f"{where(task, name)}, called to evaluate the model,"

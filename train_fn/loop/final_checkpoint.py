@@ -10,7 +10,7 @@ from train_fn.loop.training import Training
 from train_fn.snapshots.store import leave_snapshot, snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.peers import Peers
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     """
     replica, saver, progress = training.replica, training.saver, training.progress
     progress.phase = "checkpoint"
-    replica.trained.check(told(replica.task, "loss"))
+    replica.trained.check(where(replica.task, "loss"))
     training.profiler.close()
     training.reporter.hand_over()
     # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and

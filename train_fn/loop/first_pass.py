@@ -18,7 +18,7 @@ from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import check_gradients, check_moves, told
+from train_fn.tasks.checks import check_gradients, check_moves, where
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
@@ -46,7 +46,7 @@ def run_first_pass(
     generators = torch_generators(peers.device)
     watched, before = GradientWatch(replica.parameters), replica.trained.sums()
     loss_sum, weight = replica.wrapped(batch)
-    watched.require_untouched(told(task, "loss"))
+    watched.require_untouched(where(task, "loss"))
     if replica.draws_from_torch_alone:
         replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
     moving, ignored = warm_up.look()
@@ -58,7 +58,7 @@ def run_first_pass(
         replica.weight_per_sample = known.weight / (len(indices) * peers.world_size)
     replica.trained.check_values(
         before,
-        told(task, "loss"),
+        where(task, "loss"),
         "A rank calls it once for each of its micro-batches, so ranks would train different "
         "models. Let the optimizer change them, or on_epoch_end",
     )
@@ -108,7 +108,7 @@ def _require_samples_unchanged(
     again, once_more = (sketch(replica.load(MicroBatch(0, 0, indices)).batch) for _ in range(2))
     if alike(again, once_more) and not alike(again, loaded):
         raise BadTask(
-            f"{told(replica.task, 'loss')} changes its batch in place, and with it the samples: "
+            f"{where(replica.task, 'loss')} changes its batch in place, and with it the samples: "
             "the batch shares memory with the data set. Work on a copy, x = x.clone(), or copy "
             "samples in collate"
         )

@@ -49,7 +49,7 @@ from train_fn.tasks.checks import (
     checked_optimizer,
     epoch_length,
     is_iterable,
-    told,
+    where,
 )
 from train_fn.tasks.protocol import Sum, Task
 from train_fn.user_code.modules import add_to_path
@@ -120,7 +120,7 @@ class Replica:
         """In DDP's order."""
         self.trained = TrainedParameters(self.state.model, self.state.optimizer)
         source = (
-            told(self.task, "build_optimizer")
+            where(self.task, "build_optimizer")
             if hasattr(self.task, "build_optimizer")
             else "the spec's optimizer"
         )
@@ -152,7 +152,7 @@ class Replica:
         batch = self.load(MicroBatch(0, 0, first)).batch
         if batch is None and self.exchanges_in_forward:
             raise BadTask(
-                f"{told(self.task, 'collate')} returned None for the first micro-batch; a model "
+                f"{where(self.task, 'collate')} returned None for the first micro-batch; a model "
                 "that exchanges in its forward pass "
                 "needs to see one. Return a batch of no samples in place of None"
             )
@@ -268,7 +268,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         else build_optimizer(spec.optimizer, model)
     )
     if build_own:
-        check_no_scheduler(optimizer, told(task, "build_optimizer"))
+        check_no_scheduler(optimizer, where(task, "build_optimizer"))
     state = TrainState(
         model,
         optimizer,
@@ -279,7 +279,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         contents=contents,
         sampler=sampler,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
-        data_source=told(task, "build_datasets") if spec.code is not None else None,
+        data_source=where(task, "build_datasets") if spec.code is not None else None,
     )
     all_steps = train.epochs * sampler.steps_per_epoch
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
@@ -320,7 +320,7 @@ def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Traini
     if not is_iterable(dataset):
         sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
-    source = told(task, "build_datasets")
+    source = where(task, "build_datasets")
     streams = StreamSampler(
         epoch_length(source, dataset, train),
         train.global_batch_size,

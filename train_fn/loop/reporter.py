@@ -38,12 +38,12 @@ class Reporter:
 
     def __init__(self, ctx: WorkerContext, state: KeptState) -> None:
         self._journal = ctx.journal if ctx.world_rank == 0 else None
-        self._told_step = ctx.told_step
+        self._journaled_step = ctx.journaled_step
         self._state = state
         self._late_points: list[dict[str, Any]] = []
         self._points: list[dict[str, Any]] = []
         self._names = NameLimit()
-        self._told_of_limit = False
+        self._warned_of_limit = False
         self._hand_over_at = float("-inf")
         self._step_began = self._epoch_began = time.perf_counter()
 
@@ -63,7 +63,7 @@ class Reporter:
             values["samples_per_s"] = num_samples / step_s
         point = {"step": self._state.step, "at": at, "values": values}
         self._state.tail.add_point(
-            {"kind": _METRICS_KIND, "at": at, "data": point}, self._told_step
+            {"kind": _METRICS_KIND, "at": at, "data": point}, self._journaled_step
         )
         if self._journal is not None:
             self._points.append(point)
@@ -82,8 +82,8 @@ class Reporter:
     def _leave_out(self, values: dict[str, Any], names: list[str]) -> None:
         for name in names:
             del values[name]
-        if names and not self._told_of_limit:
-            self._told_of_limit = True
+        if names and not self._warned_of_limit:
+            self._warned_of_limit = True
             logger.warning(
                 "a run has at most %d names of metrics, %d of them of steps: %d more are left out "
                 "from here on, such as %r; "
@@ -104,7 +104,7 @@ class Reporter:
         """Report an event between two steps."""
         self.hand_over()
         entry = {"kind": kind.value, "at": head_clock.now(), "data": data, "step": self._state.step}
-        self._state.tail.add_other(entry, self._told_step)
+        self._state.tail.add_other(entry, self._journaled_step)
         if self._journal is not None:
             self._journal.emit(kind, data)
 
@@ -121,8 +121,8 @@ class Reporter:
             return
         newest_at = entries[-1]["at"]
         points = list(tail.points)
-        untold, late = points[:-NUM_POINTS], points[-NUM_POINTS:]
-        late = untold + [entry for entry in late if entry["at"] >= newest_at - TAIL_S]
+        unreported, late = points[:-NUM_POINTS], points[-NUM_POINTS:]
+        late = unreported + [entry for entry in late if entry["at"] >= newest_at - TAIL_S]
         self._late_points = [entry["data"] for entry in late]
         others = list(tail.others)
         recent = [each for each in others[-NUM_OTHERS:] if each["at"] >= newest_at - OTHERS_S]

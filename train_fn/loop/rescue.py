@@ -81,7 +81,7 @@ class Rescue:
             problem = leave_snapshot(self._ctx, state)
             if problem is None:
                 self.kept_step = state["step"]
-                self._ctx.tell_kept(state["step"])
+                self._ctx.report_kept(state["step"])
                 logger.info("kept step %d before the abort", self.kept_step)
 
     def _copied(self) -> dict[str, Any] | None:

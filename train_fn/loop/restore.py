@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import attempt_starts, told_checkpoints
+from storage.checkpoints.journal_records import attempt_starts, reported_checkpoints
 from storage.checkpoints.manifest import Manifest
 from storage.claims import claim_attempt
 from storage.errors import CorruptCheckpoint
@@ -187,9 +187,11 @@ def _find_durable(
     state = None
     if peers.rank == 0:
         try:
-            known = told_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
+            known = (
+                reported_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
+            )
             read = partial(_load_sound, ctx, kept)
-            manifest, state, rejected = ctx.checkpoints.read_newest(read, told=known)
+            manifest, state, rejected = ctx.checkpoints.read_newest(read, reported=known)
             bad = (
                 *struck,
                 *elected.rejected,

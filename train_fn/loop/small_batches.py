@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from train_fn.errors import BadTask
 from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 from train_fn.tasks.protocol import Task
 
 _NEEDS_SEVERAL = "Expected more than 1 value per channel when training"
@@ -47,7 +47,7 @@ def check_small_batch(
             else "a micro-batch"
         )
         raise BadTask(
-            f"{told(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} "
+            f"{where(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} "
             f"has one: {sampler.num_samples} "
             f"samples in global batches of {size} and micro-batches of {micro_size}. "
             f"{_remedy(sampler)}, or use GroupNorm or "

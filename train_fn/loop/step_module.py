@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask
 from train_fn.step.precision import Precision, autocast
-from train_fn.tasks.checks import checked_loss, told
+from train_fn.tasks.checks import checked_loss, where
 from train_fn.tasks.protocol import Sum, Task
 
 _CPU_BUCKET_MIB = 25
@@ -68,7 +68,7 @@ class StepModule(nn.Module):
             answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
             raise BadTask(
-                f"{told(self._task, 'loss')} left modules in another mode, train or eval, than "
+                f"{where(self._task, 'loss')} left modules in another mode, train or eval, than "
                 "before. Each rank calls it another number of times, so ranks would train "
                 "different models. Put the mode back before it returns, or change it in "
                 "on_epoch_end"

@@ -82,7 +82,7 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     progress.phase = "restore"
     restored = restore(ctx, replica)
     progress.is_restored = True
-    ctx.tell_state_bytes(size_bytes(replica.state.state_dict()))
+    ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
     if restored.source in BEGINNINGS:

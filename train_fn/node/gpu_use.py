@@ -17,8 +17,8 @@ from everstep.wire.events import EventKind
 
 LOOK_S = 2.0
 """Between two looks. NVML's own figure is a mean over at most a second."""
-FIRST_TOLD_S = 10.0
-TELL_EVERY_S = 60.0
+FIRST_REPORT_S = 10.0
+REPORT_EVERY_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class GpuWatch:
         look: Callable[[torch.device], Look] = look_at,
         *,
         look_s: float = LOOK_S,
-        first_s: float = FIRST_TOLD_S,
-        every_s: float = TELL_EVERY_S,
+        first_s: float = FIRST_REPORT_S,
+        every_s: float = REPORT_EVERY_S,
     ) -> None:
         self._emit, self._rank, self._node_id, self._device, self._look = (
             emit,
@@ -106,10 +106,10 @@ class GpuWatch:
                 return
             seconds = time.monotonic() - began
             if seconds >= self._next_s:
-                self._emit(EventKind.GPU_USE, self._told(looks, seconds))
+                self._emit(EventKind.GPU_USE, self._summary(looks, seconds))
                 began, looks, self._next_s = time.monotonic(), [], self._every_s
 
-    def _told(self, looks: list[Look], seconds: float) -> dict[str, Any]:
+    def _summary(self, looks: list[Look], seconds: float) -> dict[str, Any]:
         busy = [look.busy for look in looks if look.busy is not None]
         return {
             "rank": self._rank,

@@ -61,7 +61,7 @@ class RankJournal:
         """Return whether the journal has lately confirmed that this attempt is the newest."""
         return self._client.hears(timeout_s)
 
-    def told_step(self) -> float:
+    def journaled_step(self) -> float:
         """Return the newest step that the journal has."""
         return self._client.last_step or 0
 

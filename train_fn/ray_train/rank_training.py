@@ -172,9 +172,9 @@ def _context(
         report_checkpoint=reports.add,
         profile_ordered=journal.profile_ordered,
         hears_journal=journal.hears,
-        told_step=journal.told_step,
-        tell_state_bytes=rank_process.note_state_bytes,
-        tell_kept=rank_process.note_kept,
+        journaled_step=journal.journaled_step,
+        report_state_bytes=rank_process.note_state_bytes,
+        report_kept=rank_process.note_kept,
         is_let_go=rank_process.is_let_go,
         on_replaced=lambda why: _leave_at_once(),
     )

@@ -68,7 +68,7 @@ class Reports:
         self._profiler = StepProfiler(ctx, list)
         self._began = time.perf_counter()
         self._names = NameLimit()
-        self._told_of_limit = False
+        self._warned_of_limit = False
         self.stop: Stop | None = None
         """The stop request that the ranks agreed on."""
 
@@ -89,7 +89,7 @@ class Reports:
         self.step += 1
         self._kept = self._kept or checkpoint is not None
         if self._ctx.world_rank == 0:
-            self._tell(metrics)
+            self._report_metrics(metrics)
         self.stop = self._agreed(self._wanted(checkpoint))
         if self.stop is not None:
             raise _Leave
@@ -118,15 +118,15 @@ class Reports:
             ) from exc
         return agreed
 
-    def _tell(self, metrics: dict[str, Any]) -> None:
+    def _report_metrics(self, metrics: dict[str, Any]) -> None:
         """Send the numbers of a report to the journal as a step's metrics."""
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
         values = {**_numbers(metrics), "step_s": step_s}
         if refused := self._names.refused(values, always=("step_s",)):
             values = {name: value for name, value in values.items() if name in self._names.known}
-            if not self._told_of_limit:
-                self._told_of_limit = True
+            if not self._warned_of_limit:
+                self._warned_of_limit = True
                 words = (
                     "a run has at most %d names of metrics: %d more are ignored from now on, "
                     "for example %r. Report fewer"

@@ -135,7 +135,7 @@ class Publisher:
             logger.exception("publishing the state of step %d failed", copy.step)
             problem = f"{type(exc).__name__}: {exc}"
         self._cadence.done(began - copy.stall_s, copy.stall_s + time.monotonic() - began)
-        self._tell(copy.step, problem)
+        self._report(copy.step, problem)
         self._copies.release(copy)
 
     def _check_room(self) -> None:
@@ -144,9 +144,11 @@ class Publisher:
         if self._checked or self._ctx.world_rank != 0:
             return
         self._checked = True
-        self._tell(self._state.step, shortage(snapshot_store(self._ctx), self._state.state_dict()))
+        self._report(
+            self._state.step, shortage(snapshot_store(self._ctx), self._state.state_dict())
+        )
 
-    def _tell(self, step: int, problem: str | None) -> None:
+    def _report(self, step: int, problem: str | None) -> None:
         """Report it when states begin, or cease, to be kept."""
         if (problem is None) == (self._problem is None):
             return

@@ -38,20 +38,20 @@ class EventTail:
         for entry in entries or ():
             (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
 
-    def add_point(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
+    def add_point(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
         """Append a step's metrics, and drop the oldest that need not be kept.
 
         Args:
-            told_step: returns the newest step that the journal has.
+            journaled_step: returns the newest step that the journal has.
         """
         points = self.points
         points.append(entry)
         while len(points) > NUM_POINTS and (
-            len(points) > MOST_POINTS or points[0]["data"]["step"] <= told_step()
+            len(points) > MOST_POINTS or points[0]["data"]["step"] <= journaled_step()
         ):
             points.popleft()
 
-    def add_other(self, entry: dict[str, Any], told_step: Callable[[], float]) -> None:
+    def add_other(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
         """Append an event between steps, and drop the oldest as ``add_point`` does.
 
         ``entry`` also has a ``step``. Entries from older versions have none, and are dropped beyond
@@ -60,7 +60,7 @@ class EventTail:
         others = self.others
         others.append(entry)
         while len(others) > NUM_OTHERS and (
-            len(others) > MOST_OTHERS or others[0].get("step", -1) < told_step()
+            len(others) > MOST_OTHERS or others[0].get("step", -1) < journaled_step()
         ):
             others.popleft()
 

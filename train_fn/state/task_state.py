@@ -11,7 +11,7 @@ from torch import nn
 
 from train_fn.errors import BadTask
 from train_fn.state.tensor_tree import copy_to_cpu
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 from train_fn.tasks.protocol import Task
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class TaskState:
         if len(own) == 1:
             lacking = names[own == [names[0]]]
             raise BadTask(
-                f"{told(task, own[0])} needs {lacking} beside it: a restart goes on from what the "
+                f"{where(task, own[0])} needs {lacking} beside it: a restart goes on from what the "
                 "two of them keep"
             )
         self._task: Any = task if own else None

@@ -22,7 +22,7 @@ SLOW_RATIO = 1.15
 """A straggler takes at least this many times as long as its peers for the same work, …"""
 SLOW_S = 0.003
 """… and is slower by more than this many seconds in a step."""
-TELL_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
 """Interval in seconds between reports of every rank's times while nothing changes."""
 _STEPS_KEPT = 256
 
@@ -59,7 +59,7 @@ class StragglerWatch:
         self._window: deque[tuple[float, ...]] = deque(maxlen=_STEPS_KEPT)
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._window_began: float | None = None
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
         self._in_a_row = [0] * len(self._node_ids)
         self._slow = [False] * len(self._node_ids)
 
@@ -80,8 +80,8 @@ class StragglerWatch:
         self._steps_s.clear()
         self._window_began = now
         changed = self._compare(step, own)
-        if changed or now - self._told_at >= TELL_EVERY_S:
-            self._told_at = now
+        if changed or now - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = now
             self._emit(
                 EventKind.RANK_TIMES,
                 {"step": step, "step_s": round(typical_s, 6), "ranks": self._rows(own, typical_s)},

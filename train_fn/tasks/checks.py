@@ -20,7 +20,7 @@ from train_fn.user_code.modules import place_of
 _NAMES_SHOWN = 5
 
 
-def told(task: Task, method: str) -> str:
+def where(task: Task, method: str) -> str:
     """A task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
     12)``."""
     return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
@@ -31,11 +31,11 @@ def checked_model(task: Task, model: Any) -> nn.Module:
     train."""
     if not isinstance(model, nn.Module):
         raise BadTask(
-            f"{told(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}"
+            f"{where(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadTask(
-            f"{told(task, 'build_model')} returned a model of which no parameter requires a "
+            f"{where(task, 'build_model')} returned a model of which no parameter requires a "
             "gradient; nothing would be trained"
         )
     return model
@@ -44,7 +44,7 @@ def checked_model(task: Task, model: Any) -> nn.Module:
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}``
     of data sets."""
-    source = told(task, "build_datasets")
+    source = where(task, "build_datasets")
     if not isinstance(datasets, dict) or datasets.get("train") is None:
         raise BadTask(
             f'{source} must return {{"train": dataset, "val": dataset or None}}, not '
@@ -134,7 +134,7 @@ def _check_iterable(source: str, dataset: Any) -> None:
 
 def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     """What ``build_optimizer`` returned. Raises BadTask where it would not move the model."""
-    source = told(task, "build_optimizer")
+    source = where(task, "build_optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
     if _needs_closure(optimizer):
@@ -180,7 +180,7 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     if isinstance(answer, torch.Tensor):
         shape = "a 0-d tensor" if answer.ndim == 0 else f"a tensor of shape {tuple(answer.shape)}"
         raise BadTask(
-            f"{told(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed "
+            f"{where(task, 'loss')} must return (loss_sum, weight), not {shape}: the loss summed "
             "over the micro-batch, and how many "
             "samples or tokens that is, for example `return F.cross_entropy(logits, labels, "
             'reduction="sum"), len(labels)`'
@@ -195,13 +195,13 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
             f"tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else part
             for part in _parts(answer)
         )
-        raise BadTask(f"{told(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
+        raise BadTask(f"{where(task, 'loss')} must return (0-d tensor, weight), not {shown!r:.200}")
     weight = answer[1]
     if not isinstance(weight, int | float) and not (
         isinstance(weight, torch.Tensor) and weight.ndim == 0
     ):
         raise BadTask(
-            f"{told(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d "
+            f"{where(task, 'loss')} returned the weight {weight!r:.100}; it is a number or a 0-d "
             "tensor: samples or tokens"
         )
     return answer
@@ -211,7 +211,7 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
     """Raises BadTask for a loss that no parameter has a part in."""
     if not loss_sum.requires_grad:
         raise BadTask(
-            f"the loss moves no parameter: {told(task, 'loss')} returned one without a gradient. "
+            f"the loss moves no parameter: {where(task, 'loss')} returned one without a gradient. "
             "Look for .detach(), .item(), "
             "torch.no_grad() or numpy on the way from the model's output"
         )
@@ -226,14 +226,14 @@ def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
     unused = [name for name, parameter in trained if parameter.grad is None]
     if len(unused) == len(trained):
         raise BadTask(
-            f"the loss moves no parameter: {told(task, 'loss')} does not use the model that it "
+            f"the loss moves no parameter: {where(task, 'loss')} does not use the model that it "
             "was given"
         )
     if unused and not alone:
         shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
         raise BadTask(
             f"{len(unused)} of {len(trained)} parameters have no part in the loss of "
-            f"{told(task, 'loss')}: {shown}. Ranks add up "
+            f"{where(task, 'loss')}: {shown}. Ranks add up "
             "gradients of all parameters: leave these out of the model, or set "
             "requires_grad=False on them; if later batches use "
             "them, add 0.0 * parameter.sum() to the loss"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.tasks.checks import told
+from train_fn.tasks.checks import where
 from train_fn.tasks.protocol import Task
 
 _NEEDED = ("update", "compute", "merge_state", "reset")
@@ -38,9 +38,9 @@ class OwnMetrics:
                 continue
             if not isinstance(values.get(name), tuple | list):
                 raise BadTask(
-                    f"{told(self._task, 'metrics')} must return {name!r} as well, a tuple of what "
+                    f"{where(self._task, 'metrics')} must return {name!r} as well, a tuple of what "
                     f"{type(metric).__name__}.update "
-                    f"takes, for it is in {told(self._task, 'build_metrics')}; None for a batch "
+                    f"takes, for it is in {where(self._task, 'build_metrics')}; None for a batch "
                     "that has nothing for it"
                 )
             metric.update(*values[name])
@@ -74,14 +74,14 @@ class OwnMetrics:
         try:
             whole.merge_state(metric)
         except (RuntimeError, ValueError) as exc:
-            source = told(self._task, "build_metrics")
+            source = where(self._task, "build_metrics")
             raise BadTask(
                 f"{source}: {name} ({type(whole).__name__}) cannot be merged over ranks: {exc}"
             ) from exc
 
     def _number(self, name: str, value: Any) -> float:
         if isinstance(value, torch.Tensor) and value.numel() != 1:
-            source = told(self._task, "build_metrics")
+            source = where(self._task, "build_metrics")
             raise BadTask(
                 f"{source}: {name} has {value.numel()} values; a metric is one number "
                 "(average='macro', say)"
@@ -93,7 +93,7 @@ def build_own_metrics(task: Task) -> OwnMetrics:
     """The task's metrics, empty. Raises BadTask for what are none."""
     build = getattr(task, "build_metrics", None)
     metrics = build() if build is not None else {}
-    source = told(task, "build_metrics")
+    source = where(task, "build_metrics")
     if not isinstance(metrics, dict):
         raise BadTask(
             f"{source} must return a dict of torchmetrics' metrics by name, not "

@@ -50,7 +50,7 @@ class History:
             self.ancestors = [name for name in self.ancestors if name.step <= step]
         self.last_step = step
         self.points[origin] = RestorePoint(step, source == "fresh")
-        self._tell(EventKind.RESTORED, origin, step=step, source=source)
+        self._report(EventKind.RESTORED, origin, step=step, source=source)
 
     def commit(self, origin: Origin, steps: int, score: float) -> None:
         self.last_step += steps
@@ -58,7 +58,7 @@ class History:
         self.names.append(name)
         self.ancestors.append(name)
         self.scores[name] = score
-        self._tell(
+        self._report(
             EventKind.CHECKPOINT_COMMITTED,
             origin,
             step=name.step,
@@ -69,7 +69,7 @@ class History:
             metrics={"val_score": score},
         )
 
-    def _tell(self, kind: EventKind, origin: Origin, **data: object) -> None:
+    def _report(self, kind: EventKind, origin: Origin, **data: object) -> None:
         number = len(self.events) + 1
         self.events.append(EventRow(number, float(number), kind, *origin, data))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.projections import failures
-from storage.checkpoints.journal_records import told_checkpoints
+from storage.checkpoints.journal_records import reported_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
@@ -220,7 +220,7 @@ def test_checkpoints_behind_a_spoilt_line_are_known(local_dir: RunDir) -> None:
         ],
     )
     flip(journal_file(local_dir), 1, at=30)
-    assert {str(name) for name in told_checkpoints(local_dir)} == {names[0], names[2]}
+    assert {str(name) for name in reported_checkpoints(local_dir)} == {names[0], names[2]}
 
 
 @pytest.mark.usefixtures("whole_ticks")

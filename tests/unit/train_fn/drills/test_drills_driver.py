@@ -42,7 +42,7 @@ class NotedFaults:
         if self.problem is not None:
             raise DrillRefused(self.problem)
         told = bool(of(self.run_dir, EventKind.DRILL_STARTED))
-        self.done.append((*what, "told" if told else "untold"))
+        self.done.append((*what, "told" if told else "unreported"))
 
     def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
         self.note(signal.Signals(signal_number).name, *(place.pid for place in ranks))
@@ -213,7 +213,7 @@ def test_the_newest_checkpoint_is_damaged_while_all_ranks_stand_still(rig: Rig) 
     older, newer = save(rig.run_dir, 10), save(rig.run_dir, 20)
     rig.order(DrillKind.CORRUPT_CHECKPOINT)
     assert rig.faults.done == [
-        ("SIGSTOP", 100, 101, 102, "untold"),
+        ("SIGSTOP", 100, 101, 102, "unreported"),
         ("kill", 100, 101, 102, "told"),
     ]
     assert of(rig.run_dir, EventKind.DRILL_STARTED)[0].data["checkpoint"] == newer

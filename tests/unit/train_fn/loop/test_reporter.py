@@ -100,7 +100,7 @@ def test_other_ranks_tell_nothing_and_keep_the_same_tail() -> None:
 
 def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     """Rank 0 was cut off from the journal after step 100. What it says later is refused."""
-    other = replace(one_rank(SPEC, NOWHERE, rank=1), told_step=lambda: min(state.step, 100))
+    other = replace(one_rank(SPEC, NOWHERE, rank=1), journaled_step=lambda: min(state.step, 100))
     state = make_state()
     survivor = Reporter(other, state)
     for step in range(1, 101):

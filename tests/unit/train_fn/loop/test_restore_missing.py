@@ -14,7 +14,7 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import told_checkpoints
+from storage.checkpoints.journal_records import reported_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.files.local import LocalFiles
@@ -170,9 +170,9 @@ def test_a_listing_that_fails_fails_the_attempt(
 
 def test_the_journals_tell_what_is_to_be_there(run_dir: RunDir) -> None:
     """What retention deleted is not missed."""
-    assert told_checkpoints(run_dir) == {CheckpointName(4, 1, 1), CheckpointName(8, 1, 1)}
+    assert reported_checkpoints(run_dir) == {CheckpointName(4, 1, 1), CheckpointName(8, 1, 1)}
     journal = open_local_journal(run_dir, 2, 2, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.CHECKPOINT_DELETED, {"step": 4, "name": NAMES[0]})
     journal.emit(EventKind.METRICS, {"points": []})
     journal.close(10.0)
-    assert told_checkpoints(run_dir) == {CheckpointName(8, 1, 1)}
+    assert reported_checkpoints(run_dir) == {CheckpointName(8, 1, 1)}
