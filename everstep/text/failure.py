@@ -36,7 +36,9 @@ def headline(fault: Failure) -> str:
         if "checkpoint" in fault.evidence
         else f"storage failed for {rank}{place}{when}",
         "control_plane": f"the driver or the Ray head was lost{when}",
-        "unknown": f"{rank}{place} failed{when}; the evidence does not show why",
+        "unknown": f"two nodes lost their connection{when}"
+        if fault.evidence.get("pairs")
+        else f"{rank}{place} failed{when}; the evidence does not show why",
     }[fault.verdict]
     return f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"
 
@@ -100,6 +102,11 @@ def _evidence(fault: Failure) -> list[str]:
         lines.append(f"kernel: the OOM killer ended {ended} on this node since the rank started")
     if evidence.get("node_alive") is not None:
         lines.append(f"node: {'still answers' if evidence['node_alive'] else 'does not answer'}")
+    for one, other in evidence.get("pairs") or ():
+        lines.append(
+            f"network: nodes {str(one)[:8]} and {str(other)[:8]} do not hear each other; check the "
+            "MTU, the firewall and the interface between them"
+        )
     collateral = [
         str(rank.get("rank"))
         for rank in evidence.get("ranks") or ()

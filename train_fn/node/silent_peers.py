@@ -30,6 +30,9 @@ LOOK_S = 1.0
 _TCP_INFO = struct.Struct("=8B13I")
 _RETRANSMITS, _UNACKED, _LAST_DATA_RECEIVED, _LAST_ACK_RECEIVED = 2, 8 + 4, 8 + 11, 8 + 12
 
+_unheard: set[str] = set()
+"""Addresses of hosts whose connections this process has ended."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,6 +81,7 @@ class SilentPeers:
                         _keep_alive(connection, self._limit_s)
                     if self._is_silent(inode, _traffic(connection), now):
                         address, port = connection.getpeername()[:2]
+                        _unheard.add(str(address))  # before a thread that waits can ask
                         connection.shutdown(socket.SHUT_RDWR)
                         ended.append(f"{address}:{port}")
         for inode in set(self._waiting_since) - seen:
@@ -102,8 +106,14 @@ class SilentPeers:
 def watch_peers(ip: str, limit_s: float) -> None:
     """Watch this process's connections, unless ``limit_s`` is 0 or the cluster's address here,
     ``ip``, is on loopback."""
+    _unheard.clear()
     if limit_s > 0 and not ipaddress.ip_address(ip).is_loopback:
         SilentPeers(limit_s).start()
+
+
+def unheard_hosts() -> tuple[str, ...]:
+    """Return the addresses of the hosts from which nothing was heard since ``watch_peers``."""
+    return tuple(sorted(_unheard))
 
 
 def interface_of(ip: str) -> str | None:

@@ -133,10 +133,15 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=self._spec.checkpoint,
+            dispensable=self._sizes.dispensable,
         )
         self._chronicle.failed(evidence, judgement, self._decision)
         if judgement.verdict is Verdict.HARDWARE:
             self._nodes.exclude_if_others(judgement.node_id)
+        if self._decision.leave_out is not None:
+            self._nodes.exclude([self._decision.leave_out])
+        if reports and judgement.verdict in (Verdict.UNKNOWN, Verdict.CONTROL_PLANE):
+            self._groups.links.suspect(judgement.pairs)
         self._ask_for_oom_kill(judgement, self._decision)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.link_checks import LinkChecks
 from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.preflight_checks import PreflightChecks
@@ -45,6 +46,7 @@ class GroupFactory:
         self._preflight = PreflightChecks(
             engine.settings, {place.node_id for place in engine.history.workers}, nodes.exclude
         )
+        self.links = LinkChecks(engine.settings, nodes.exclude)
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
 
@@ -67,6 +69,7 @@ class GroupFactory:
             self._nodes.read,
             self._nodes.exclude,
             self._preflight,
+            self.links,
         )
         self.last = EverstepWorkerGroup(
             actors,

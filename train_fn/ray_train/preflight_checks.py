@@ -16,8 +16,7 @@ from typing import Any
 from everstep.wire import ErrorKind
 from everstep.wire.events import NODE_UNFIT
 from train_fn.node.preflight import Figures, unfit
-from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
-from train_fn.ray_train.start_checks import ExcludeNodes, first_on_nodes, prepared
+from train_fn.ray_train.start_checks import ExcludeNodes, LinksBroken, first_on_nodes, prepared
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.partition import nodes_to_exclude
 from train_fn.recovery.rank_error import RankError
@@ -101,8 +100,9 @@ class PreflightChecks:
         )
         if excluded:
             self._exclude(excluded)
-            raise WorkerGroupStartupFailedError(
-                f"no bytes pass to or from nodes {', '.join(excluded)}; excluded for now"
+            raise LinksBroken(
+                f"no bytes pass to or from nodes {', '.join(excluded)}; excluded for now",
+                {node_ids[(number + 1) % count]: [node_ids[number]] for number in silent},
             )
         for number, figures in enumerate(found):
             figures.seconds["link"] = min(

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from train_fn.ray_train.link_checks import LinkChecks
 from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.placement import Bundle, Placement
 from train_fn.ray_train.preflight_checks import PreflightChecks
@@ -19,8 +20,10 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.ray_train.start_checks import (
     ExcludeNodes,
+    LinksBroken,
     check_reach,
     check_versions,
+    link_reports,
     network_reports,
     prepared,
 )
@@ -41,6 +44,7 @@ class RankActors:
         read_nodes: returns the current nodes of the cluster.
         exclude: called with nodes that get no ranks for a while.
         preflight: checks nodes that are new to the run.
+        links: checks nodes between which an earlier attempt failed.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RankActors:
         read_nodes: ReadNodes,
         exclude: ExcludeNodes,
         preflight: PreflightChecks,
+        links: LinkChecks,
     ) -> None:
         self._launch = launch
         self._settings = settings
@@ -58,6 +63,7 @@ class RankActors:
         self._read_nodes = read_nodes
         self._exclude = exclude
         self._preflight = preflight
+        self._links = links
         self._nodes: dict[str, NodeView] = {}
         self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
@@ -149,8 +155,14 @@ class RankActors:
         """Check versions, networks and health of the nodes."""
         check_versions(ready, metas, self._exclude)
         self._raise_for(network_reports(ready, metas))
-        check_reach(self._actors, metas, self._nodes, self._settings, self._exclude)
-        self._raise_for(self._preflight.run(self._actors, metas))
+        try:
+            check_reach(self._actors, metas, self._nodes, self._settings, self._exclude)
+            self._links.run(self._actors, metas)
+            unfit = self._preflight.run(self._actors, metas)
+        except LinksBroken as exc:
+            self.reports = link_reports(exc, metas)
+            raise
+        self._raise_for(unfit)
 
     def _raise_for(self, reports: tuple[RankReport, ...]) -> None:
         """Raise WorkerGroupStartupFailedError if there are reports on ranks that cannot work."""

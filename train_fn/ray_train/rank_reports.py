@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,25 @@ def with_error(report: RankReport, error: BaseException | None) -> RankReport:
             still_running=False,
         )
     return dataclasses.replace(report, error=describe_error(error, report.rank))
+
+
+def with_unheard(reports: Sequence[RankReport], ips: Mapping[str, str]) -> tuple[RankReport, ...]:
+    """Return the reports with the nodes that each rank's host did not hear.
+
+    Args:
+        ips: the address of each node of the group, by its id. An address of several nodes says
+            nothing about one of them.
+    """
+    named = Counter(ips.values())
+    nodes = {ip: node_id for node_id, ip in ips.items() if named[ip] == 1}
+    return tuple(
+        dataclasses.replace(
+            report, unheard=tuple(nodes[ip] for ip in report.error.unheard if ip in nodes)
+        )
+        if report.error is not None
+        else report
+        for report in reports
+    )
 
 
 def reports_of_slow_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import logging
@@ -23,6 +24,7 @@ from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_memory import wait_for_free_memory
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.secrets import Redactor, read_secrets
+from train_fn.node.silent_peers import unheard_hosts
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
 from train_fn.ray_train.journal_actor import deliver_to
@@ -107,7 +109,7 @@ def _failure(exc: BaseException, rank: int, job: RankJob, redactor: Redactor) ->
     error = describe_error(exc, rank)
     if error.kind is ErrorKind.DEVICE:
         error = with_device_evidence(error, _device(job.use_gpu))
-    error = redactor.error(error)
+    error = dataclasses.replace(redactor.error(error), unheard=unheard_hosts())
     logger.error(
         "rank %d stopped at step %s (%s): %s\n%s",
         rank,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,18 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     def _room(self) -> _Room | None:
         """Return the current nodes and what fits on them; None if the GCS does not answer. The
         caller then tries again later."""
-        config = self.scaling_config
         try:
             nodes = self._read_nodes()
             held = self._held({node.node_id for node in nodes})
         except Exception as exc:
             logger.warning("the cluster's nodes could not be read: %s", exc)
             return None
-        fit = fit_workers(
+        return _Room(nodes, self._fit(nodes, held))
+
+    def _fit(self, nodes: Sequence[NodeView], held: Mapping[str, int]) -> Fit:
+        """Return what fits on these nodes."""
+        config = self.scaling_config
+        return fit_workers(
             nodes,
             held,
             config._resources_per_worker_not_none,
@@ -119,7 +123,21 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             max_workers=self._most_workers(),
             strategy=config.placement_strategy,
         )
-        return _Room(nodes, fit)
+
+    def dispensable(self) -> list[str]:
+        """Return the nodes without which the smallest group would still fit; none if the GCS does
+        not answer."""
+        try:
+            nodes = self._read_nodes()
+            held = self._held({node.node_id for node in nodes})
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be read: %s", exc)
+            return []
+        return [
+            node.node_id
+            for node in nodes
+            if not self._fit([other for other in nodes if other is not node], held).missing
+        ]
 
     def _most_workers(self) -> int:
         """Return the most ranks that the run may have now, but at least its ``min_workers``."""

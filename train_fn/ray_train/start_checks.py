@@ -24,6 +24,27 @@ ExcludeNodes = Callable[[list[str]], None]
 """Called with the ids of nodes that get no ranks for a while."""
 
 
+class LinksBroken(WorkerGroupStartupFailedError):  # type: ignore[misc]
+    """Nodes of a starting group cannot talk to each other.
+
+    Args:
+        message: for people.
+        unheard: for each node, the nodes that it does not hear or reach.
+    """
+
+    def __init__(self, message: str, unheard: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(message)
+        self.unheard = {node_id: tuple(others) for node_id, others in unheard.items() if others}
+
+
+def link_reports(broken: LinksBroken, metas: Sequence[Any]) -> tuple[RankReport, ...]:
+    """Return reports on the first rank of each node that say which nodes it does not hear."""
+    return tuple(
+        RankReport(number, node_id, metas[number].pid, unheard=broken.unheard.get(node_id, ()))
+        for node_id, number in first_on_nodes(metas).items()
+    )
+
+
 def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
     """Return the answers of a starting group's processes. Raise WorkerGroupStartupFailedError if
     one does not answer in time."""
@@ -75,8 +96,8 @@ def check_reach(
     settings: RecoverySettings,
     exclude: ExcludeNodes,
 ) -> None:
-    """Let every node try to connect to the others. Raise WorkerGroupStartupFailedError if some
-    cannot reach each other."""
+    """Let every node try to connect to the others. Raise LinksBroken if some cannot reach each
+    other."""
     first_on = {node_id: actors[number] for node_id, number in first_on_nodes(metas).items()}
     places = {
         node_id: (nodes[node_id].ip, nodes[node_id].port)
@@ -101,6 +122,7 @@ def check_reach(
             for node_id, others in unreached.items()
             if others
         )
-        raise WorkerGroupStartupFailedError(
-            f"nodes do not reach each other ({broken}); excluded for now: {', '.join(excluded)}"
+        raise LinksBroken(
+            f"nodes do not reach each other ({broken}); excluded for now: {', '.join(excluded)}",
+            unreached,
         )

@@ -17,7 +17,11 @@ from train_fn.ray_train.placement import Reservation
 from train_fn.ray_train.poll_patience import PollPatience
 from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.rank_news import RankNews
-from train_fn.ray_train.rank_reports import reports_after_failed_start, reports_of_slow_start
+from train_fn.ray_train.rank_reports import (
+    reports_after_failed_start,
+    reports_of_slow_start,
+    with_unheard,
+)
 from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
     WorkerGroup,
@@ -214,9 +218,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         errors = {rank: status.error for rank, status in polled.items()}
         silent_s = ABORTING_SILENT_S if self._must_abort() else SILENT_S
         shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s)
-        return tuple(
-            self._hung.explain(report) for report in shutdown.reports_within(self._settings.hold_s)
+        reports = with_unheard(
+            shutdown.reports_within(self._settings.hold_s),
+            {worker.metadata.node_id: worker.metadata.node_ip for worker in self.get_workers()},
         )
+        return tuple(map(self._hung.explain, reports))
 
     def _must_abort(self) -> bool:
         """Return whether only an abort frees the ranks from their collectives."""

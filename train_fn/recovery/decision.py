@@ -6,7 +6,7 @@ run's journals by ``history``, and the controller carries the decision out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -14,6 +14,14 @@ from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, Failure, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from train_fn.recovery.evidence import Evidence
+from train_fn.recovery.links import (
+    ENDED_AFTER,
+    WHAT_TO_CHECK,
+    Pairs,
+    node_to_move,
+    times_in_a_row,
+    words,
+)
 from train_fn.recovery.verdict import Judgement
 
 BUDGET_OF = {
@@ -41,6 +49,7 @@ class PastFailure:
     step: int | None
     signature: str | None = None
     node_id: str | None = None
+    pairs: Pairs = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Decision:
     reason: ReasonCode | None = None
     message: str | None = None
     pause: bool = False
+    leave_out: str | None = None
+    """Node that gives way to another one for a while."""
 
 
 def decide(
@@ -65,6 +76,7 @@ def decide(
     no_progress_limit: int,
     backoff_max_s: float,
     checkpoint: CheckpointSpec | None = None,
+    dispensable: Callable[[], Collection[str]] = tuple,
 ) -> Decision:
     """Decide whether the run goes on after ``judgement``.
 
@@ -75,6 +87,8 @@ def decide(
         no_progress_limit: Fail the run after so many system failures without a new step.
         backoff_max_s: Longest pause before a restart, in seconds.
         checkpoint: Says whether storage failures pause the run, and after how many. None: never.
+        dispensable: Returns the nodes without which the run would still have enough room. Called
+            only for a failure of two nodes that do not hear each other.
     """
     budget = BUDGET_OF.get(judgement.verdict, "system_failures")
     if judgement.verdict is Verdict.USER_ERROR:
@@ -104,6 +118,9 @@ def decide(
             f"with CUDA_LAUNCH_BLOCKING=1 in env: {judgement.exception}"
         )
         return Decision(False, budget, "stop", reason=ReasonCode.USER_ERROR, message=message)
+    moved = _node_to_move(judgement, past, dispensable)
+    if moved is None and (stop := _cannot_meet(judgement, past, budget)) is not None:
+        return stop
     in_a_row = 1 + _failures_without_progress(judgement, budget, past)
     backoff_s = min(backoff_max_s, 0.5 * 2 ** min(in_a_row - 3, 16)) if in_a_row > 2 else 0.0
     if judgement.verdict is Verdict.STORAGE:
@@ -113,8 +130,11 @@ def decide(
         if stop is not None:
             return stop
     where = "elsewhere" if judgement.verdict is Verdict.HARDWARE else "on what is alive"
-    action = f"restart at once {where}" if backoff_s == 0 else f"restart after {backoff_s:g} s"
-    return Decision(True, budget, action, backoff_s)
+    when = "at once" if backoff_s == 0 else f"after {backoff_s:g} s"
+    if moved is not None:
+        where = f"without node {moved[:8]}"
+    action = f"restart {when}" if backoff_s and moved is None else f"restart {when} {where}"
+    return Decision(True, budget, action, backoff_s, leave_out=moved)
 
 
 def failure_of(
@@ -220,6 +240,34 @@ def _exhausted(
         )
         return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
     return None
+
+
+def _node_to_move(
+    judgement: Judgement,
+    past: Sequence[PastFailure],
+    dispensable: Callable[[], Collection[str]],
+) -> str | None:
+    """Return the node that gives way because it and another one repeatedly do not hear each other.
+    None for a failed start, since the check that found the pair excludes one of the two itself."""
+    if not judgement.pairs or judgement.verdict is Verdict.CONTROL_PLANE:
+        return None
+    return node_to_move(judgement.pairs, [failure.pairs for failure in past], dispensable())
+
+
+def _cannot_meet(judgement: Judgement, past: Sequence[PastFailure], budget: str) -> Decision | None:
+    """Return the decision to fail a run whose nodes repeatedly do not hear each other, else
+    None."""
+    if not judgement.pairs:
+        return None
+    earlier = [(failure.pairs, failure.step) for failure in past]
+    times = times_in_a_row(judgement.pairs, earlier, judgement.step)
+    if times < ENDED_AFTER:
+        return None
+    message = (
+        f"{words(judgement.pairs)}: {times} attempts in a row failed for it, and no other node has "
+        f"room. {WHAT_TO_CHECK}"
+    )
+    return Decision(False, budget, "stop", reason=ReasonCode.NO_PROGRESS, message=message)
 
 
 def _gpu_is_too_small(judgement: Judgement, past: Sequence[PastFailure]) -> bool:

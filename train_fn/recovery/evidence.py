@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from train_fn.recovery.links import Pairs, as_json, pairs_of
 from train_fn.recovery.rank_error import RankError
 
 _DETAIL_CHARS = 4000
@@ -43,6 +44,8 @@ class RankReport:
     """Step whose state was left on its node before that thread was freed."""
     state_bytes: int = 0
     """How large the state is that the rank leaves on its node."""
+    unheard: tuple[str, ...] = ()
+    """Ids of the nodes from which it heard nothing although it waited for them."""
     error: RankError | None = None
 
     @property
@@ -72,9 +75,22 @@ class Evidence:
     control_error: str | None = None
     """An error of the controller or of the group's start, not of a training function."""
 
+    @property
+    def pairs(self) -> Pairs:
+        """Return the pairs of nodes that do not hear each other; none if a rank has died, since its
+        host may be gone."""
+        if any(report.died for report in self.ranks):
+            return frozenset()
+        unheard: dict[str, set[str]] = {}
+        for report in self.ranks:
+            unheard.setdefault(report.node_id, set()).update(report.unheard)
+        return pairs_of(unheard)
+
     def detail(self, first: RankReport | None) -> dict[str, Any]:
         """Return the evidence as JSON: the first failing rank in full, every other in one line."""
         detail: dict[str, Any] = {"ranks": [_line(report) for report in self.ranks]}
+        if self.pairs:
+            detail["pairs"] = as_json(self.pairs)
         if self.control_error:
             detail["control_error"] = self.control_error[-_DETAIL_CHARS:]
         if first is not None:
@@ -115,4 +131,5 @@ def _line(report: RankReport) -> dict[str, Any]:
         "snapshot_step": error.snapshot_step if error else report.kept_step,
         "at": error.at if error else None,
         **({"stack": report.stack[-_DETAIL_CHARS:]} if report.stack else {}),
+        **({"unheard": list(report.unheard)} if report.unheard else {}),
     }

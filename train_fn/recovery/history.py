@@ -12,6 +12,7 @@ from storage.logs.journal import read_journal
 from storage.logs.journal_line import JournalEvent
 from storage.run_dir import RunDir
 from train_fn.recovery.decision import PastFailure
+from train_fn.recovery.links import from_json
 from train_fn.recovery.progress import moved_at
 
 READ_BATCH = 5000
@@ -107,7 +108,8 @@ class History:
 def past_failure(failure: Failure) -> PastFailure:
     """Return the part of a failure that later decisions need."""
     signature = failure.evidence.get("signature")
-    return PastFailure(failure.verdict, failure.step, signature, failure.node_id)
+    pairs = from_json(failure.evidence.get("pairs"))
+    return PastFailure(failure.verdict, failure.step, signature, failure.node_id, pairs)
 
 
 def read_history(run_dir: RunDir) -> History:

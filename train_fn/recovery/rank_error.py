@@ -47,6 +47,8 @@ class RankError:
     """Summary of its GPU's memory, if that ran out."""
     device: dict[str, Any] | None = None
     """What its node says of its GPU, after an error of the device (``node/device_evidence.py``)."""
+    unheard: tuple[str, ...] = ()
+    """Addresses of hosts from which nothing was heard although the rank waited for them."""
     place: str | None = None
     """Innermost line of uploaded code, ``task.py, line 12, in loss``; None if the traceback has
     none."""

@@ -8,6 +8,7 @@ from typing import Any
 from everstep.wire import ErrorKind, Verdict
 from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of_death
 from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.links import Pairs, words
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Judgement:
     """Kind of the first rank's error; None if that rank raised none."""
     detail: dict[str, Any] = field(default_factory=dict)
     """The evidence as the failure event shows it."""
+    pairs: Pairs = frozenset()
+    """Pairs of nodes that do not hear each other, if nothing else explains the failure."""
 
 
 def judge(evidence: Evidence) -> Judgement:
@@ -59,7 +62,8 @@ def judge(evidence: Evidence) -> Judgement:
     if hung and any(r.error for r in evidence.ranks):
         # All others left a failed collective; they were waiting for the rank that stayed.
         return _judgement(evidence, hung[0], Verdict.HANG)
-    return _judgement(evidence, None, Verdict.UNKNOWN)
+    judgement = _judgement(evidence, None, Verdict.UNKNOWN)
+    return replace(judgement, exception=words(evidence.pairs)) if evidence.pairs else judgement
 
 
 def _raised_at(report: RankReport) -> tuple[float, int]:
@@ -92,4 +96,5 @@ def _judgement(evidence: Evidence, first: RankReport | None, verdict: Verdict) -
         signature=error.signature if error else None,
         kind=error.kind if error else None,
         detail=evidence.detail(first),
+        pairs=evidence.pairs if first is None else frozenset(),
     )

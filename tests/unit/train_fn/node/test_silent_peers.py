@@ -8,7 +8,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.node.silent_peers import SilentPeers, Traffic, interface_of
+from train_fn.node.silent_peers import (
+    SilentPeers,
+    Traffic,
+    interface_of,
+    unheard_hosts,
+    watch_peers,
+)
 
 LIMIT_S = 15.0
 
@@ -86,6 +92,23 @@ def test_connections_to_other_addresses_are_kept_alive_by_the_kernel(
     ]
     assert options[0] + options[1] * options[2] <= LIMIT_S
     near.send(b"still there")
+
+
+def test_a_host_that_was_not_heard_is_remembered_until_the_next_attempt(
+    pair: tuple[socket.socket, socket.socket],
+    watch: SilentPeers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch_peers("127.0.0.1", LIMIT_S)
+    assert unheard_hosts() == ()
+    near, _ = pair
+    is_silent = [True]
+    monkeypatch.setattr(watch, "_is_silent", lambda *_: bool(is_silent and is_silent.pop()))
+    [ended] = watch.look(0.0)
+    assert unheard_hosts() == (ended.rpartition(":")[0],)
+    assert near.recv(1) == b"", "the connection was ended"
+    watch_peers("127.0.0.1", LIMIT_S)
+    assert unheard_hosts() == ()
 
 
 def test_an_interface_is_known_by_its_address() -> None:

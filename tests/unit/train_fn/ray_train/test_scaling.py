@@ -165,3 +165,29 @@ def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_onc
     for _ in range(2):
         policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted == 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"), [((1, 2), ["a", "b", "c"]), ((2, 2), ["a", "b", "c"]), ((3, 3), [])]
+)
+def test_a_node_is_dispensable_if_the_smallest_group_fits_on_the_others(
+    workers: tuple[int, int], expected: list[str], told: Told
+) -> None:
+    assert policy_on(Cluster.of("abc", ranks="ab"), workers, told).dispensable() == expected
+
+
+def test_nodes_that_take_no_ranks_replace_none(told: Told) -> None:
+    cluster = Cluster.of("abc", ranks="ab")
+    cluster.mark("c", cordoned=True)
+    assert policy_on(cluster, (2, 2), told).dispensable() == ["c"]
+
+
+def test_nobody_is_dispensable_while_the_nodes_cannot_be_read(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise RuntimeError("the GCS does not answer")
+
+    policy = policy_on(Cluster.of("abc", ranks="ab"), (1, 2), told)
+    monkeypatch.setattr(policy, "_read_nodes", fail)
+    assert policy.dispensable() == []

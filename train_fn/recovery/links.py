@@ -1,0 +1,91 @@
+"""Find which two nodes do not hear each other, and decide what follows if the same two fail again.
+
+A rank reports the hosts from which nothing came although it waited for an acknowledgement. A peer
+that died or left has closed its connection instead, and is not reported. So a report shows that the
+path between two nodes is broken, but not which of them is at fault: nobody is cordoned for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+Pair = frozenset[str]
+"""Ids of two nodes."""
+Pairs = frozenset[Pair]
+
+MOVED_AFTER = 2
+"""Number of failures of one pair after which one of the two gives way to another node."""
+ENDED_AFTER = 5
+"""Number of them without a new step after which the run ends, if there is no other node."""
+
+WHAT_TO_CHECK = (
+    "Check the network between them: an MTU that is too large for the path, a firewall that closes "
+    "the ports of ranks, the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+)
+
+
+def pairs_of(unheard: Mapping[str, Iterable[str]]) -> Pairs:
+    """Return the pairs of nodes of which at least one did not hear the other.
+
+    Args:
+        unheard: for each node, the nodes that it did not hear.
+    """
+    return frozenset(
+        frozenset((node, other))
+        for node, others in unheard.items()
+        for other in others
+        if other != node
+    )
+
+
+def node_to_move(pairs: Pairs, past: Sequence[Pairs], dispensable: Collection[str]) -> str | None:
+    """Return the node that should give way to another one; None while no pair has failed
+    ``MOVED_AFTER`` times, or if the run cannot do without either node.
+
+    Of the nodes of such pairs, the one in most failures is chosen. Ties go to the greatest id, so
+    that the choice is the same each time.
+
+    Args:
+        pairs: of this failure.
+        past: of each earlier failure of the run.
+        dispensable: nodes without which the run still has enough room.
+    """
+    repeated = [
+        pair for pair in pairs if sum(pair in earlier for earlier in past) + 1 >= MOVED_AFTER
+    ]
+    seen = Counter(node for found in (*past, pairs) for pair in found for node in pair)
+    candidates = {node for pair in repeated for node in pair} & set(dispensable)
+    return max(candidates, key=lambda node: (seen[node], node), default=None)
+
+
+def times_in_a_row(pairs: Pairs, past: Sequence[tuple[Pairs, int | None]], step: int | None) -> int:
+    """Return how often a pair of this failure has failed since the run last took a step, this
+    failure included. Failures of another kind do not count, and do not interrupt the row.
+
+    Args:
+        past: the pairs of each earlier failure, and the steps done by then; None if unknown.
+        step: the steps done now; None if unknown.
+    """
+    count = 1
+    for earlier, earlier_step in reversed(past):
+        if step is not None and earlier_step is not None and step > earlier_step:
+            break
+        count += bool(pairs & earlier)
+    return count
+
+
+def words(pairs: Pairs) -> str:
+    """Return a phrase that names the nodes of each pair by the first letters of their ids."""
+    named = sorted(" and ".join(node[:8] for node in sorted(pair)) for pair in pairs)
+    return f"nodes {', '.join(named)} do not hear each other"
+
+
+def as_json(pairs: Pairs) -> list[list[str]]:
+    """Return the pairs for an event."""
+    return sorted(sorted(pair) for pair in pairs)
+
+
+def from_json(value: object) -> Pairs:
+    """Return the pairs of an event; none if it names none."""
+    return frozenset(map(frozenset, value)) if isinstance(value, list) else frozenset()
