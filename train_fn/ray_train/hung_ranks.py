@@ -10,8 +10,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from train_fn.recovery.collective_trace import CollectiveCounts, find_late
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import SILENT_S, find_stuck, is_known_who_hangs
+
+_LATE = (
+    ". It did not enter the collective in which the other ranks wait, as torch's flight recorder "
+    "shows"
+)
 
 
 class HungRanks:
@@ -25,11 +31,14 @@ class HungRanks:
     def __init__(self, health_timeout_s: float) -> None:
         self._health_timeout_s = health_timeout_s
         self._stacks: dict[int, str | None] = {}
+        self._late: list[int] = []
+        """Ranks that did not enter the collective in which the others wait."""
         self._ranks: list[int] = []
         self._reason = ""
 
     def kill(self, workers: Sequence[Any], reason: str) -> list[int]:
-        """Read every rank's stack, kill the ranks that hold up the others, and return them.
+        """Read every rank's stack and counts of collectives, kill the ranks that hold up the
+        others, and return them. If all stacks wait in a collective, the counts decide.
 
         Their peers then leave with a failed collective, as after any death. ``explain`` tells the
         difference.
@@ -45,10 +54,24 @@ class HungRanks:
         for ref in answered:
             with contextlib.suppress(RayError):
                 self._stacks[pending[ref]] = ray.get(ref)
-        self._ranks = find_stuck(self._stacks)
+        is_known = is_known_who_hangs(self._stacks)
+        self._late = [] if is_known else find_late(self._counts(workers))
+        self._ranks = self._late or find_stuck(self._stacks)
         for rank in self._ranks:
             ray.kill(workers[rank].actor)
         return self._ranks
+
+    def _counts(self, workers: Sequence[Any]) -> dict[int, CollectiveCounts | None]:
+        """Return every rank's counts of collectives; None for a rank that does not answer."""
+        pending = {
+            worker.actor.collective_counts.remote(): rank for rank, worker in enumerate(workers)
+        }
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
+        counts: dict[int, CollectiveCounts | None] = dict.fromkeys(pending.values())
+        for ref in answered:
+            with contextlib.suppress(RayError):
+                counts[pending[ref]] = ray.get(ref)
+        return counts
 
     def explain(self, report: RankReport) -> RankReport:
         """Return ``report`` with the rank's stack, and with the hang as the cause if it was killed
@@ -63,11 +86,11 @@ class HungRanks:
             return dataclasses.replace(
                 report,
                 unresponsive=not is_lost,
-                is_unproven=not is_lost and not is_known_who_hangs(self._stacks),
+                is_unproven=not (is_lost or self._late or is_known_who_hangs(self._stacks)),
                 died=is_lost,
                 death=None,
                 still_running=False,
-                hang=None if is_lost else self._reason,
+                hang=None if is_lost else self._reason + (_LATE if self._late else ""),
             )
         if report.unresponsive:
             no_answer = (

@@ -20,7 +20,9 @@ from train_fn.node.probe import accepts_connection
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
+from train_fn.recovery.collective_trace import CollectiveCounts
 from train_fn.recovery.launch import RankLaunch
+from train_fn.step.flight_recorder import collective_counts
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
@@ -113,6 +115,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def stack(self) -> str:
         """Return the Python stacks of this rank, with the training thread's last."""
         return rank_process.stack()
+
+    def collective_counts(self) -> CollectiveCounts | None:
+        """Return how far this rank is in its collectives."""
+        return collective_counts()
 
     def look_for_oom(self, pid: int, kills_before: int | None) -> dict[str, Any] | None:
         """Return evidence that the OOM killer ended another process of this node; None if there is

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from everstep.wire import Verdict
+from train_fn.ray_train import hung_ranks
 from train_fn.ray_train.hung_ranks import HungRanks
+from train_fn.recovery.collective_trace import CollectiveCounts
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.verdict import judge
@@ -27,3 +32,89 @@ def test_a_rank_that_was_killed_for_a_hang_on_a_node_that_does_not_answer_is_a_l
     assert (judgement.verdict, judgement.first_rank) == (verdict, 1)
     assert judgement.exception == (why if node_alive else None)
     assert "death" not in judgement.detail
+
+
+WAITS = 'File "/x/torch/distributed/distributed_c10d.py", line 3025'
+WORKS = 'File "/home/me/task.py", line 7'
+
+
+class Rank:
+    """A worker that tells its stack and its counts; None does not answer."""
+
+    def __init__(self, stack: str | None, enqueued: int | None) -> None:
+        self.asked: list[str] = []
+        counts = None if enqueued is None else CollectiveCounts(enqueued)
+        self.actor = SimpleNamespace(
+            stack=self._call("stack", stack), collective_counts=self._call("counts", counts)
+        )
+        self.is_killed = False
+
+    def _call(self, name: str, answer: Any) -> Any:
+        def remote() -> Any:
+            self.asked.append(name)
+            return _Ref(answer)
+
+        return SimpleNamespace(remote=remote)
+
+
+class _Ref:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+
+def killed(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], HungRanks]:
+    """Break a hang of these ranks. Return who was killed."""
+    found: list[int] = []
+    places = {id(rank.actor): number for number, rank in enumerate(ranks)}
+    stand_in = SimpleNamespace(
+        wait=lambda refs, num_returns, timeout: (
+            [ref for ref in refs if ref.answer is not None],
+            [ref for ref in refs if ref.answer is None],
+        ),
+        get=lambda ref: ref.answer,
+        kill=lambda actor: found.append(places[id(actor)]),
+    )
+    monkeypatch.setattr(hung_ranks, "ray", stand_in)
+    hung = HungRanks(60.0)
+    assert hung.kill(ranks, "no sign of life") == found
+    return found, hung
+
+
+def judged(hung: HungRanks, victims: list[int], count: int) -> Any:
+    reports = [
+        RankReport(rank, f"n{rank}", 1, died=rank in victims, held_up=True, still_running=True)
+        for rank in range(count)
+    ]
+    return judge(Evidence(1, 50.0, tuple(map(hung.explain, reports))))
+
+
+def test_the_rank_that_did_not_come_is_named_where_all_stacks_look_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victims, hung = killed([Rank(WAITS, 41), Rank(WAITS, 40), Rank(WAITS, 41)], monkeypatch)
+    assert victims == [1], "and not the last"
+    judgement = judged(hung, victims, 3)
+    assert (judgement.verdict, judgement.first_rank, judgement.node_id) == (Verdict.HANG, 1, "n1")
+    assert "did not enter the collective" in judgement.exception
+
+
+@pytest.mark.parametrize("counts", [(41, 41, 41), (41, None, 40)])
+def test_without_counts_that_tell_nobody_is_named(
+    counts: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victims, hung = killed([Rank(WAITS, each) for each in counts], monkeypatch)
+    assert victims == [2]
+    judgement = judged(hung, victims, 3)
+    assert (judgement.verdict, judgement.first_rank, judgement.node_id) == (
+        Verdict.HANG,
+        None,
+        None,
+    )
+    assert judgement.exception == "no sign of life"
+
+
+def test_a_stack_that_shows_who_hangs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(WAITS, 40), Rank(WORKS, 41), Rank(WAITS, 41)]
+    victims, hung = killed(ranks, monkeypatch)
+    assert victims == [1] and all(rank.asked == ["stack"] for rank in ranks)
+    assert judged(hung, victims, 3).first_rank == 1

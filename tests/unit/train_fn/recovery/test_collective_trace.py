@@ -1,0 +1,129 @@
+"""Which rank did not enter the collective in which the others wait: rules over made-up counts, and
+what torch really recorded on ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_fn.recovery.collective_trace import CollectiveCounts, find_late, read_counts
+from train_fn.step.flight_recorder import collective_counts
+from train_fn.step.peers import end_process_group
+
+NUMBERS = st.integers(0, 3)
+
+
+def counts(*enqueued: int | None) -> dict[int, CollectiveCounts | None]:
+    return {rank: None if n is None else CollectiveCounts(n) for rank, n in enumerate(enqueued)}
+
+
+@pytest.mark.parametrize(
+    ("enqueued", "late"),
+    [
+        ((7, 7, 6), [2]),
+        ((6, 7, 7), [0]),
+        ((7, 7, 7), []),
+        ((7, 5, 5), [1, 2]),
+        ((7, 5, 6), [1]),
+        ((7, None, 6), []),
+        ((7,), []),
+    ],
+)
+def test_who_called_fewer_collectives_is_late(
+    enqueued: tuple[int | None, ...], late: list[int]
+) -> None:
+    assert find_late(counts(*enqueued)) == late
+
+
+@pytest.mark.parametrize(
+    ("started", "late"), [((5, 6, 6), [0]), ((6, 6, 6), []), ((-1, 6, 6), []), ((-1, -1, -1), [])]
+)
+def test_where_hosts_are_equally_far_the_devices_tell(
+    started: tuple[int, ...], late: list[int]
+) -> None:
+    found = {rank: CollectiveCounts(9, number) for rank, number in enumerate(started)}
+    assert find_late(found) == late
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=6))
+def test_a_rank_that_is_as_far_as_any_is_never_late(numbers: list[tuple[int, int]]) -> None:
+    found = {rank: CollectiveCounts(*each) for rank, each in enumerate(numbers)}
+    late = find_late(found)
+    assert max(numbers) not in [numbers[rank] for rank in late]
+    assert len({numbers[rank][0] for rank in late}) <= 1
+    assert bool(late) == (len(set(numbers)) > 1 and len(numbers) > 1)
+    assert len(late) < len(numbers)
+
+
+@pytest.mark.parametrize(
+    "dump", [b"", b"[]", b"{}", b'{"pg_status":{"1":{}}}', b'{"pg_status":{"0":{}}}']
+)
+def test_a_dump_without_counts_says_nothing(dump: bytes) -> None:
+    assert read_counts(dump) is None
+
+
+def test_a_dump_of_a_gpu_is_read_by_its_documented_form() -> None:
+    status = {
+        "last_enqueued_collective": "12",
+        "last_started_collective": "11",
+        "last_completed_collective": "10",
+    }
+    dump = json.dumps({"version": "2.10", "pg_status": {"0": status, "1": {}}})
+    assert read_counts(dump) == CollectiveCounts(12, 11)
+
+
+def test_a_process_without_a_group_has_no_counts() -> None:
+    assert collective_counts() is None
+
+
+def hang_before_the_third(rank: int, directory: str, told: Any) -> None:
+    """Rank 1 does something else while the other two wait for it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=3
+    )
+    numbers = torch.ones(4)
+    dist.all_reduce(numbers)
+    dist.broadcast(numbers, 0)
+    if rank != 1:
+        dist.all_reduce(numbers, async_op=True)
+    time.sleep(0.5)
+    told.send(collective_counts())
+    told.recv()
+
+
+def test_real_ranks_over_gloo_record_who_did_not_come(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    ranks = [
+        context.Process(target=hang_before_the_third, args=(rank, str(tmp_path), theirs))
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    try:
+        for each in ranks:
+            each.start()
+        found = {rank: ours.recv() for rank, (ours, _) in enumerate(pipes)}
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()
+    assert found == counts(3, 2, 3)
+    assert find_late(found) == [1]
+
+
+@pytest.mark.own_process
+def test_the_wrapper_for_debugging_hides_no_counts() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    found = collective_counts()
+    assert found is not None and found.enqueued > 0
+    end_process_group()
