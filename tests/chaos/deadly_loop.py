@@ -3,9 +3,10 @@ of what it does.
 
 ``spec.tags["strikes"]`` says where: ``place:rank:step:attempt:signal``, several of them separated
 by spaces; ``step`` counts the steps done before. Places: ``start`` (before the replica is built),
-``all_reduce`` (in the last backward, while peers wait for its gradients), ``commit`` (the optimizer
-has stepped, the counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest
-is not; rank 0), ``loader`` (the signal goes to the rank's loader processes).
+``all_reduce`` (in the last backward, while peers wait for its gradients), ``device`` (there, too:
+an error of the GPU is raised instead of a signal), ``commit`` (the optimizer has stepped, the
+counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest is not; rank 0),
+``loader`` (the signal goes to the rank's loader processes).
 
 Places with a number, as ``save.3``, are steps of what rank 0 does to the storage: before the call
 of the system of this number, from 0, and after the last one. ``claim`` is the claim of its attempt;
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
+import torch
 
 from storage.checkpoints.writer import CheckpointWriter
 from storage.errors import StorageUnavailable
@@ -163,7 +165,19 @@ def _at_start(strike: Strike) -> None:
     preparing.build_replica = build_replica
 
 
+def _in_device(strike: Strike) -> None:
+    _in_last_backward(strike, _break_device)
+
+
+def _break_device() -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
 def _in_all_reduce(strike: Strike) -> None:
+    _in_last_backward(strike, strike.fall)
+
+
+def _in_last_backward(strike: Strike, fall: Callable[[], None]) -> None:
     join = Replica.join
 
     def join_and_watch(self: Replica, *, is_fresh: bool = False) -> None:
@@ -173,7 +187,7 @@ def _in_all_reduce(strike: Strike) -> None:
             # of the step's micro-batches
             is_last = getattr(self.wrapped, "require_backward_grad_sync", True)
             if is_last and self.state.step == strike.step and self.state.complete:
-                strike.fall()
+                fall()
 
         # the first parameter's gradient is the last to come
         self.parameters[0].register_hook(gradient_is_there)
@@ -227,6 +241,7 @@ def _in_loader(strike: Strike) -> None:
 _PLACES: dict[str, Callable[[Strike], None]] = {
     "start": _at_start,
     "all_reduce": _in_all_reduce,
+    "device": _in_device,
     "commit": _in_commit,
     "evaluation": _in_evaluation,
     "checkpoint": _in_checkpoint,

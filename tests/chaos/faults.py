@@ -86,7 +86,7 @@ def strike(fault: Fault, service: ServiceProcess, run: RunHandle) -> str | None:
     if fault.kind == "node_stopped":
         return _stop_node(service, worker.node_id)
     number = signal.SIGSTOP if fault.kind == "rank_stopped" else signal.SIGKILL
-    return _signal(worker.pid, number, f"rank {worker.rank}")
+    return _signal(worker.pid, number, f"rank {worker.rank} on node {worker.node_id[:8]}")
 
 
 def _reach(step: int, run: RunHandle) -> bool:

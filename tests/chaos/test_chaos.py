@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from everstep.client.runs import RunHandle
+from service.reconciler.unhealthy import NODE_VERDICTS
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
 from tests.support.digits_run import (
@@ -126,8 +127,18 @@ def test_seeded_faults(
     replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
+    check_seed(seed, clusters(world_of(seed)), num_fds, replayed, tmp_path)
+
+
+def check_seed(
+    seed: int,
+    cluster: ServiceProcess,
+    num_fds: dict[tuple[int, float], int],
+    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
+    directory: Path,
+) -> RunHandle:
+    """Do the faults of a seed to a run on ``cluster``, and hold what must hold of it."""
     world = world_of(seed)
-    cluster = clusters(world)
     cluster.mend()
     run = cluster.client().runs.create(spec(f"seed {seed}", world))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS[world] * STEPS_PER_EPOCH)]
@@ -149,12 +160,14 @@ def test_seeded_faults(
     assert run.step == EPOCHS[world] * STEPS_PER_EPOCH
     assert_every_sample_counted_once(run, EPOCHS[world])
     _check_steps(run, world)
-    found, expected = weights(run, tmp_path), replayed(world, stretches)
+    found, expected = weights(run, directory), replayed(world, stretches)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)
+    _check_blamed(run, done)
     _check_nothing_left(cluster, run)
     _check_file_descriptors(cluster, num_fds)
+    return run
 
 
 def _failures(run: RunHandle) -> list[dict[str, Any]]:
@@ -195,6 +208,15 @@ def _check_steps_lost(run: RunHandle) -> None:
         assert not ((survived or failure.verdict == "control_plane") and failure.steps_lost), (
             failure
         )
+
+
+def _check_blamed(run: RunHandle, done: list[str | None]) -> None:
+    """No node is counted out that nothing was done to, and no fault is called the user's."""
+    struck = set(re.findall(r"node ([0-9a-f]{8})", " ".join(filter(None, done))))
+    for failure in run.failures():
+        assert failure.verdict not in ("user_error", "hardware"), failure
+        if failure.node_id is not None and failure.verdict in NODE_VERDICTS:
+            assert failure.node_id[:8] in struck, (failure, struck)
 
 
 def _check_nothing_left(service: ServiceProcess, run: RunHandle) -> None:

@@ -177,7 +177,9 @@ def strike_and_check(
 ) -> DrivenRun:
     """Train on ``cluster``, strike a rank in ``phase``, and hold the run against one that nothing
     happened to."""
-    strikes = PLANS[phase](world, how) if phase in PLANS else [Strike("start", 0, 0, -1, how)]
+    at = {"device": Strike("device", world - 1, 7, 1, how)}
+    never = Strike("start", 0, 0, -1, how)
+    strikes = PLANS[phase](world, how) if phase in PLANS else [at.get(phase, never)]
     run = DrivenRun(
         cluster, directory, deadly_spec(world, strikes), module="tests.chaos.deadly_driver"
     )
@@ -217,6 +219,8 @@ def _failures(run: DrivenRun) -> list[tuple[Any, ...]]:
 def _blamed(phase: str, world: int, how: Signals) -> list[set[tuple[str, int]]]:
     """What each failure may be called, and which rank named."""
     verdict, victim = "worker_lost" if how is SIGKILL else "hang", world - 1
+    if phase == "device":
+        return [{("hardware", victim)}]
     if phase == "loader":  # its rank waits for it, and torch notices after 5 s
         return [{("hang", victim), (verdict, victim)}]
     if phase == "recovery":

@@ -62,6 +62,23 @@ def test_no_step_is_lost_where_an_abort_never_ends(
         assert event.data["phases"]["leave"] < 15, "the hold was not waited for to its end"
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_of_the_device_is_the_hardwares_and_costs_no_step(
+    world: int,
+    cluster: RayCluster,
+    reference: Callable[[int], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """Its peers hang in the collective that it left, until the controller lets them go."""
+    run = strike_and_check("device", world, SIGKILL, cluster, reference(world), tmp_path)
+    [failure] = run.of(EventKind.FAILURE)
+    assert (failure.data["evidence"]["kind"], failure.data["budget"]) == (
+        "device",
+        "system_failures",
+    )
+
+
 @pytest.mark.parametrize(
     ("phase", "world", "how"),
     [

@@ -15,6 +15,8 @@ BRIDGE = "everstep0"
 GATEWAY = "172.30.0.1"
 FILTERS_BRIDGES = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 BETWEEN_HOSTS = ("FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT")
+SMALL_BYTES = 600
+"""A packet with fewer passes everywhere."""
 NOBODY = "02:00:00:00:00:01"
 """A hardware address that no host has: frames to it are lost without a word."""
 
@@ -85,6 +87,18 @@ class Cable:
 
     def hear_again(self, other: Cable) -> None:
         command("ip", "-n", other.namespace, "neigh", "del", self.ip, "dev", "eth0")
+
+    @contextlib.contextmanager
+    def loses_large_packets_to(self, other: Cable) -> Iterator[None]:
+        """While it lasts, lose what this host sends to ``other`` in packets that are not small: a
+        path whose MTU is smaller than both believe. Connecting works."""
+        rule = (*("-d", other.ip, "-m", "length", "--length", f"{SMALL_BYTES}:"), *("-j", "DROP"))
+        inside = ("ip", "netns", "exec", self.namespace, "iptables")
+        command(*inside, "-A", "OUTPUT", *rule)
+        try:
+            yield
+        finally:
+            command(*inside, "-D", "OUTPUT", *rule)
 
     def impair(self, delay_s: float, loss: float) -> None:
         """Let every frame, in both directions, come ``delay_s`` late, and the share ``loss`` of

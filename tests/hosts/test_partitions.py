@@ -171,6 +171,38 @@ def test_rank_0_of_three_is_cut_off_from_the_head(
     assert (first.verdict, first.first_rank) == ("node_lost", 0)
 
 
+def test_a_path_between_two_workers_that_loses_large_packets(whole: Deployment) -> None:
+    """Nobody dies, the head hears both, and both connect to each other: the two are named, the path
+    is tried before the next attempt, and the run goes on without one of them."""
+    changes = {"checkpoint": {"every_steps": None, "every_s": 900}}
+    trial = Trial.begun(whole, "large packets lost", 130, changes=changes)
+    one, other = (whole.hosts[host_of(trial, rank)].cable for rank in (1, 2))
+    names = {worker.node_ip: worker.node_id for worker in trial.run.attempts()[-1].workers}
+    pair = sorted(names[cable.ip] for cable in (one, other))
+    with one.loses_large_packets_to(other), other.loses_large_packets_to(one):
+        assert whole.hosts[host_of(trial, 1)].reaches(other.ip)
+        wait_for(lambda: trial.run.failures(), 120, "the failure", every_s=ASK_S)
+        wait_for(
+            lambda: (
+                trial.run.refresh().world_size == NUM_WORKERS - 1 and trial.run.status == "RUNNING"
+            ),
+            180,
+            "two ranks that train",
+            every_s=ASK_S,
+        )
+        trial.reach(trial.run.refresh().step + 20)
+    failures = trial.run.failures()
+    first = failures[0]
+    assert (first.verdict, first.first_rank, first.node_id) == ("unknown", None, None)
+    assert first.evidence["pairs"] == [pair]
+    assert first.exception == f"nodes {pair[0][:8]} and {pair[1][:8]} do not hear each other"
+    assert any("no bytes pass" in (failure.exception or "") for failure in failures[1:])
+    states = {node["state"] for node in whole.api("GET", "/v1/cluster")["nodes"]}
+    assert states == {"ALIVE"}, "nobody is cordoned"
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_roles_do_not_hear_each_other(pair: str, whole: Deployment) -> None:
     """First the one does not hear the other, then the other the one. Nothing fails for it where

@@ -121,4 +121,4 @@ def _short(pci: str) -> str:
 
 
 def _is_set(value: Any) -> bool:
-    return str(value or "").lower() in {"yes", "1"} or (str(value).isdigit() and int(value) > 0)
+    return str(value).lower() == "yes" or (str(value).isdigit() and int(value) > 0)

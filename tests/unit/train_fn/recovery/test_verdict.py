@@ -408,6 +408,14 @@ def test_an_error_of_the_device_is_the_hardware_s_until_it_follows_the_run() -> 
     assert "on two nodes" in str(followed.message)
 
 
+def test_only_the_same_error_of_a_device_is_one_that_follows_the_run() -> None:
+    first, second = past_of(of_the_device("n1")), of_the_device("n2")
+    assert weighed(second, [dataclasses.replace(first, signature="another")]).restart
+    assert weighed(second, [dataclasses.replace(first, verdict=Verdict.WORKER_LOST)]).restart
+    assert weighed(dataclasses.replace(second, verdict=Verdict.UNKNOWN), [first]).restart
+    assert not weighed(second, [first]).restart
+
+
 def test_two_nodes_with_faulty_gpus_are_not_the_program_s_fault() -> None:
     faults = f"; {GPU_FAULTY}Xid 79: the GPU has fallen off the bus"
     first, second = of_the_device("n1", faults=faults), of_the_device("n2", faults=faults)

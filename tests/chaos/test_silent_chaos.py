@@ -1,0 +1,60 @@
+"""The seeded faults of ``test_chaos`` on collectives that fail as NCCL's do: no garbage is elected,
+no innocent node is blamed, and the weights are those of gloo's ranks in peace, bit by bit.
+
+Part of ``make chaos``; ``ARGS="-k silent7"`` runs one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.chaos.replay import Segments
+from tests.chaos.test_chaos import check_seed, num_fds, replayed, world_of
+from tests.support.service_process import ServiceProcess
+from tests.support.silent_backend import SilentOptions, autoload
+
+__all__ = ["num_fds", "replayed"]
+
+pytestmark = pytest.mark.chaos
+
+SEEDS = tuple(sorted(range(100, 130), key=lambda seed: seed % 3))
+"""None of those that run over gloo; seeds of one world size share a cluster."""
+OPTIONS = SilentOptions(abort_s=0.3, run_ahead=True, delay_s=0.001)
+"""Aborts take a moment, and hosts run ahead of their collectives."""
+
+
+@pytest.fixture(scope="module")
+def clusters(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[int], ServiceProcess]]:
+    """A service whose cluster has so many nodes, and whose ranks take the silent backend."""
+    env = autoload(tmp_path_factory.mktemp("plug-in"), OPTIONS)
+    with ExitStack() as stack:
+        running: dict[int, ServiceProcess] = {}
+
+        def of(num_nodes: int) -> ServiceProcess:
+            if num_nodes not in running:
+                stack.close()
+                running.clear()
+                running[num_nodes] = stack.enter_context(ServiceProcess(nodes=num_nodes, env=env))
+            return running[num_nodes]
+
+        yield of
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"silent{seed}")
+def test_seeded_faults_among_silent_peers(
+    seed: int,
+    clusters: Callable[[int], ServiceProcess],
+    num_fds: dict[tuple[int, float], int],
+    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    run = check_seed(seed, clusters(world_of(seed)), num_fds, replayed, tmp_path)
+    begun = [event.data for event in run.events() if event.kind == "training_started"]
+    assert {data["backend"] for data in begun} == {"silent"}
