@@ -77,6 +77,8 @@ def test_an_error_of_the_device_is_the_hardwares_and_costs_no_step(
         "device",
         "system_failures",
     )
+    [recovered] = run.of(EventKind.RECOVERED)
+    assert recovered.data["recovery_s"] < 30, "no node is avoided that the run cannot do without"
 
 
 @pytest.mark.parametrize(

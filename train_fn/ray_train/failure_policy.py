@@ -136,8 +136,6 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             dispensable=self._sizes.dispensable,
         )
         self._chronicle.failed(evidence, judgement, self._decision)
-        if judgement.verdict is Verdict.HARDWARE:
-            self._nodes.exclude_if_others(judgement.node_id)
         if self._decision.leave_out is not None:
             self._nodes.exclude([self._decision.leave_out])
         if reports and judgement.verdict in (Verdict.UNKNOWN, Verdict.CONTROL_PLANE):

@@ -108,13 +108,3 @@ class LiveNodes:
     def exclude(self, node_ids: Collection[str]) -> None:
         """Exclude nodes for a while that others do not reach, or that are not fit."""
         self._excluded.exclude(node_ids, time.monotonic())
-
-    def exclude_if_others(self, node_id: str | None) -> None:
-        """Exclude a node whose device failed, if another node could take its ranks."""
-        others = [
-            node
-            for node in self.read()
-            if node.reachable and not node.is_head and node.node_id != node_id
-        ]
-        if node_id is not None and others:
-            self.exclude([node_id])

@@ -88,7 +88,7 @@ def decide(
         backoff_max_s: Longest pause before a restart, in seconds.
         checkpoint: Says whether storage failures pause the run, and after how many. None: never.
         dispensable: Returns the nodes without which the run would still have enough room. Called
-            only for a failure of two nodes that do not hear each other.
+            only for an error of a device, and if two nodes do not hear each other.
     """
     budget = BUDGET_OF.get(judgement.verdict, "system_failures")
     if judgement.verdict is Verdict.USER_ERROR:
@@ -129,10 +129,10 @@ def decide(
         stop = _exhausted(judgement, budget, in_a_row, spec, no_progress_limit)
         if stop is not None:
             return stop
-    where = "elsewhere" if judgement.verdict is Verdict.HARDWARE else "on what is alive"
     when = "at once" if backoff_s == 0 else f"after {backoff_s:g} s"
-    if moved is not None:
-        where = f"without node {moved[:8]}"
+    where = "on what is alive" if moved is None else f"without node {moved[:8]}"
+    if moved is not None and judgement.verdict is Verdict.HARDWARE:
+        where = "elsewhere"
     action = f"restart {when}" if backoff_s and moved is None else f"restart {when} {where}"
     return Decision(True, budget, action, backoff_s, leave_out=moved)
 
@@ -247,8 +247,14 @@ def _node_to_move(
     past: Sequence[PastFailure],
     dispensable: Callable[[], Collection[str]],
 ) -> str | None:
-    """Return the node that gives way because it and another one repeatedly do not hear each other.
-    None for a failed start, since the check that found the pair excludes one of the two itself."""
+    """Return the node that gives way: that of a device that failed, or one of two that repeatedly
+    do not hear each other.
+
+    None if the run cannot do without it, and for a failed start, since the check that found a pair
+    excludes one of the two itself.
+    """
+    if judgement.verdict is Verdict.HARDWARE:
+        return judgement.node_id if judgement.node_id in dispensable() else None
     if not judgement.pairs or judgement.verdict is Verdict.CONTROL_PLANE:
         return None
     return node_to_move(judgement.pairs, [failure.pairs for failure in past], dispensable())

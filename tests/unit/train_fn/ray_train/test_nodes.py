@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from types import SimpleNamespace
 
@@ -97,17 +96,6 @@ def test_an_excluded_node_gets_no_ranks_for_a_while(seen: Seen) -> None:
     assert seen.excluded() == ["b"]
     seen.now = 61.0
     assert seen.excluded() == []
-
-
-def test_a_node_with_a_failed_device_is_excluded_only_if_another_can_take_its_ranks(
-    seen: Seen,
-) -> None:
-    seen.nodes.exclude_if_others("a")
-    assert seen.excluded() == ["a"]
-    seen.now, seen.views = 100.0, (A, dataclasses.replace(B, reachable=False), HEAD)
-    seen.nodes.exclude_if_others("a")
-    seen.nodes.exclude_if_others(None)
-    assert seen.excluded() == [], "neither the head nor a node that does not answer"
 
 
 def test_nodes_that_were_just_read_are_not_read_again(seen: Seen) -> None:

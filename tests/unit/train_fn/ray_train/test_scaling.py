@@ -176,9 +176,10 @@ def test_a_node_is_dispensable_if_the_smallest_group_fits_on_the_others(
     assert policy_on(Cluster.of("abc", ranks="ab"), workers, told).dispensable() == expected
 
 
-def test_nodes_that_take_no_ranks_replace_none(told: Told) -> None:
+@pytest.mark.parametrize("mark", [{"cordoned": True}, {"reachable": False}, {"draining": True}])
+def test_nodes_that_take_no_ranks_replace_none(mark: dict[str, bool], told: Told) -> None:
     cluster = Cluster.of("abc", ranks="ab")
-    cluster.mark("c", cordoned=True)
+    cluster.mark("c", **mark)
     assert policy_on(cluster, (2, 2), told).dispensable() == ["c"]
 
 

@@ -41,8 +41,20 @@ def judged(*ranks: RankReport, control_error: str | None = None) -> Judgement:
     )
 
 
-def weighed(judgement: Judgement, past: list[PastFailure], **spec: int) -> Decision:
-    return decide(judgement, past, RecoverySpec(**spec), no_progress_limit=20, backoff_max_s=30.0)
+def weighed(
+    judgement: Judgement,
+    past: list[PastFailure],
+    dispensable: tuple[str, ...] = ("n0", "n1", "n2"),
+    **spec: int,
+) -> Decision:
+    return decide(
+        judgement,
+        past,
+        RecoverySpec(**spec),
+        no_progress_limit=20,
+        backoff_max_s=30.0,
+        dispensable=lambda: dispensable,
+    )
 
 
 def test_survivors_collective_errors_are_never_blamed() -> None:
@@ -399,7 +411,10 @@ def test_an_error_of_the_device_is_the_hardware_s_until_it_follows_the_run() -> 
     assert first.detail["device"] == {"xids": []}
     decision = weighed(first, [])
     assert (decision.restart, decision.budget) == (True, "system_failures")
-    assert decision.action == "restart at once elsewhere"
+    assert (decision.action, decision.leave_out) == ("restart at once elsewhere", "n1")
+    needed = weighed(first, [], ("n0", "n2"))
+    assert (needed.restart, needed.leave_out) == (True, None), "it would wait for n1 for a minute"
+    assert needed.action == "restart at once on what is alive"
     on_the_same = weighed(of_the_device("n1"), [past_of(first)])
     at_another_step = weighed(of_the_device("n2", step=11), [past_of(first)])
     assert on_the_same.restart and at_another_step.restart

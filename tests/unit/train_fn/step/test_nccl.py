@@ -82,7 +82,9 @@ def test_torch_leaves_the_process_alive_unless_the_spec_says_otherwise(
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "a dump would delay the abort"),
     ],
 )
-def test_nothing_of_torchs_ends_or_delays_the_process_that_holds_the_state(name: str, why: str) -> None:
+def test_nothing_of_torchs_ends_or_delays_the_process_that_holds_the_state(
+    name: str, why: str
+) -> None:
     assert rank_env(spec_of(), RecoverySettings())[name] == "0", why
 
 
