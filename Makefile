@@ -49,8 +49,9 @@ hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network name
 soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-gpu: $(STAMP)  ## Tests that need a CUDA device; without one they say so and are skipped
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+gpu: $(STAMP)  ## What only a CUDA device shows, in ten minutes, a line each; then the tests that need one (ARGS="--device cpu" tries the code)
+	@$(BIN)/python -m tests.gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu
 
 check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec and settings
 	@echo "ruff, ruff format, mypy, import-linter"

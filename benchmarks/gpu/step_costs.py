@@ -1,9 +1,11 @@
 """What a step costs on one GPU: forward, backward and update apart, for the scaling model; and the
-loop beside a plain one.
+loop beside a plain script with the same model, data and optimizer.
 
-    python -m benchmarks gpu --model resnet50 --batch 256 --precision bf16
+    python -m benchmarks gpu --only gpt2 --precision bf16
 
-Says so and measures nothing where there is no GPU.
+ResNet-50 at 224 pixels, and GPT-2 with 124 million parameters. Each prints a verdict line.
+``--device cpu`` runs the same code with small models, to see that it works. Without a GPU nothing
+else is measured.
 """
 
 from __future__ import annotations
@@ -13,159 +15,227 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu.workloads import GPU_WORKLOADS, SMALL_WORKLOADS, Workload, write_text
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.models.image_models import build_image_model
 from train_fn.standalone.local import run_local
 from train_fn.state.optim import build_optimizer
-from train_fn.step.precision import autocast, build_scaler
-from train_fn.tasks.image_classification import ImageClassification
+from train_fn.step.precision import autocast
+from train_fn.tasks.build import build_task
 
-CLASSES = 1000
+WARM_UP_STEPS = 10
+PARTS = ("forward_s", "backward_s", "update_s")
 
 
-def make_spec(model: str, batch: int, precision: str, steps: int, data: dict[str, Any]) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "name": "bench-gpu",
-            "task": {"name": "image_classification", "model": {"name": model}, "data": data},
-            "optimizer": {"name": "sgd", "lr": 0.1},
-            "train": {
-                "epochs": 1000,
-                "max_steps": steps,
-                "global_batch_size": batch,
-                "micro_batch_size": batch,
-                "precision": precision,
-            }
-            | {"eval_every_epochs": 1000},
-            "scaling": {"use_gpu": True},
-            "checkpoint": {"every_steps": 50},
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and how often."""
+
+    workloads: tuple[Workload, ...]
+    directory: Path
+    """Where the text and the runs are written."""
+    precision: str = "bf16"
+    steps: int = 60
+    repeats: int = 3
+
+    @classmethod
+    def for_gpu(cls, directory: Path) -> Plan:
+        """Return a plan for about two minutes."""
+        return cls(GPU_WORKLOADS, directory)
+
+    @classmethod
+    def for_cpu(cls, directory: Path) -> Plan:
+        """Return a plan that only shows that the code works."""
+        return cls(SMALL_WORKLOADS, directory, steps=WARM_UP_STEPS + 4, repeats=1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one workload."""
+
+    name: str
+    step: dict[str, Any]
+    loop_steps_per_s: list[float] = field(default_factory=list)
+    plain_steps_per_s: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Return the speed of the loop over that of the plain script, by turns."""
+        pairs = zip(self.loop_steps_per_s, self.plain_steps_per_s, strict=True)
+        return [ours / theirs for ours, theirs in pairs]
+
+    @property
+    def line(self) -> str:
+        """Return the verdict in one line."""
+        costs = ", ".join(
+            f"{name.removesuffix('_s')} {1000 * self.step[name]['median']:.1f} ms" for name in PARTS
+        )
+        return (
+            f"{self.name} ({self.step['parameters'] / 1e6:.1f} million parameters): {costs}, "
+            f"{self.step['samples_per_s']:.0f} samples/s; the loop at "
+            f"{statistics.median(self.ratios):.3f} of a plain script's steps/s"
+        )
+
+    def results(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loop_steps_per_s": summary(self.loop_steps_per_s),
+            "plain_steps_per_s": summary(self.plain_steps_per_s),
+            "ratio": summary(self.ratios),
         }
-    )
 
 
-def step_costs(spec: RunSpec, image_size: int, repeats: int) -> dict[str, Any]:
-    """Seconds of each part by CUDA's own clock, over ``repeats`` steps after a warm-up; images are
-    random and lie on the device."""
-    device, precision = torch.device("cuda", 0), spec.train.precision
+def measure(workload: Workload, plan: Plan, device: torch.device) -> Measured:
+    """Measure one workload. The loop and the plain script take turns."""
+    if workload.needs_text:
+        write_text(plan.directory / "text.txt", workload.vocabulary, workload.num_characters)
+    spec = workload.spec(plan, device)
+    measured = Measured(workload.name, step_costs(spec, plan.steps, device))
+    for turn in range(plan.repeats):
+        measured.plain_steps_per_s.append(plain_steps_per_s(spec, device))
+        measured.loop_steps_per_s.append(
+            loop_steps_per_s(spec, plan.directory, f"{workload.name}-{turn}")
+        )
+    return measured
+
+
+def step_costs(spec: RunSpec, steps: int, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of each part of a step by the device's own clock, after a warm-up."""
+    on_gpu = device.type == "cuda"
     torch.backends.cudnn.benchmark = True
-    model = build_image_model(
-        spec.task.model, in_channels=3, num_classes=CLASSES, image_size=image_size
-    )  # type: ignore[arg-type]
-    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer, scaler = build_optimizer(spec.optimizer, model), build_scaler(precision, device)
-    size = spec.train.global_batch_size
-    images = torch.randn(size, 3, image_size, image_size, device=device).contiguous(
-        memory_format=torch.channels_last
-    )
-    labels = torch.randint(CLASSES, (size,), device=device)
-    parts: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": []}
-    torch.cuda.reset_peak_memory_stats(device)
-    for step in range(repeats + 10):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        marks[0].record()
-        with autocast(precision, device):
-            loss = F.cross_entropy(model(images), labels)
-        marks[1].record()
-        scaler.scale(loss).backward()
-        marks[2].record()
-        scaler.step(optimizer)
-        scaler.update()
+    task = build_task(spec)
+    model = task.build_model().to(device)
+    optimizer = build_optimizer(spec.optimizer, model)
+    batch = _to(next(iter(_batches(task, spec, device))), device)
+    seconds: dict[str, list[float]] = {name: [] for name in PARTS}
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for step in range(steps):
+        marks = [_mark(device)]
+        with autocast(spec.train.precision, device):
+            loss_sum, weight = task.loss(model, batch)
+        marks.append(_mark(device))
+        (loss_sum / weight).backward()
+        marks.append(_mark(device))
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        marks[3].record()
-        torch.cuda.synchronize(device)
-        if step >= 10:
-            for name, (begin, end) in zip(parts, pairwise(marks), strict=True):
-                parts[name].append(begin.elapsed_time(end) / 1000)
-    medians = {name: statistics.median(values) for name, values in parts.items()}
+        marks.append(_mark(device))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        if step >= WARM_UP_STEPS:
+            for name, (begin, end) in zip(PARTS, pairwise(marks), strict=True):
+                seconds[name].append(_between(begin, end))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        **{name: summary(values) for name, values in parts.items()},
-        "samples_per_s": round(size / sum(medians.values()), 1),
+        **{name: summary(values) for name, values in seconds.items()},
+        "samples_per_s": round(spec.train.global_batch_size / sum(medians.values()), 1),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "scaling_options": " ".join(
             f"--{name.replace('_', '-')} {value:.5f}" for name, value in medians.items()
         ),
     }
 
 
-def loop_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
-    """Everstep's loop on this GPU, events and checkpoints on."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_local(spec, directory, "bench")
-        events = read_journal(RunDir(open_storage(directory), "bench"), 1, None, 100_000)[0]
+def loop_steps_per_s(spec: RunSpec, directory: Path, run_id: str) -> float:
+    """Return the speed of Everstep's loop on this device, events and checkpoints on."""
+    ended = run_local(spec, str(directory), run_id, say=lambda line: None)
+    if ended.code != 0:
+        raise RuntimeError(f"the run {run_id} ended with {ended.code}; see its journal")
+    events = read_journal(RunDir(open_storage(str(directory)), run_id), 1, None, 100_000)[0]
     times = [
-        point["at"] for event in events if event.kind == "metrics" for point in event.data["points"]
-    ][warmup_steps:]
-    return (len(times) - 1) / (times[-1] - times[0])
+        float(point["at"])
+        for event in events
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    ]
+    return _steps_per_s(times)
 
 
-def plain_steps_per_s(spec: RunSpec, warmup_steps: int) -> float:
-    """The same model and data in a loop as tutorials write it."""
-    device = torch.device("cuda", 0)
-    task = ImageClassification(spec.task)  # type: ignore[arg-type]
-    images, labels = task.data.train.fetch(0, None, torch.arange(len(task.data.train)).numpy())  # type: ignore[attr-defined]
-    dataset = torch.utils.data.TensorDataset(images, labels)
-    loader = torch.utils.data.DataLoader(
-        dataset, spec.train.global_batch_size, shuffle=True, pin_memory=True
-    )
+def plain_steps_per_s(spec: RunSpec, device: torch.device) -> float:
+    """Return the speed of the same model, data and optimizer in a loop as tutorials write it."""
+    task = build_task(spec)
     model = task.build_model().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    times: list[float] = []
+    optimizer = build_optimizer(spec.optimizer, model)
+    loader, times = _batches(task, spec, device), []
     while len(times) < (spec.train.max_steps or 0):
         for batch in loader:
-            x, y = (part.to(device, non_blocking=True) for part in batch)
             with autocast(spec.train.precision, device):
-                loss = F.cross_entropy(model(x), y)
+                loss_sum, weight = task.loss(model, _to(batch, device))
+            loss = loss_sum / weight
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             loss.item()
             times.append(time.time())
-    times = times[warmup_steps:]
+    return _steps_per_s(times[: spec.train.max_steps])
+
+
+def _steps_per_s(times: list[float]) -> float:
+    times = times[WARM_UP_STEPS:]
     return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _batches(task: Any, spec: RunSpec, device: torch.device) -> DataLoader[Any]:
+    """Return the training set as a tutorial would load it: whole, in memory, in batches."""
+    train = task.build_datasets()["train"]
+    samples = train.fetch(0, None, torch.arange(len(train)).numpy())
+    dataset = TensorDataset(*(samples if isinstance(samples, tuple) else (samples,)))
+    size, pinned = spec.train.global_batch_size, device.type == "cuda"
+    return DataLoader(dataset, size, shuffle=True, drop_last=True, pin_memory=pinned)
+
+
+def _to(batch: list[torch.Tensor], device: torch.device) -> Any:
+    """Return a batch of the plain loader as the task wants it, on the device."""
+    moved = tuple(part.to(device, non_blocking=True) for part in batch)
+    return moved if len(moved) > 1 else moved[0]
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000)
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=[each.name for each in GPU_WORKLOADS])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device on this machine: nothing was measured", file=sys.stderr)
         return
-    folder = {"name": "fashion_mnist", "args": {"augment": False}}
-    costs = step_costs(
-        make_spec(options.model, options.batch, options.precision, 1, folder),
-        options.image_size,
-        options.steps,
-    )
-    small = make_spec("mini_resnet", 128, options.precision, 600, folder)
-    ours, theirs = [], []
-    for _ in range(options.repeats):
-        theirs.append(plain_steps_per_s(small, 200))
-        ours.append(loop_steps_per_s(small, 200))
-    write(
-        "gpu",
-        {
-            "device": torch.cuda.get_device_name(0),
-            "options": vars(options),
-            "step": costs,
-            "loop_steps_per_s": summary(ours),
-            "plain_steps_per_s": summary(theirs),
-            "ratio": summary([a / b for a, b in zip(ours, theirs, strict=True)]),
-        },
-    )
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        make = Plan.for_gpu if device.type == "cuda" else Plan.for_cpu
+        default = make(Path(directory))
+        chosen = [each for each in default.workloads if options.only in (None, each.name)]
+        repeats = options.repeats if device.type == "cuda" else default.repeats
+        plan = Plan(tuple(chosen), default.directory, options.precision, default.steps, repeats)
+        results: dict[str, Any] = {}
+        for workload in plan.workloads:
+            measured = measure(workload, plan, device)
+            print(measured.line, flush=True)
+            results[workload.name] = measured.results()
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu, small models"
+    write("gpu", {"device": name, "options": vars(options), **results})

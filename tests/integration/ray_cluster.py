@@ -27,12 +27,15 @@ from service.embedded.environment import PRELOADED_MODULES, WORKER_NODE_VARIABLE
 
 REPOSITORY = Path(__file__).parents[2]
 _PRELOAD_VARIABLE = "EVERSTEP_TEST_PRELOAD"
+_GPUS_VARIABLE = "EVERSTEP_TEST_GPUS_PER_NODE"
 
 
 class RayCluster:
     """Handle of one cluster; ``env`` is what a driver on its head needs."""
 
-    def __init__(self, temp_dir: Path, env: Mapping[str, str], *, preload: bool) -> None:
+    def __init__(
+        self, temp_dir: Path, env: Mapping[str, str], *, preload: bool, gpus_per_node: int = 0
+    ) -> None:
         self._temp_dir = temp_dir
         self.secrets_dir = temp_dir / "secrets"
         """Where every node's ranks look for secrets."""
@@ -61,7 +64,11 @@ class RayCluster:
             "EVERSTEP_SECRETS_DIR": str(self.secrets_dir),
             **env,
         }
-        host_env = {**self.env, _PRELOAD_VARIABLE: "1" if preload else ""}
+        host_env = {
+            **self.env,
+            _PRELOAD_VARIABLE: "1" if preload else "",
+            _GPUS_VARIABLE: str(gpus_per_node),
+        }
         log = (temp_dir / "host.log").open("ab")
         self._host = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.ray_cluster"],
@@ -130,17 +137,20 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(num_nodes: int, *, preload: bool = True, **env: str) -> Iterator[RayCluster]:
+def ray_cluster(
+    num_nodes: int, *, preload: bool = True, gpus_per_node: int = 0, **env: str
+) -> Iterator[RayCluster]:
     """A cluster of ``num_nodes`` nodes beside the head, with ``env`` in the environment of all its
     processes, ended on exit.
 
+    Each node says that it has ``gpus_per_node`` GPUs: those of this machine, which they share.
     Without ``preload`` nothing is forked or imported ahead, and its warm pool is none to speak of.
     """
     # short: a unix socket's path has 107 bytes
     temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     cluster = None
     try:
-        cluster = RayCluster(temp_dir, env, preload=preload)
+        cluster = RayCluster(temp_dir, env, preload=preload, gpus_per_node=gpus_per_node)
         for _ in range(num_nodes):
             cluster.add_node()
         yield cluster
@@ -185,7 +195,8 @@ def _host() -> None:
         before = dict(os.environ)
         os.environ.update(env)
         try:
-            return {"node_id": state["cluster"].add_node(num_cpus=1, **forked).node_id}
+            resources = {"num_cpus": 1, "num_gpus": int(os.environ[_GPUS_VARIABLE])}
+            return {"node_id": state["cluster"].add_node(**resources, **forked).node_id}
         finally:
             for name in env.keys() - before.keys():
                 del os.environ[name]

@@ -62,14 +62,20 @@ def claim_cpu() -> None:
 def autoload(directory: Path, options: SilentOptions) -> dict[str, str]:
     """Write a plug-in of torch's to ``directory``. Return the environment in which every process
     that imports torch claims the CPU."""
-    info = directory / "silent_backend-1.dist-info"
+    return {**autoload_plugin(directory, "silent_backend", claim_cpu), **options.env()}
+
+
+def autoload_plugin(directory: Path, name: str, claim: Callable[[], None]) -> dict[str, str]:
+    """Write a plug-in of torch's to ``directory``. Return the environment in which every process
+    that imports torch calls ``claim``, a function of a module of this repository."""
+    info = directory / f"{name}-1.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: silent-backend\nVersion: 1\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
-        f"[torch.backends]\nsilent = {claim_cpu.__module__}:{claim_cpu.__name__}\n"
+        f"[torch.backends]\n{name} = {claim.__module__}:{claim.__name__}\n"
     )
     repository = Path(__file__).parents[2]
-    return {"PYTHONPATH": os.pathsep.join([str(repository), str(directory)]), **options.env()}
+    return {"PYTHONPATH": os.pathsep.join([str(repository), str(directory)])}
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> SilentGroup:

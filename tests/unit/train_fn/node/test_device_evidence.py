@@ -98,6 +98,38 @@ def test_a_fault_of_the_hardware_is_said_in_the_message(
     assert found.device is not None and found.device["faults"] == [fault]
 
 
+@pytest.mark.parametrize("xid", [48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140])
+def test_an_xid_that_no_program_causes_is_a_fault(xid: int, smi: Path, kernel_log: Path) -> None:
+    log(kernel_log, xid)
+    log(kernel_log, xid)
+    found = with_device_evidence(error(), CUDA, kernel_log)
+    assert found.device is not None and len(found.device["faults"]) == 1, "named once"
+    assert found.device["faults"][0].startswith(f"Xid {xid} (")
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [(4, "retired pages pending"), (5, "row remap pending"), (6, "row remap failed")],
+)
+@pytest.mark.parametrize("word", ["Yes", "1"])
+def test_each_sign_of_broken_memory_counts(
+    place: int, fault: str, word: str, smi: Path, kernel_log: Path
+) -> None:
+    fields = SOUND.split(", ")
+    fields[place] = word
+    answer(smi, ", ".join(fields))
+    found = with_device_evidence(error(), CUDA, kernel_log)
+    assert found.device is not None
+    assert found.device["faults"] == [f"{fault} (00000000:3B:00.0)"]
+
+
+@pytest.mark.parametrize("broken", ["exit 9", "echo one, two"])
+def test_an_answer_that_is_none_is_not_read(broken: str, smi: Path, kernel_log: Path) -> None:
+    smi.write_text(f'#!/bin/sh\ncat "$0.answer"\n{broken}\n')
+    answer(smi, SOUND if broken.startswith("exit") else "one")
+    assert look_at_gpu("0", kernel_log) == {"xids": []}
+
+
 def test_an_older_driver_tells_what_it_knows(smi: Path, kernel_log: Path) -> None:
     smi.with_name("nvidia-smi.old").touch()
     answer(smi, "00000000:3B:00.0, Tesla V100, 50")
