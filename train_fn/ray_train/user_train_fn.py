@@ -2,7 +2,9 @@
 stopped at each of them.
 
 A report is a step of such a run. The function has what Ray provides (``ray.train.get_checkpoint``).
-States in shared memory, the exact sampler and the sample ledger belong to Everstep's own loop.
+States in shared memory, the exact sampler and the sample ledger belong to Everstep's own loop, and
+to a function that calls ``everstep.train.protect``: its steps are those that it commits, and a
+report beside them only adds metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import gc
 import inspect
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +28,10 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, NameLimit
 from storage.run_control import Stop
 from train_fn import clock as head_clock
+from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, forget_frames
+from train_fn.own_loop import Protection, StopAgreed
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.ray_train.checkpoint_list import STEP_METRIC, latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
@@ -42,11 +47,10 @@ GUARANTEE = (
     "its own loader decides which samples they use."
 )
 
+DOOR = "everstep.train"
+"""Module that a function with a protected loop imports."""
+
 logger = logging.getLogger(__name__)
-
-
-class _Leave(BaseException):
-    """Raised by a report to end the user's function, even if it catches Exception."""
 
 
 class Reports:
@@ -69,6 +73,8 @@ class Reports:
         self._began = time.perf_counter()
         self._names = NameLimit()
         self._warned_of_limit = False
+        self._restored: dict[str, Any] | None = None
+        """Where the function goes on, until that is reported."""
         self.stop: Stop | None = None
         """The stop request that the ranks agreed on."""
 
@@ -77,29 +83,62 @@ class Reports:
     ) -> None:
         """Report to Ray, together with all ranks, then agree with them whether to continue.
 
-        Raise PeersGone if a peer is gone, and _Leave if the ranks agreed to stop.
+        Raise PeersGone if a peer is gone, and StopAgreed if the ranks agreed to stop.
         """
         before = self._context.report_call_index
-        beside = {STEP_METRIC: self.step + 1} | (
+        protected = _protection()
+        step = self.step + 1 if protected is None else protected.step_number
+        beside = {STEP_METRIC: step} | (
             {} if checkpoint is None else {PARTS_METRIC: parts_of(checkpoint)}
         )
         self._report({**metrics, **beside}, checkpoint, *args, **kwargs)
         if self._context.report_call_index == before:
             raise PeersGone("a report was aborted: another rank is gone")
-        self.step += 1
+        self.step = step
+        if protected is not None:
+            if self._ctx.world_rank == 0:
+                self._tell_values(_numbers(metrics))
+            return  # it agrees on a stop when it commits a step
+        self.tell_restored()
         self._kept = self._kept or checkpoint is not None
         if self._ctx.world_rank == 0:
             self._report_metrics(metrics)
         self.stop = self._agreed(self._wanted(checkpoint))
         if self.stop is not None:
-            raise _Leave
+            raise StopAgreed(self.stop)
         self._profiler.boundary(self.step)
+
+    def hold_restored(self, restored: dict[str, Any]) -> None:
+        """Keep the event that says where the function continues until ``begin``."""
+        self._restored = restored
+
+    def begin(self, *, may_protect: bool) -> None:
+        """Report that the function begins, and where it continues.
+
+        A protected loop continues from its own state, and would be told to begin anew by this. So
+        a function that may protect one reports it no earlier than its first report.
+        """
+        if not may_protect:
+            self.tell_restored()
+        if self._ctx.world_rank == 0:
+            self._ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(self._ctx))
+
+    def tell_restored(self) -> None:
+        """Report where the function continues, unless that is done, or a protected loop did."""
+        restored, self._restored = self._restored, None
+        if _protection() is not None:
+            return
+        if own_loop.present is not None:
+            own_loop.present.has_begun = True
+        if restored is not None:
+            self._ctx.journal.emit(EventKind.RESTORED, restored)
 
     def close(self, *, failed: bool) -> None:
         """End a profile, since no further report follows."""
         if failed:
             self._profiler.give_up()
         else:
+            self.tell_restored()
             self._profiler.close()
 
     def _wanted(self, checkpoint: Any) -> Stop | None:
@@ -122,7 +161,9 @@ class Reports:
         """Send the numbers of a report to the journal as a step's metrics."""
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
-        values = {**_numbers(metrics), "step_s": step_s}
+        self._tell_values({**_numbers(metrics), "step_s": step_s})
+
+    def _tell_values(self, values: dict[str, float | None]) -> None:
         if refused := self._names.refused(values, always=("step_s",)):
             values = {name: value for name, value in values.items() if name in self._names.known}
             if not self._warned_of_limit:
@@ -146,18 +187,21 @@ def train(ctx: WorkerContext) -> Stop | None:
     """
     reports, failed = None, None
     try:
+        own_loop.present = own_loop.OwnLoop(ctx)
         reports = _begin(ctx)
-        _call(ctx)
+        _call(ctx, reports)
         reports.close(failed=False)
         return None
-    except _Leave:
+    except StopAgreed as exc:
         assert reports is not None
         reports.close(failed=False)
-        return reports.stop
+        return exc.stop
     except BaseException as exc:
         if reports is not None:
             reports.close(failed=True)
         failed = _leave(ctx, exc, reports.step if reports is not None else None)
+    finally:
+        own_loop.present = None
     # Raised outside the handler: a context would keep alive the function's frames, and with them
     # the process group.
     raise failed
@@ -177,12 +221,11 @@ def _begin(ctx: WorkerContext) -> Reports:
         restored["rejected"] = [
             {"name": each, "problem": problem} for each, problem in rejected.items()
         ]
-        ctx.journal.emit(EventKind.RESTORED, restored)
-        ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(ctx))
+        reports.hold_restored(restored)
     return reports
 
 
-def _call(ctx: WorkerContext) -> None:
+def _call(ctx: WorkerContext, reports: Reports) -> None:
     """Call the function as Ray Train does: with its config, or without arguments if it takes none.
 
     Raise BadTask if it cannot be called like this.
@@ -211,12 +254,26 @@ def _call(ctx: WorkerContext) -> None:
             "code.config; let it take one, or remove code.config"
         )
     logger.info("calling %s", entry)
+    reports.begin(may_protect=DOOR in sys.modules)
     function(*([config] if num_required else []))
+
+
+def _protection() -> Protection | None:
+    """Return what protects the function's loop; None if it is not protected, or not yet."""
+    return own_loop.present.protection if own_loop.present is not None else None
 
 
 def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFailed:
     """Release the peers, and return the error. Only the neighbours of a dead rank notice its death
-    by themselves."""
+    by themselves.
+
+    A protected loop has done so, and left its state, before its function's own clean-up could raise
+    anything else.
+    """
+    protected = _protection()
+    if protected is not None and protected.left is not None:
+        forget_frames(cause)
+        return StepFailed(protected.left.error, protected.left.problem)
     error = describe_error(cause, ctx.world_rank)
     forget_frames(cause)
     gc.collect()

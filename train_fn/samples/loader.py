@@ -175,7 +175,7 @@ class Loader:
         self._iterator = self._ahead = None
 
 
-def _begin_loader_process(name: str, number: int) -> None:
+def begin_loader_process(name: str, number: int) -> None:
     """Set up a loader process: mark its output, and let the kernel end it when the rank's thread
     that started it ends.
 
@@ -196,8 +196,8 @@ def loader_options(
     ``name`` and its number mark the output of a loader process.
     """
     return {
-        "collate_fn": _as_is,
-        "worker_init_fn": partial(_begin_loader_process, name),
+        "collate_fn": taken_as_is,
+        "worker_init_fn": partial(begin_loader_process, name),
         "num_workers": num_workers,
         "prefetch_factor": spec.train.loader.prefetch_factor if num_workers else None,
         "pin_memory": device.type == "cuda",
@@ -205,7 +205,7 @@ def loader_options(
     }
 
 
-def _as_is(loaded: Any) -> Any:
+def taken_as_is(loaded: Any) -> Any:
     return loaded
 
 

@@ -40,7 +40,22 @@ def group_backend(device: torch.device) -> str:
 def fails_by_itself() -> bool:
     """Return whether the collectives of this process fail by themselves once a peer is gone. True
     without a process group, since there are no collectives then."""
-    return not dist.is_initialized() or is_known_to_fail(dist.get_backend())
+    return not dist.is_initialized() or is_known_to_fail(backend_of(dist.group.WORLD))
+
+
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """Return the name of the backend that a group uses for the tensors of a training.
+
+    A group that was made without a name, or with one for each kind of device, has several. Ranks
+    with GPUs use that of the GPU.
+    """
+    name: str = dist.get_backend(group)
+    if name in dist.Backend.backend_capability:
+        return name
+    config = dist.distributed_c10d._world.pg_backend_config[group or dist.group.WORLD]  # type: ignore[index]
+    by_device = dict(pair.split(":", 1) for pair in str(config).split(",") if ":" in pair)
+    device = "cuda" if torch.cuda.is_available() and "cuda" in by_device else "cpu"
+    return by_device[device]
 
 
 def is_known_to_fail(backend: str) -> bool:
@@ -98,7 +113,7 @@ def require_whole() -> None:
     problem = "its peers are gone" if _aborted.is_set() else error
     if problem != "SUCCESS":
         raise PeersGone(
-            f"the communicator of {dist.get_backend()} was aborted ({problem}); what its "
+            f"the communicator of {backend_of(group)} was aborted ({problem}); what its "
             "collectives left is not to be used"
         )
 
@@ -113,7 +128,7 @@ def end_groups() -> None:
     """Abort the groups of this process, since destroying them would wait for their collectives."""
     for group in list(dist.distributed_c10d._world.pg_map):
         inner = _inner(group)
-        if dist.get_backend(group) not in _FAIL_BY_THEMSELVES and inner is not _outer(group):
+        if backend_of(group) not in _FAIL_BY_THEMSELVES and inner is not _outer(group):
             inner.abort()  # torch aborts only the wrapper, which does nothing
     dist.distributed_c10d._abort_process_group()
 
@@ -134,5 +149,5 @@ def _inner(group: dist.ProcessGroup) -> Any:
 
 
 def _outer(group: dist.ProcessGroup) -> Any:
-    device = dist.Backend.backend_capability[dist.get_backend(group)][0]
+    device = dist.Backend.backend_capability[backend_of(group)][0]
     return group._get_backend(torch.device(device))

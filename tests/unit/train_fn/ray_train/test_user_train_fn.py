@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,8 @@ class RayContext:
 
 @pytest.fixture
 def ray_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RayContext:
+    # A rank has a process of its own; here another test may have imported it.
+    monkeypatch.delitem(sys.modules, own_function.DOOR, raising=False)
     found = RayContext()
     monkeypatch.setattr(own_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)

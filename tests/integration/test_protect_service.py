@@ -1,0 +1,79 @@
+"""A loop of one's own under the driver, protected: a rank is killed, and the run goes on from its
+peer's state, as a task does. Its checkpoints are Everstep's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.code.pack import pack
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.code.store import CodeStore
+from storage.filesystem import open_storage
+from tests.integration.driven_run import DrivenRun
+from tests.integration.ray_cluster import RayCluster, ray_cluster
+from train_fn.protect.protected import EXACT
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
+STEPS_PER_EPOCH = 29
+"""Of 1,797 samples in global batches of 64."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(2) as running:
+        yield running
+
+
+@pytest.fixture
+def run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
+    digest = CodeStore(open_storage(str(tmp_path))).put(pack(EXAMPLE)).digest
+    spec = RunSpec.model_validate(
+        {
+            "name": "own-loop",
+            "code": {"archive": digest, "train_fn": "train:train_fn", "config": {"epochs": 60}},
+            "scaling": {"min_workers": 1, "max_workers": 2},
+            "checkpoint": {"every_steps": 100},
+        }
+    )
+    run = DrivenRun(cluster, tmp_path, spec)
+    yield run
+    run.stop()
+
+
+def test_a_protected_loop_loses_no_step_is_paused_and_goes_on(run: DrivenRun) -> None:
+    run.start()
+    run.wait_for_step(200)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    run.wait_for(lambda: run.of(EventKind.RECOVERED), "the recovery")
+    recovered = run.last(EventKind.RECOVERED).data
+    assert recovered["steps_lost"] == 0
+    first, second = (event.data for event in run.of(EventKind.RESTORED))
+    assert (first["source"], first["step"]) == ("fresh", 0)
+    assert second["source"] == "snapshot" and second["step"] >= 200 and not second["rejected"]
+    assert run.last(EventKind.TRAINING_STARTED).data["guarantee"] == EXACT
+    run.run_dir.request_stop(1, "pause")
+    assert run.wait_for_end() == 0, run.describe()
+    paused_at = max(step for step, _ in run.steps())
+    assert run.last(EventKind.FINISHED).data["reason"]["code"] == "paused_by_user"
+    assert CheckpointStore(run.run_dir).list()[-1].step == paused_at
+    steps = {step for step, _ in run.steps()}
+    assert steps == set(range(1, paused_at + 1))
+    run.start(submission=2)
+    assert run.wait_for_end() == 0, run.describe()
+    third = run.last(EventKind.RESTORED).data
+    assert (third["source"], third["step"]) == ("checkpoint", paused_at)
+    assert steps | {step for step, _ in run.steps()} == set(range(1, 60 * STEPS_PER_EPOCH + 1))
+    for epoch in run.of(EventKind.EPOCH_COMPLETED):
+        facts = epoch.data
+        assert (facts["used_once"], facts["duplicates"], facts["missing"]) == (1797, 0, 0)
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+    newest = CheckpointStore(run.run_dir).list()[-1]
+    assert newest.step == 60 * STEPS_PER_EPOCH
+    CheckpointStore(run.run_dir).verify(newest.name)

@@ -1,0 +1,290 @@
+"""Training loops of users, under ``everstep.train.protect`` without a service: real gloo ranks of
+this machine, with deaths at named places of a step."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn.node.node_dir import shared_memory_root
+
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class LoopJob:
+    """One start of a loop."""
+
+    directory: Path
+    run_id: str
+    world_size: int = 2
+    loop: str = "raw"
+    steps: int = 40
+    norm: bool = True
+    """With BatchNorm and dropout, which depend on the world size."""
+    killed: tuple[int, int, str] | None = None
+    """(rank, steps done, place): that rank ends itself there with SIGKILL."""
+    odd: tuple[int, int, str] | None = None
+    """(rank, steps done, what): what that rank does once that its peers do not."""
+    every_steps: int | None = 1000
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(open_storage(str(self.directory / "storage")), self.run_id)
+
+
+@dataclass
+class Ended:
+    """How one rank ended."""
+
+    exit_code: int | None
+    error: str | None = None
+    weights: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    """The final weights."""
+
+
+def run_id_for(tmp_path: Path, name: str) -> str:
+    """A run of its own; what it leaves in shared memory is removed when the tests end."""
+    run_id = f"{name}-{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}-{os.getpid()}"
+    atexit.register(shutil.rmtree, shared_memory_root() / run_id, ignore_errors=True)
+    return run_id
+
+
+def start(job: LoopJob) -> list[Ended]:
+    """Run the loop on all ranks to its end, whatever that is."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["train_fn.protect.door", "torch._dynamo", "tests.support.own_loops"]
+    )
+    base = job.directory / f"{job.run_id}-{time.monotonic_ns()}"
+    base.mkdir(parents=True)
+    ranks = [
+        context.Process(target=_rank_main, args=(job, rank, str(base)))
+        for rank in range(job.world_size)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+        assert not hung, f"ranks {hung} did not end within {DEADLINE_S} s"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return [_ended(base / f"{rank}.pickle", ranks[rank].exitcode) for rank in range(job.world_size)]
+
+
+def train_to_end(job: LoopJob) -> Ended:
+    """Run a start that must succeed; rank 0's end."""
+    ended = start(job)
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * job.world_size
+    assert len({each.weights for each in ended}) == 1
+    return ended[0]
+
+
+def events(job: LoopJob, kind: EventKind) -> list[dict[str, Any]]:
+    """Data of the run's events, over all its starts."""
+    found = []
+    for submission in job.run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            batch, cursor = read_journal(job.run_dir, submission, cursor, 1000)
+            found += [event.data for event in batch if event.kind is kind]
+            if not batch:
+                break
+    return found
+
+
+def losses(job: LoopJob) -> dict[int, float]:
+    """Loss of every step; one that two starts report has one loss."""
+    merged: dict[int, float] = {}
+    for data in events(job, EventKind.METRICS):
+        for point in data["points"]:
+            loss = point["values"]["loss"]
+            assert merged.setdefault(point["step"], loss) == loss, point["step"]
+    return merged
+
+
+def _ended(path: Path, exit_code: int | None) -> Ended:
+    found: Ended = pickle.loads(path.read_bytes()) if path.is_file() else Ended(None)
+    found.exit_code = exit_code
+    return found
+
+
+def _rank_main(job: LoopJob, rank: int, base: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    if job.world_size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{base}/rendezvous", rank=rank, world_size=job.world_size
+        )
+    ended = Ended(None)
+    try:
+        loops: dict[str, Callable[[LoopJob, int], Any]] = {"raw": raw, "gan": gan, "own": own_data}
+        model = loops[job.loop](job, rank)
+        data = [value.detach().numpy().tobytes() for value in model.state_dict().values()]
+        ended.weights = hashlib.sha256(b"".join(data)).hexdigest()
+        ended.values = {name: value.numpy() for name, value in model.state_dict().items()}
+    except Exception as exc:
+        ended.error = f"{type(exc).__name__}: {exc}"
+    Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(ended))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def die(job: LoopJob, rank: int, step: int, place: str) -> None:
+    if job.killed == (rank, step, place):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def protect(job: LoopJob, **parts: Any) -> Any:
+    import everstep.train as es
+
+    return es.protect(
+        **parts,
+        storage=str(job.directory / "storage"),
+        run_id=job.run_id,
+        checkpoint={"every_steps": job.every_steps},
+    )
+
+
+def wrapped(model: Any, job: LoopJob) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model) if job.world_size > 1 else model
+
+
+def raw(job: LoopJob, rank: int) -> Any:
+    """An ordinary loop with everything that has state or randomness: 200 samples in global batches
+    of 24, so that the last one of an epoch has 8."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    import everstep.train as es
+
+    torch.manual_seed(3)
+    extra = [nn.BatchNorm1d(16), nn.Dropout(0.2)] if job.norm else []
+    bare = nn.Sequential(nn.Linear(8, 16), *extra, nn.ReLU(), nn.Linear(16, 4))
+    model = wrapped(bare, job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
+    averaged = torch.optim.swa_utils.AveragedModel(bare)
+    state = protect(
+        job, model=model, optimizer=optimizer, scheduler=scheduler, extra={"ema": averaged}
+    )
+    data = es.loader(Noisy(), global_batch_size=24, seed=5)
+    with state:
+        for x, y in data.batches(state, steps=job.steps):
+            step = state.step_number
+            loss = F.cross_entropy(model(x), y) * data.weight
+            die(job, rank, step, "forward")
+            loss.backward()
+            die(job, rank, step, "backward")
+            optimizer.step()
+            die(job, rank, step, "torn")
+            scheduler.step()
+            averaged.update_parameters(bare)
+            optimizer.zero_grad()
+            if job.odd == (rank, step, "stop"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            state.step(loss=loss)
+            die(job, rank, step, "committed")
+    return nn.ModuleDict({"model": bare, "ema": averaged})
+
+
+def gan(job: LoopJob, rank: int) -> Any:
+    """Two optimizers, with a collective between their steps."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    import everstep.train as es
+
+    torch.manual_seed(4)
+    generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    g, c = wrapped(generator, job), wrapped(critic, job)
+    of_g = torch.optim.Adam(g.parameters(), 1e-3)
+    of_c = torch.optim.Adam(c.parameters(), 1e-3)
+    state = protect(job, model={"g": g, "c": c}, optimizer={"g": of_g, "c": of_c}, torn="shadow")
+    data = es.loader(Noisy(), global_batch_size=24, seed=5)
+    with state:
+        for real, _ in data.batches(state, steps=job.steps):
+            step = state.step_number
+            fake = g(torch.randn(len(real), 4))
+            of_c.zero_grad()
+            loss = F.softplus(-c(real)).mean() + F.softplus(c(fake.detach())).mean()
+            loss.backward()
+            die(job, rank, step, "backward")
+            of_c.step()
+            die(job, rank, step, "between")
+            of_g.zero_grad()
+            critic.requires_grad_(False)
+            F.softplus(-critic(fake)).mean().backward()
+            of_g.step()
+            critic.requires_grad_(True)
+            die(job, rank, step, "torn")
+            state.step(loss=loss)
+    return nn.ModuleDict({"g": generator, "c": critic})
+
+
+def own_data(job: LoopJob, rank: int) -> Any:
+    """A loop that makes its samples by the step, and may do what its peers do not."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    bare = nn.Linear(8, 4)
+    model = wrapped(bare, job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    state = protect(job, model=model, optimizer=optimizer)
+    with state:
+        while state.step_number < job.steps:
+            step = state.step_number
+            loss = model(torch.randn(6, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if job.odd == (rank, step, "update"):
+                optimizer.step()
+            die(job, rank, step, "torn")
+            optimizer.zero_grad()
+            state.step(loss=loss)
+            if job.odd == (rank, step, "commit"):
+                state.step(loss=loss)
+    return bare
+
+
+class Noisy:
+    """200 samples, each with noise of its own in every epoch."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        values = torch.arange(8, dtype=torch.float32).add(index).sin()
+        return values + 0.1 * torch.randn(8), index % 4

@@ -1,0 +1,235 @@
+"""es.protect in one process: what it refuses, and what it finds wrong in a loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import everstep.train as es
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn.errors import BadTask, DataChanged
+from train_fn.node import node_dir
+from train_fn.protect.protected import UP_TO_LOADER, Protected
+from train_fn.snapshots import store as snapshot
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "shm").mkdir()
+    for module in (snapshot, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
+    logging.getLogger("train_fn").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("train_fn").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def protect(tmp_path: Path, model: nn.Module) -> Callable[..., Protected]:
+    def made(**arguments: Any) -> Protected:
+        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        return es.protect(**{**given, **arguments}, storage=str(tmp_path / "storage"), run_id="run")
+
+    return made
+
+
+def data(length: int = 20) -> Any:
+    return es.loader(TensorDataset(torch.randn(length, 4)), global_batch_size=8)
+
+
+def train(model: nn.Module, optimizer: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    loss = model(*inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class NoState:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": None}, r"model=…\) is missing"),
+        ({"model": 3}, "model=….* is a int; pass a torch.nn.Module"),
+        ({"model": {"a.b": nn.Linear(1, 1)}}, "without dots"),
+        ({"optimizer": None}, r"optimizer=…\) is missing"),
+        ({"optimizer": "adam"}, "pass a torch.optim.Optimizer"),
+        ({"extra": {"ema": NoState()}}, r"extra.ema is a NoState without state_dict\(\)"),
+        ({"torn": "maybe"}, "'refuse' or 'shadow'"),
+        ({"checkpoint": {"every_steps": 0}}, "every_steps"),
+    ],
+)
+def test_arguments_are_refused_by_name(
+    arguments: dict[str, Any], words: str, protect: Callable[..., Protected]
+) -> None:
+    if "checkpoint" in arguments:
+        with (
+            pytest.raises(BadTask, match=words),
+            es.protect(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), **arguments),
+        ):
+            pass
+        return
+    with pytest.raises(BadTask, match=words):
+        protect(**arguments)
+
+
+def test_several_optimizers_need_a_shadow(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    both = [torch.optim.SGD(model[at].parameters(), lr=0.1) for at in (0, 2)]  # type: ignore[index]
+    with pytest.raises(BadTask, match="torn='shadow'"):
+        protect(optimizer=both)
+    protect(optimizer=both, torn="shadow")
+
+
+def test_a_scheduler_that_was_not_given_is_noticed(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(BadTask, match="scheduler=…"):
+        protect(optimizer=optimizer)
+    protect(optimizer=optimizer, scheduler=scheduler)
+
+
+def late_scheduler(loop: dict[str, Any]) -> None:
+    train(loop["model"], loop["optimizer"], *loop["batch"])
+    loop["state"].step()
+    loop["scheduler"].step()
+
+
+def late_weights(loop: dict[str, Any]) -> None:
+    train(loop["model"], loop["optimizer"], *loop["batch"])
+    loop["state"].step()
+    with torch.no_grad():
+        loop["model"][0].weight.clamp_(-0.01, 0.01)
+
+
+def forgotten_step(loop: dict[str, Any]) -> None:
+    train(loop["model"], loop["optimizer"], *loop["batch"])
+
+
+def step_twice(loop: dict[str, Any]) -> None:
+    train(loop["model"], loop["optimizer"], *loop["batch"])
+    loop["state"].step()
+    loop["state"].step()
+
+
+def no_number(loop: dict[str, Any]) -> None:
+    train(loop["model"], loop["optimizer"], *loop["batch"])
+    loop["state"].step(loss="small")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (late_scheduler, "changed scheduler after state.step()"),
+        (late_weights, "changed the trained weights after state.step()"),
+        (forgotten_step, "batch of step 1 was not committed"),
+        (step_twice, "without a batch"),
+        (no_number, r"loss=…\) is a str"),
+    ],
+)
+def test_a_loop_in_the_wrong_order_is_told_so(
+    body: Callable[[dict[str, Any]], None],
+    words: str,
+    protect: Callable[..., Protected],
+    model: nn.Module,
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = protect(optimizer=optimizer, scheduler=scheduler)
+    loop = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": state}
+    with pytest.raises(BadTask, match=words), state:
+        for batch in data().batches(state, steps=5):
+            body({**loop, "batch": batch})
+
+
+def test_a_loop_that_ends_within_a_step_saves_nothing_of_it(
+    protect: Callable[..., Protected], model: nn.Module, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = protect(optimizer=optimizer)
+    with pytest.raises(BadTask, match="ended within step 3"), state:
+        for batch in data().batches(state):
+            train(model, optimizer, *batch)
+            if state.step_number == 2:
+                break
+            state.step()
+    # What was published of an earlier step may have become a checkpoint.
+    saved = CheckpointStore(RunDir(open_storage(str(tmp_path / "storage")), "run")).list()
+    assert all(manifest.step <= 2 for manifest in saved)
+    assert state.left is not None and "between two states" in str(state.left.problem)
+
+
+def test_an_error_leaves_the_state_before_the_step_that_failed(
+    protect: Callable[..., Protected], model: nn.Module, tmp_path: Path
+) -> None:
+    """Also what BatchNorm counted in the failed forward pass is undone."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before: dict[str, torch.Tensor] = {}
+    with pytest.raises(LookupError), protect(optimizer=optimizer) as state:
+        for (batch,) in data().batches(state):
+            if state.step_number == 4:
+                before = {name: value.clone() for name, value in model.state_dict().items()}
+                model(batch)
+                raise LookupError("sample 3")
+            state.step(loss=train(model, optimizer, batch))
+    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
+    [manifest] = CheckpointStore(run_dir).list()
+    assert manifest.step == 4
+    resumed = protect(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with resumed:
+        assert resumed.step_number == 4
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
+def test_other_data_than_before_is_refused(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with protect(optimizer=optimizer) as state:
+        for batch in data().batches(state, steps=4):
+            state.step(loss=train(model, optimizer, *batch))
+    with pytest.raises(DataChanged, match="21 samples"), protect() as state:
+        next(data(21).batches(state))
+
+
+def test_a_loader_of_ones_own_is_said_not_to_be_exact(
+    protect: Callable[..., Protected], model: nn.Module, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with protect(optimizer=optimizer) as state:
+        for _ in range(3):
+            state.step(loss=train(model, optimizer, torch.randn(4, 4)))
+    found = read_journal(RunDir(open_storage(str(tmp_path / "storage")), "run"), 1, None, 1000)[0]
+    [began] = [event.data for event in found if event.kind is EventKind.TRAINING_STARTED]
+    assert (began["guarantee"], began["total_steps"]) == (UP_TO_LOADER, None)
+    steps = [
+        point
+        for event in found
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    ]
+    assert [point["step"] for point in steps] == [1, 2, 3]
+    assert all("samples_per_s" not in point["values"] for point in steps)

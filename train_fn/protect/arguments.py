@@ -1,0 +1,180 @@
+"""What ``es.protect`` is given: named, unwrapped, and refused where it cannot be protected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from train_fn.errors import BadTask
+
+Torn = Literal["refuse", "shadow"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects that make up the state of a user's loop."""
+
+    models: dict[str, nn.Module]
+    """Without wrappers, by the prefix of their weights' names."""
+    optimizers: dict[str, torch.optim.Optimizer]
+    others: dict[str, Any] = field(default_factory=dict)
+    """Schedulers and ``extra``, each with ``state_dict`` and ``load_state_dict``."""
+    settled: frozenset[str] = frozenset()
+    """Names of others that may change only between an optimizer step and the commit: schedulers,
+    gradient scalers, and modules such as averages of weights."""
+    loaders: frozenset[str] = frozenset()
+    """Names of others that are loaders: their position may depend on the rank."""
+    wrapped: tuple[nn.Module, ...] = ()
+    """The models as they were given."""
+    has_scaler: bool = False
+
+    def optimized(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that an optimizer holds."""
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
+    """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
+    models = _named("model", model)
+    if not models:
+        raise BadTask("es.protect(model=…) is missing; pass the module that is trained, or a list")
+    for name, each in models.items():
+        _check_model(name, each)
+    optimizers = {name: _bare(each) for name, each in _named("optimizer", optimizer).items()}
+    if not optimizers:
+        raise BadTask("es.protect(optimizer=…) is missing; pass the optimizer, or a list of them")
+    for name, each in optimizers.items():
+        _check_optimizer(name, each)
+    schedulers = {
+        f"scheduler{_dotted(name)}": _inner(each, "scheduler")
+        for name, each in _named("scheduler", scheduler).items()
+    }
+    extras = {f"extra{_dotted(name)}": each for name, each in _named("extra", extra).items()}
+    for name, each in {**schedulers, **extras}.items():
+        _check_stateful(name, each)
+    _check_schedulers(optimizers, schedulers)
+    scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
+    modules = {name for name, each in extras.items() if isinstance(each, nn.Module)}
+    return Parts(
+        models={name and f"{name}.": unwrapped(each) for name, each in models.items()},
+        optimizers=optimizers,
+        others={**schedulers, **extras},
+        settled=frozenset({*schedulers, *scalers, *modules}),
+        loaders=frozenset(
+            name
+            for name, each in extras.items()
+            if hasattr(each, "__iter__") and name not in modules
+        ),
+        wrapped=tuple(models.values()),
+        has_scaler=bool(scalers),
+    )
+
+
+def check_torn(torn: Any, parts: Parts) -> Torn:
+    """Return how a step that is torn is treated. Raises BadTask."""
+    if torn not in ("refuse", "shadow"):
+        raise BadTask(f"es.protect(torn={torn!r}) must be 'refuse' or 'shadow'")
+    if torn == "refuse" and len(parts.optimizers) > 1:
+        raise BadTask(
+            f"es.protect(torn='refuse') cannot keep a loop with {len(parts.optimizers)} "
+            "optimizers: a rank may die when one has stepped and the other has not. Pass "
+            "torn='shadow', which copies the state after every step, or use one optimizer with "
+            "several parameter groups"
+        )
+    return "shadow" if torn == "shadow" else "refuse"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own module inside DDP and ``torch.compile``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def _named(argument: str, given: Any) -> dict[str, Any]:
+    """Return what was given by name: one has none, those of a list are numbered."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        if bad := [name for name in given if not isinstance(name, str) or not name or "." in name]:
+            raise BadTask(
+                f"es.protect({argument}=…) has the name {bad[0]!r}; use text without dots"
+            )
+        return dict(given)
+    if isinstance(given, list | tuple):
+        return {str(number): each for number, each in enumerate(given)}
+    return {"": given}
+
+
+def _dotted(name: str) -> str:
+    return name and f".{name}"
+
+
+def _inner(wrapper: Any, attribute: str) -> Any:
+    """Return what a wrapper of Accelerate holds, else the object itself."""
+    if type(wrapper).__module__.partition(".")[0] != "accelerate":
+        return wrapper
+    return getattr(wrapper, attribute, wrapper)
+
+
+def _bare(optimizer: Any) -> Any:
+    return _inner(optimizer, "optimizer")
+
+
+def _check_model(name: str, model: Any) -> None:
+    where = f"es.protect(model=…){f' {name!r}' if name else ''}"
+    if not isinstance(model, nn.Module):
+        raise BadTask(f"{where} is a {type(model).__name__}; pass a torch.nn.Module")
+    for module in model.modules():
+        if "FullyShardedDataParallel" in type(module).__name__:
+            raise BadTask(f"{where} is sharded by FSDP: {_SHARDED}")
+    if any(isinstance(value, DTensor) for value in model.parameters()):
+        raise BadTask(f"{where} has sharded parameters: {_SHARDED}")
+
+
+_SHARDED = (
+    "every rank must hold the whole state. Leave es.protect out and report checkpoints by "
+    "ray.train.report, as examples/own_train_fn_fsdp does"
+)
+
+
+def _check_optimizer(name: str, optimizer: Any) -> None:
+    where = f"es.protect(optimizer=…){f' {name!r}' if name else ''}"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadTask(f"{where} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise BadTask(f"{where} shards its state over ranks: {_SHARDED}")
+
+
+def _check_stateful(name: str, part: Any) -> None:
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(part, method, None)):
+            raise BadTask(
+                f"es.protect: {name} is a {type(part).__name__} without {method}(); give it both "
+                "state_dict() and load_state_dict(), or leave it out if it follows from the step"
+            )
+
+
+def _check_schedulers(optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
+    """Raise BadTask if an optimizer has a scheduler that was not given: it would begin anew at
+    every restart."""
+    if schedulers:
+        return
+    for optimizer in optimizers.values():
+        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+            raise BadTask(
+                "es.protect(scheduler=…) is missing: a learning-rate scheduler drives the "
+                "optimizer, and would begin anew at a restart. Pass it"
+            )

@@ -1,0 +1,240 @@
+"""``es.loader``: a rank's share of every global batch of a data set, from the step that the run is
+at.
+
+Global batches do not depend on the world size. A rank takes a contiguous share of each, of nearly
+equal length, so a short last batch shifts nobody's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader, default_collate
+
+from train_fn.errors import BadTask
+from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.samples.loader import KeyedDataset, begin_loader_process, taken_as_is
+from train_fn.samples.randomness import MASK64
+from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
+
+_MOST_STEPS = 64
+_MOST_SAMPLES = 1 << 14
+"""Limit on the samples that are planned at once."""
+
+
+class Share(NamedTuple):
+    """One rank's share of one global batch."""
+
+    epoch: int
+    k: int
+    """The global batch within its epoch."""
+    indices: IndexArray
+    own: Count
+    """Counts the rank's own samples: none if ``indices`` repeat those of rank 0."""
+    whole: Count
+    """Counts all samples of the global batch."""
+    weight: float
+    """The share's part of the global batch, times the world size."""
+
+
+class Shares:
+    """Return the shares of one rank, step by step. Several are computed at once."""
+
+    def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
+        self._sampler, self._rank, self._world_size = sampler, rank, world_size
+        self._first, self._shares = 0, list[Share]()
+
+    def of(self, step: int) -> Share:
+        """Return the share of the step after ``step`` steps done."""
+        position = step - self._first
+        if not 0 <= position < len(self._shares):
+            self._first, self._shares, position = step, self._plan(step), 0
+        return self._shares[position]
+
+    def _plan(self, first: int) -> list[Share]:
+        sampler, steps = self._sampler, list[int]()
+        num_samples = 0
+        while len(steps) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
+            steps.append(first + len(steps))
+            num_samples += sampler.global_batch_size
+        places = [divmod(step, sampler.steps_per_epoch) for step in steps]
+        batches = [sampler.global_batch(epoch, k) for epoch, k in places]
+        slices = [share_of(len(batch), self._rank, self._world_size) for batch in batches]
+        keys = [(epoch, step) for (epoch, _), step in zip(places, steps, strict=True)]
+        wholes = sample_hashes(keys, batches)
+        filled = [at for at, part in enumerate(slices) if len(part)]
+        owns = dict(
+            zip(
+                filled,
+                sample_hashes(
+                    [keys[at] for at in filled],
+                    [batches[at][slices[at].start : slices[at].stop] for at in filled],
+                ),
+                strict=True,
+            )
+        )
+        return [
+            self._share(*places[at], batch, slices[at], owns.get(at, 0), wholes[at])
+            for at, batch in enumerate(batches)
+        ]
+
+    def _share(
+        self, epoch: int, k: int, batch: IndexArray, part: range, own_hash: int, whole_hash: int
+    ) -> Share:
+        # A rank without samples runs those of rank 0, with weight 0: it takes part in every
+        # collective of the model.
+        taken = part if len(part) else share_of(len(batch), 0, self._world_size)
+        return Share(
+            epoch,
+            k,
+            batch[taken.start : taken.stop],
+            Count(len(part), 0, 0, own_hash & MASK64),
+            Count(len(batch), 0, 0, whole_hash & MASK64),
+            len(part) * self._world_size / len(batch),
+        )
+
+
+class Consumer(Protocol):
+    """What the loader uses of a protected loop."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def step_number(self) -> int: ...
+
+    def attach(self, data: Batches, total_steps: int | None) -> None:
+        """Let the state follow this data. Raises DataChanged if it was trained on other data."""
+
+    def take(self, share: Share) -> None:
+        """Begin the step that trains on this share. Raises BadTask if the step before has not been
+        committed."""
+
+
+class Batches:
+    """The data of a protected loop. ``weight`` belongs to the newest batch: multiply its mean loss
+    by it, so that DDP's mean over ranks is the mean over the global batch. It differs from 1 only
+    where the global batch does not divide by the world size."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        """Raises BadTask for arguments that cannot be used."""
+        length = _length(dataset)
+        _require_whole("global_batch_size", global_batch_size, 1)
+        _require_whole("seed", seed, 0)
+        _require_whole("num_workers", num_workers, 0)
+        if collate is not None and not callable(collate):
+            raise BadTask(
+                f"es.loader(collate=…) is a {type(collate).__name__}; pass a function of a list of "
+                "samples, or leave it out for torch's default_collate"
+            )
+        if drop_last:
+            length -= length % global_batch_size
+            if not length:
+                raise BadTask(
+                    f"es.loader(drop_last=True) leaves nothing of {len(dataset)} samples in global "
+                    f"batches of {global_batch_size}; lower global_batch_size"
+                )
+        self.sampler = Sampler(length, global_batch_size, global_batch_size, seed)
+        self.weight = 1.0
+        self._keyed = KeyedDataset(dataset, seed, collate or default_collate, training=True)
+        self._num_workers = num_workers
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch."""
+        return self.sampler.steps_per_epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the data and its order. A run is not resumed on other data."""
+        sampler = self.sampler
+        return (
+            f"{self._keyed.fingerprint}, {sampler.num_samples} samples in global batches of "
+            f"{sampler.global_batch_size}, seed {sampler.seed}"
+        )
+
+    def batches(
+        self, state: Consumer, *, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[Any]:
+        """Yield this rank's batches from the step that ``state`` is at, without end, or up to that
+        many epochs or steps of the whole run. Call ``state.step()`` once for each.
+
+        Random numbers that the step draws are seeded by its number. Samples are collated on the
+        CPU.
+        """
+        total = _total_steps(len(self), epochs, steps)
+        if self.sampler.global_batch_size < state.world_size:
+            raise BadTask(
+                f"es.loader(global_batch_size={self.sampler.global_batch_size}) is smaller than "
+                f"the {state.world_size} ranks; raise it, or start fewer ranks"
+            )
+        state.attach(self, total)
+        shares = Shares(self.sampler, state.rank, state.world_size)
+        loaded = self._loaded(state, total)
+        while total is None or state.step_number < total:
+            share = shares.of(state.step_number)
+            batch = next(loaded)
+            self.weight = share.weight
+            state.take(share)
+            yield batch
+
+    def _loaded(self, state: Consumer, total: int | None) -> Iterator[Any]:
+        ahead = _micro_batches(
+            Shares(self.sampler, state.rank, state.world_size), state.step_number, total, state.rank
+        )
+        if not self._num_workers:
+            return (self._keyed.__getitems__(micro).batch for micro in ahead)
+        loader = DataLoader(
+            self._keyed,
+            batch_sampler=ahead,  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
+            collate_fn=taken_as_is,
+            num_workers=self._num_workers,
+            worker_init_fn=partial(begin_loader_process, "loader"),
+        )
+        return (loaded.batch for loaded in loader)
+
+
+def _micro_batches(shares: Shares, step: int, total: int | None, rank: int) -> Iterator[MicroBatch]:
+    """Yield one micro-batch for each step from ``step`` on."""
+    while total is None or step < total:
+        share = shares.of(step)
+        yield MicroBatch(share.epoch, rank, np.asarray(share.indices), share.k)
+        step += 1
+
+
+def _total_steps(per_epoch: int, epochs: int | None, steps: int | None) -> int | None:
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None:
+            _require_whole(name, value, 1, of="batches")
+    ends = [*([epochs * per_epoch] if epochs else []), *([steps] if steps else [])]
+    return min(ends, default=None)
+
+
+def _length(dataset: Any) -> int:
+    if isinstance(dataset, DataLoader):
+        raise BadTask("es.loader(dataset=…) is a DataLoader; pass loader.dataset")
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise BadTask(
+            f"es.loader(dataset=…) is a {type(dataset).__name__} without __len__ and __getitem__; "
+            "pass a map-style data set, or iterate your own loader and pass it as "
+            "es.protect(extra=…) if it has a state_dict"
+        )
+    length = len(dataset)
+    if not length:
+        raise BadTask("es.loader(dataset=…) has length 0; there is nothing to train on")
+    return length
+
+
+def _require_whole(name: str, value: Any, least: int, of: str = "loader") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise BadTask(f"es.{of}({name}={value!r}) must be a whole number of at least {least}")

@@ -1,0 +1,67 @@
+"""The functions behind ``everstep.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train_fn.protect.arguments import check_torn, parts_of
+from train_fn.protect.batches import Batches
+from train_fn.protect.place import OnItsOwn
+from train_fn.protect.protected import Protected
+
+
+def protect(
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    torn: str = "refuse",
+    *,
+    storage: str = "out/protect",
+    run_id: str | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+) -> Protected:
+    """Return the protected state of a training loop, a context manager.
+
+    Args:
+        model: the module, or several in a list or dict, as they are called (wrapped by DDP).
+        optimizer: likewise.
+        scheduler: likewise; every learning-rate scheduler of the optimizers.
+        extra: what else the loop needs to go on: anything with state_dict and load_state_dict.
+        torn: ``refuse`` leaves no state of a rank that fails between its optimizer's step and
+            ``state.step()``. ``shadow`` copies the state after every step, and leaves the copy.
+            Several optimizers need it.
+        storage, run_id, checkpoint, fresh: of a loop that no service runs: where its checkpoints
+            are, the name of its directory there (by default the script's), the spec's section
+            ``checkpoint``, and whether to begin anew. In a service, the run has its own.
+
+    Raises BadTask for arguments that cannot be protected.
+    """
+    parts = parts_of(model, optimizer, scheduler, extra)
+    settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
+    return Protected(parts, check_torn(torn, parts), settings)
+
+
+def loader(
+    dataset: Any,
+    global_batch_size: int,
+    collate: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    *,
+    drop_last: bool = False,
+    num_workers: int = 0,
+) -> Batches:
+    """Return a loader whose global batches do not depend on the world size. ``batches(state)``
+    yields this rank's share from the very step on.
+
+    Args:
+        dataset: a map-style data set.
+        global_batch_size: samples of a step over all ranks.
+        collate: makes a batch of a list of samples; by default torch's ``default_collate``.
+        seed: of the order of the samples, and of their random transforms.
+        drop_last: leave out the short batch at an epoch's end.
+        num_workers: processes that read ahead.
+    """
+    return Batches(dataset, global_batch_size, collate, seed, drop_last, num_workers)

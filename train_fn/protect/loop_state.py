@@ -1,0 +1,295 @@
+"""LoopState: the state of a user's own loop, in the form of ``TrainState``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from train_fn.errors import BadTask, DataChanged
+from train_fn.protect.arguments import Parts
+from train_fn.protect.batches import Batches, Share
+from train_fn.protect.volatile import Volatile
+from train_fn.samples.ledger import Ledger
+from train_fn.samples.sampler import Sampler
+from train_fn.state.digest import tree_digest
+from train_fn.state.event_tail import EventTail
+from train_fn.state.packed_moments import Packer, unpacked
+from train_fn.state.sound_state import require_sound
+from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
+from train_fn.state.train_state import VERSION, Best, match_layout
+
+FINGERPRINT = "own loop"
+"""Begins the fingerprint of every state of a user's own loop."""
+_COPIED_BYTES = 1 << 20
+"""Parts with at most so many bytes of tensors are copied at every commit."""
+
+
+class LoopState:
+    """Hold the live objects of a user's loop, and counters.
+
+    ``model`` in its ``state_dict`` holds the weights of all models, ``optimizer`` each optimizer's
+    state by name, ``task`` what else the loop gave.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.step = 0
+        self.closed_epochs = 0
+        self.evaluated_step = 0
+        self.metrics: dict[str, float] = {}
+        self.best: Best | None = None
+        self.parent: str | None = None
+        self.tail = EventTail()
+        self.ledger = Ledger()
+        self.complete = False
+        self.seed = torch.initial_seed() & (1 << 63) - 1
+        """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
+        began."""
+        self.data: Batches | None = None
+        self._known_data: str | None = None
+        """Fingerprint of the data that the restored state was trained on."""
+        self._restored_epoch = (0, 0)
+        trained = [value for model in parts.models.values() for value in model.parameters()]
+        self._trained = {
+            prefix + name
+            for prefix, model in parts.models.items()
+            for name, value in model.named_parameters(remove_duplicate=False)
+            if value.requires_grad
+        }
+        held = {id(value) for value in parts.optimized()}
+        self.volatile = Volatile(parts.models, [each for each in trained if id(each) in held])
+        self._packers = {name: Packer() for name in parts.optimizers}
+        self._copied: dict[str, Any] = {}
+        self._marks: dict[str, list[tuple[int, int]]] = {}
+        self._large: frozenset[str] = frozenset()
+
+    # -- what the data says
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """Return the order of the samples; None without Everstep's loader."""
+        return self.data.sampler if self.data is not None else None
+
+    @property
+    def epoch(self) -> int:
+        return self._place()[0]
+
+    @property
+    def is_closing(self) -> bool:
+        """Return whether an epoch has ended that was not closed yet."""
+        return self.sampler is not None and self.closed_epochs < self.epoch
+
+    def attach(self, data: Batches) -> None:
+        """Let the state follow this data. Raises DataChanged if it was trained on other data."""
+        if self.step and self._known_data != data.fingerprint:
+            raise DataChanged(
+                f"the data of es.loader changed since step {self.step}: it was "
+                f"{self._known_data or 'a loader of your own'}, now it is {data.fingerprint}. Put "
+                "the data back as it was, or start a new run"
+            )
+        self.data, self._known_data = data, data.fingerprint
+
+    def _place(self) -> tuple[int, int]:
+        """Return epoch and global batch within it; (0, step) where no epoch is known."""
+        if self.sampler is not None:
+            return divmod(self.step, self.sampler.steps_per_epoch)
+        return self._restored_epoch if self._known_data is not None else (0, self.step)
+
+    # -- commits
+
+    def commit(self, share: Share | None) -> None:
+        """Take the present values as those of one more step."""
+        if share is not None:
+            self.ledger.commit(self.step, lambda: share.whole)
+        self.step += 1
+        self.note_parts()
+
+    def note_parts(self) -> None:
+        """Copy what may change before the next optimizer step, or note its version."""
+        self.volatile.commit()
+        states = self._states_of_parts()
+        self._copied = copy_to_cpu(
+            {name: value for name, value in states.items() if name not in self._large},
+            self._copied,
+        )
+        self._marks = {name: _marks(states[name]) for name in self._large}
+
+    def close_epoch(self) -> dict[str, Any]:
+        """Return the facts about the epoch that ended, and begin the next one."""
+        closed = {"epoch": self.closed_epochs, **self.ledger.close_epoch()}
+        self.closed_epochs += 1
+        return closed
+
+    def last_committed(self) -> dict[str, Any] | list[str]:
+        """Return the state of the last commit while no optimizer has stepped since; or the names of
+        what has changed without a copy."""
+        states = self._states_of_parts()
+        torn = [name for name, marks in self._marks.items() if _marks(states[name]) != marks]
+        torn += self.volatile.put_back()
+        if torn:
+            return torn
+        return self._state_dict({**states, **self._copied})
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each part that must be the same on all ranks, and change between the
+        first optimizer step and the commit only."""
+        parts, weights = self.parts, self._weights()
+        return {
+            "the trained weights": tree_digest(
+                {name: weights[name] for name in sorted(self._trained & weights.keys())}
+            ),
+            **{
+                f"the state of the optimizer{name and ' ' + name}": tree_digest(
+                    optimizer.state_dict()["state"]
+                )
+                for name, optimizer in parts.optimizers.items()
+            },
+            **{
+                name: tree_digest(part.state_dict())
+                for name, part in parts.others.items()
+                if name in parts.settled
+            },
+        }
+
+    def digest_of_rest(self) -> dict[str, str]:
+        """Return a digest of what else must be the same on all ranks."""
+        weights = self._weights()
+        rest = {name: value for name, value in weights.items() if name not in self._trained}
+        others = {
+            name: tree_digest(part.state_dict())
+            for name, part in self.parts.others.items()
+            if name not in self.parts.settled
+        }
+        return {"the buffers": tree_digest(rest), **others}
+
+    # -- the face of TrainState
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present state, between two steps."""
+        return self._state_dict(self._states_of_parts())
+
+    def _state_dict(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        epoch, k = self._place()
+        loaders = {name: state for name, state in states.items() if name in self.parts.loaders}
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "epoch": epoch,
+            "k": k,
+            "closed_epochs": self.closed_epochs,
+            "evaluated_step": self.evaluated_step,
+            "fingerprint": f"{FINGERPRINT}: {self._known_data}",
+            "contents": None,
+            "ledger": self.ledger.state_dict(),
+            "metrics": dict(self.metrics),
+            "best": None,
+            "parent": self.parent,
+            "tail": self.tail.dump(),
+            "model": self._weights(),
+            "unsaved": self.volatile.unsaved(),
+            "task": {
+                "seed": self.seed,
+                "parts": {name: state for name, state in states.items() if name not in loaders},
+            },
+            "loaders": loaders,
+            "optimizer": {
+                name: self._packers[name].packed(optimizer.state_dict())
+                for name, optimizer in self.parts.optimizers.items()
+            },
+            "scaler": {},
+            "ema": None,
+            "bookmarks": None,
+            "own_loop": {"data": self._known_data},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. ``state`` is copied and not changed.
+
+        Raises BadTask if it is not of the objects that ``es.protect`` was given.
+        """
+        self._check(state)
+        self.complete = False
+        for prefix, model in self.parts.models.items():
+            model.load_state_dict(_below(prefix, state["model"]))
+        for name, optimizer in self.parts.optimizers.items():
+            # Optimizer.load_state_dict keeps references to the tensors that it is given.
+            optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"][name])))
+            match_layout(optimizer)
+        kept = {**state["task"]["parts"], **state["loaders"]}
+        is_begun = state["step"] > 0
+        for name, part in self.parts.others.items():
+            if is_begun or name not in self.parts.loaders:
+                part.load_state_dict(_of_own_types(copy.deepcopy(kept[name]), part.state_dict()))
+        self.volatile.load_unsaved(state["unsaved"])
+        self.volatile.renew()
+        self.seed = state["task"]["seed"]
+        self.ledger.load_state_dict(state["ledger"])
+        self.step, self.closed_epochs = state["step"], state["closed_epochs"]
+        self.evaluated_step, self.parent = state["evaluated_step"], state["parent"]
+        self._known_data = state["own_loop"]["data"]
+        self._restored_epoch = (state["epoch"], state["k"])
+        self.tail = EventTail(json.loads(state["tail"]))
+        states = self._states_of_parts()
+        self._large = frozenset(
+            name for name, value in states.items() if size_bytes(value) > _COPIED_BYTES
+        )
+        self.note_parts()
+        self.complete = True
+
+    def require_sound(self, state: Mapping[str, Any]) -> None:
+        """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""
+        require_sound(state, self.sampler, self._trained)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if "own_loop" not in state:
+            raise BadTask(
+                "the state to resume is one of a task, not of a loop of your own; start a new run"
+            )
+        kept = {**state["task"]["parts"], **state["loaders"]}
+        for what, saved, own in (
+            ("optimizer", state["optimizer"], self.parts.optimizers),
+            ("scheduler or extra", kept, self.parts.others),
+        ):
+            if saved.keys() != own.keys():
+                raise BadTask(
+                    f"es.protect({what}=…) was given {sorted(own)}, but the state of step "
+                    f"{state['step']} holds {sorted(saved)}; give the same, or start a new run"
+                )
+
+    def _weights(self) -> dict[str, Any]:
+        return {
+            prefix + name: value
+            for prefix, model in self.parts.models.items()
+            for name, value in model.state_dict().items()
+        }
+
+    def _states_of_parts(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.others.items()}
+
+
+def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }
+
+
+def _marks(state: Any) -> list[tuple[int, int]]:
+    tensors: list[torch.Tensor] = []
+    take_apart(state, tensors)
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _of_own_types(value: Any, own: Any) -> Any:
+    """Return ``value`` with the kinds of dicts that ``own`` has: a saved state has plain ones, and
+    a scheduler may need its Counter."""
+    if isinstance(own, dict) and isinstance(value, dict):
+        found = {name: _of_own_types(each, own.get(name)) for name, each in value.items()}
+        return type(own)(found) if type(own) in (Counter, OrderedDict) else found
+    return value
