@@ -12,6 +12,7 @@ NAMES = (
     "faults",
     "goodput",
     "steady",
+    "protect",
     "checkpoint",
     "observe",
 )

@@ -36,7 +36,7 @@ def save_newest(
         read: reads the run's history up to now.
     """
     succeeded = outcome.finished and outcome.stopped is None
-    if spec.runs_own_function or outcome.attempts <= int(succeeded):
+    if outcome.attempts <= int(succeeded):
         return None, None
     saved = None
     try:

@@ -25,6 +25,7 @@ from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.unit.train_fn.tasks.test_own_task import own_node
 from train_fn.context import WorkerContext
+from train_fn.node import node_dir
 from train_fn.ray_train import user_train_fn as own_function
 from train_fn.ray_train.checkpoint_list import (
     KeepCheckpointList,
@@ -35,6 +36,7 @@ from train_fn.ray_train.checkpoint_list import (
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.snapshots import store as snapshot_store
 
 __all__ = ["own_node"]
 
@@ -333,3 +335,58 @@ def test_a_checkpoint_that_lacks_a_rank_s_part_is_not_gone_on_from(
     )
     repair_snapshot_file(run_dir)
     assert latest_reported(run_dir) == (1, "checkpoint_a")
+
+
+PROTECTED = """
+import everstep.train as es
+import torch
+
+
+def train_fn(config):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with es.protect(model=model, optimizer=optimizer) as state:
+        while state.step_number < config["steps"]:
+            if state.step_number == config["raises"]:
+                raise LookupError("sample 3")
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step(loss=loss)
+            if state.step_number == 2:
+                REPORT({"extra": 5.0}, None)
+"""
+
+
+def test_a_protected_function_continues_from_its_own_state(
+    storage: Storage, ray_context: RayContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is not told that it begins anew, which would void the state: only where the state
+    continues. A report beside it adds to its step."""
+    (tmp_path / "shm").mkdir()
+    for module in (snapshot_store, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
+    digest = CodeStore(storage).put(tar_gz({"own_protected.py": PROTECTED})).digest
+
+    def attempt(number: int, raises: int | None) -> WorkerContext:
+        config = {"steps": 8, "raises": raises}
+        code = {"archive": digest, "train_fn": "own_protected:train_fn", "config": config}
+        spec = RunSpec.model_validate({"name": "own", "code": code})
+        return one_rank(spec, RunDir(storage, "run_protected"), attempt=number)
+
+    first, second = attempt(1, raises=5), attempt(2, raises=None)
+    with pytest.raises(StepFailed) as caught:
+        own_function.train(first)
+    error = caught.value.error
+    assert (error.kind, error.step, error.snapshot_step) == (ErrorKind.USER, 5, 5)
+    assert "LookupError" in error.summary and caught.value.snapshot_problem is None
+    assert own_function.train(second) is None
+    [begun], [resumed] = (journal_of(each).of_kind(EventKind.RESTORED) for each in (first, second))
+    assert (begun["source"], begun["step"]) == ("fresh", 0)
+    assert (resumed["source"], resumed["step"]) == ("snapshot", 5)
+    points = [*journal_of(first).points, *journal_of(second).points]
+    assert sorted({point["step"] for point in points}) == list(range(1, 9))
+    assert [point["step"] for point in points if "extra" in point["values"]] == [2]
+    assert ray_context.reported[0][0]["everstep_step"] == 2
