@@ -136,7 +136,7 @@ class Protected:
         self._saver = Saver(ctx, state, copies)
         self._publisher = Publisher(ctx, state, copies)
         self._take_shadow()
-        ctx.tell_state_bytes(size_bytes(state.state_dict()))
+        ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update)
             for optimizer in self._parts.optimizers.values()
