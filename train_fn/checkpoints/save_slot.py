@@ -16,12 +16,13 @@ further period of this length."""
 
 
 def stalled_error() -> str:
+    """Return the error of a save that stalled, for its event."""
     return f"StorageUnavailable: the storage took no byte for {STALLED_S:g} s"
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint to write. It holds its copy of the state until then."""
+    """Describe a checkpoint to write. It holds its copy of the state until then."""
 
     copy: BoundaryCopy
     is_best: bool
@@ -61,6 +62,7 @@ class SaveSlot:
             return True
 
     def put(self, save: Save) -> None:
+        """Let a save wait for the writing thread."""
         with self._changed:
             self.waiting = save
             self._changed.notify_all()

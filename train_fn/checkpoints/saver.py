@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves on rank 0; on the other ranks every call returns at once. Training never waits for the
-    storage, and survives its failures.
+    """Save checkpoints on rank 0; on the other ranks every call returns at once. Training never
+    waits for the storage, and survives its failures.
 
     One copy of the state is held until it is written. A save that becomes due meanwhile happens at
     the first step after that. Only a state that is the best so far cannot wait: it takes a copy of
@@ -85,7 +85,7 @@ class Saver:
 
     @property
     def stop(self) -> Stop | None:
-        """The stop that the run's spec asks for after too many failed saves."""
+        """Return the stop that the run's spec asks for after too many failed saves."""
         return self._failures.stop
 
     def newest_committed(self, reported: int) -> int:
@@ -146,7 +146,7 @@ class Saver:
     def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
         """Commit the present state before returning, after a save that is under way.
 
-        Raises CheckpointFailed if the storage keeps failing, or takes no byte, for ``patience_s``.
+        Raise CheckpointFailed if the storage keeps failing, or takes no byte, for ``patience_s``.
         A storage that is only slow is waited for.
         """
         if not self._active:
@@ -181,6 +181,7 @@ class Saver:
 
     @staticmethod
     def has_ended(saving: Future[None], within_s: float) -> bool:
+        """Wait up to ``within_s`` for a save of ``begin_last``. Return whether it has ended."""
         return bool(wait([saving], within_s).done)
 
     def wait_idle(self, deadline: float) -> bool:

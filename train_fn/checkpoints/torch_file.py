@@ -71,17 +71,17 @@ def _checksum_places(data: ReadableBuffer, at: int) -> Iterator[int]:
 
 
 class _Checksums:
-    """Between torch and a file: puts a record's checksum behind it, and all of them into the
+    """Add checksums to what torch writes to a file: after each record, and for all records in the
     directory at the end.
 
-    Relies on how torch writes: a record's header says that its checksum follows the data, and comes
-    in a call of its own, as do the descriptor behind the data and the directory.
+    This relies on how torch writes. A record's header says that the checksum follows the data.
+    Header, descriptor (which follows the data) and directory each arrive in a call of their own.
     """
 
     def __init__(self, file: Sink) -> None:
         self._file = file
         self._header_left = 0
-        """Bytes of the present record's header that are still to come."""
+        """Bytes of the current record's header that have not arrived yet."""
         self._in_record = False
         self._crc = self._size_bytes = 0
         self._crcs: list[int] = []
@@ -95,6 +95,7 @@ class _Checksums:
         self._file.flush()
 
     def _completed(self, view: memoryview) -> memoryview:
+        """Return ``view`` with the checksums that belong into it."""
         if self._header_left:
             self._header_left -= len(view)
         elif self._in_record and not self._follows_nothing(view):
@@ -114,12 +115,13 @@ class _Checksums:
         return view
 
     def _follows_nothing(self, view: memoryview) -> bool:
-        """Whether the present record is empty, and this the next one's header: there is no
-        descriptor then."""
+        """Return whether the current record is empty and ``view`` is the header of the next one. An
+        empty record has no descriptor."""
         return not self._size_bytes and len(view) == _LOCAL_BYTES and view[:4] == _LOCAL
 
     def _ends_record(self, view: memoryview) -> bool:
-        """Whether this is a descriptor: signature, checksum, and the record's size twice."""
+        """Return whether ``view`` is a descriptor: signature, checksum, and the record's size
+        twice."""
         layout = {16: "<4sIII", 24: "<4sIQQ"}.get(len(view))
         return layout is not None and struct.unpack(layout, view) == (
             _DESCRIPTOR,
@@ -137,8 +139,8 @@ class _Checksums:
 
 @cache
 def _layout_is_known() -> bool:
-    """Whether this torch writes zip files as ``_Checksums`` expects; another one may not, and then
-    takes checksums by itself."""
+    """Return whether the installed torch writes zip files as ``_Checksums`` expects. Otherwise
+    torch computes the checksums itself."""
     file = io.BytesIO()
     sample = {"a": torch.ones(5), "b": torch.zeros(0), "c": torch.ones(4, dtype=torch.int32)}
     try:

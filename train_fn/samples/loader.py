@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
 
 
 class TrainingData(Protocol):
-    """What the loop uses of a training set."""
+    """Define what the loop uses of a training set."""
 
     @property
     def fingerprint(self) -> str:
@@ -83,7 +83,7 @@ class KeyedDataset(Dataset[Loaded]):
             seed_sample(self.seed, micro.epoch, index)
             try:
                 samples.append(self.dataset[index])
-            except SystemExit as exc:  # would end a loader process without a word
+            except SystemExit as exc:  # would end a loader process silently
                 raise ended_program(f"sample {index} cannot be read", exc) from exc
             fetched.append(index)
         return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))

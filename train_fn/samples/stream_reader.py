@@ -51,6 +51,7 @@ class StreamReader(IterableDataset[Loaded]):
 
     @property
     def stream(self) -> int:
+        """Return the number of the stream."""
         return self._streams.sampler.stream_of(self._first)
 
     def __iter__(self) -> Iterator[Loaded]:
@@ -130,6 +131,7 @@ class _Samples:
         return sample
 
     def bookmark(self) -> Bookmark:
+        """Return the current position. Raise BadTask if the data set's state cannot be saved."""
         state = {}
         if self._iterator is not self._dataset and hasattr(self._dataset, "state_dict"):
             state["dataset"] = self._dataset.state_dict()
@@ -145,7 +147,7 @@ class _Samples:
         seed_sample(self._streams.seed, self._stream, self.ordinal)
         try:
             return next(self._iterator, _END)
-        except SystemExit as exc:  # would end a loader process without a word
+        except SystemExit as exc:  # would end a loader process silently
             raise ended_program(
                 f"sample {self.ordinal} of stream {self._stream} cannot be read", exc
             ) from exc

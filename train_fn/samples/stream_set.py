@@ -81,6 +81,7 @@ class StreamSet:
         )
 
     def first(self, micro: MicroBatch) -> Loaded:
+        """Read one micro-batch from the beginning of its stream, with a bookmark after it."""
         reader = StreamReader(self._streams, micro, None, always=True)
         with closing(self._loaded_by(reader, torch.device("cpu"))) as loaded:
             return next(loaded)
@@ -92,6 +93,7 @@ class StreamSet:
         local_world_size: int,
         device: torch.device,
     ) -> Iterator[Loaded]:
+        """Yield the micro-batches in order. Each stream resumes from its newest bookmark."""
         readers: dict[int, Iterator[Loaded]] = {}
         for micro in micro_batches:
             stream = self.sampler.stream_of(micro)
