@@ -59,6 +59,12 @@ class RunDir(RunControl):
         """Return the directory's path on this machine; None on an object store."""
         return self.files.path(self._path()) if self.storage.is_local else None
 
+    @property
+    def work_path(self) -> str | None:
+        """Return the working directory of a user's script on this machine; None on an object
+        store."""
+        return self.files.path(self._path("workdir")) if self.storage.is_local else None
+
     def tensorboard_path(self, name: str) -> str:
         return self._path(f"tensorboard/{name}")
 

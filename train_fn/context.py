@@ -63,6 +63,8 @@ class WorkerContext:
     where it has not."""
     journaled_step: Callable[[], float] = lambda: inf
     """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
+    steps_before: int = 0
+    """Steps that earlier attempts are known to have done; set for a user's script only."""
     report_state_bytes: Callable[[int], None] = lambda num_bytes: None
     """Hears how large the state is that the rank would leave on its node."""
     report_kept: Callable[[int], None] = lambda step: None

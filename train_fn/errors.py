@@ -8,6 +8,7 @@ TrainError
 ├── DataChanged        the data set is not the one that the state to resume was trained on
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
+├── ScriptExited       a user's script exited with another code than 0
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
@@ -126,6 +127,10 @@ class ForkRefused(TrainError):
 
 class BadTask(TrainError):
     """A task returned something that its protocol does not allow."""
+
+
+class ScriptExited(TrainError):
+    """A user's script exited with another code than 0. The message says which."""
 
 
 class SecretMissing(TrainError):

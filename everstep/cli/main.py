@@ -53,7 +53,7 @@ def options(
 
 
 app.command()(cli_service.serve)
-app.command()(cli_submit.submit)
+app.command(cls=cli_submit.SubmitCommand)(cli_submit.submit)
 app.command()(cli_local.run)
 app.add_typer(cli_local.init, name="init")
 app.command()(cli_runs.runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from everstep.cli.runs import watch_to_the_end
 from everstep.cli.terminal import JsonOption, SpecArgument, TaskOption, UrlOption, command, terminal
@@ -14,9 +15,22 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.yaml_file import read_spec
 
+_ARGV = "everstep.argv"
+"""Where the context keeps the arguments of a script."""
+
+
+class SubmitCommand(TyperCommand):
+    """Keep what follows ``--`` for the script: its options are not those of this command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[_ARGV] = args[end + 1 :]
+        return super().parse_args(ctx, args[:end])
+
 
 @command
 def submit(
+    context: typer.Context,
     spec: SpecArgument = None,
     overrides: Annotated[
         list[str] | None,
@@ -39,6 +53,15 @@ def submit(
             "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in the code."
         ),
     ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            "--script",
+            metavar="FILE.py",
+            help="Script in the code, as for torchrun; its arguments follow --. "
+            "`-m pkg.train` runs a module.",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show the run until it ends.")
     ] = False,
@@ -54,7 +77,14 @@ def submit(
     url: UrlOption = None,
 ) -> None:
     """Submit a run. For an invalid spec, print every fault and exit with 2."""
-    raw, archive = with_code(None if spec is None else read_spec(spec), code, task, train_fn)
+    raw, archive = with_code(
+        None if spec is None else read_spec(spec),
+        code,
+        task,
+        train_fn,
+        script,
+        context.meta[_ARGV],
+    )
     raw = apply_overrides(raw, overrides or [])
     parsed = parse_spec(raw)
     client = terminal().client()

@@ -15,7 +15,6 @@ from everstep.code.rules import (
     MAX_FILES,
     MAX_UNPACKED_BYTES,
     collisions,
-    modules,
 )
 from everstep.errors import UsageError
 
@@ -148,7 +147,7 @@ def _check(source: Path, files: dict[str, Path]) -> None:
     problems = collisions(files.keys())
     if problems:
         raise UsageError("; ".join(problems))
-    if not modules(files.keys()):
+    if not any(name.endswith(".py") for name in files):
         raise UsageError(
             f"{source} contains no Python module; give the directory that contains your package"
         )

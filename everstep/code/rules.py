@@ -24,6 +24,10 @@ REQUIREMENT_PATTERN = (
 """A package by name, extras and versions."""
 ENTRY_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 
+MODULE_FLAG = "-m "
+"""A script that begins with it is a module, run as ``python -m`` does."""
+_MODULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
 OWN_PACKAGES = frozenset({"everstep", "service", "storage", "train_fn"})
 _STACK = frozenset(
     {
@@ -93,6 +97,43 @@ def module_path(
             if path in paths:
                 return path
     return None
+
+
+def script_fault(script: str) -> str | None:
+    """Return why ``script`` cannot name a script in an archive, and what to write instead; None if
+    it can.
+
+    >>> script_fault("/home/me/train.py")
+    'is an absolute path; give its path in the archive, for example train.py'
+    """
+    if script.startswith(MODULE_FLAG):
+        if _MODULE_NAME.fullmatch(script.removeprefix(MODULE_FLAG).strip()):
+            return None
+        return "is not a module's name after -m; write for example -m pkg.train"
+    parts = script.split("/")
+    if script.startswith(("/", "~")) or re.match(r"[A-Za-z]:", script):
+        return "is an absolute path; give its path in the archive, for example train.py"
+    if ".." in parts or "" in parts or "\\" in script or not script.isprintable():
+        return "is not a plain path in the archive; write for example pkg/train.py"
+    if not script.endswith(".py"):
+        return "is not a Python file; give a path that ends in .py, or a module as -m pkg.train"
+    return None
+
+
+def script_path(paths: Collection[str], script: str) -> str | None:
+    """Return the file of the archive that a valid ``script`` runs; None if the archive has none.
+
+    >>> script_path(["proj/pkg/train.py", "proj/README.md"], "-m pkg.train")
+    'proj/pkg/train.py'
+    """
+    if not script.startswith(MODULE_FLAG):
+        plain = script.removeprefix("./")
+        return next((root + plain for root in import_roots(paths) if root + plain in paths), None)
+    module = script.removeprefix(MODULE_FLAG).strip()
+    found = module_path(paths, module)
+    if found is not None and found.endswith("/__init__.py"):
+        found = module_path(paths, f"{module}.__main__")
+    return found
 
 
 def collisions(paths: Collection[str]) -> list[str]:

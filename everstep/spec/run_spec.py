@@ -93,16 +93,21 @@ class RunSpec(Frozen):
     @field_validator("optimizer", "schedule", "train")
     @classmethod
     def _loop_has_use_for_it(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse settings of Everstep's loop if a ``train_fn`` replaces that loop."""
+        """Refuse settings of Everstep's loop if the user's own replaces that loop."""
         code: CodeSpec | None = info.data.get("code")
         if (
             code is not None
-            and code.train_fn is not None
+            and code.task is None
             and value != cls.model_fields[str(info.field_name)].default
         ):
+            entry, arguments = (
+                ("script", "argv") if code.script is not None else ("train_fn", "config")
+            )
             raise PydanticCustomError(
                 "not_used",
-                "has no effect with code.train_fn, which runs its own loop; move it to code.config",
+                "has no effect with code.{entry}, which runs its own loop; move it to "
+                "code.{arguments}",
+                {"entry": entry, "arguments": arguments},
             )
         return value
 
@@ -137,7 +142,7 @@ class RunSpec(Frozen):
         """Refuse a minimum world size at which some ranks would have no micro-batch."""
         train: TrainSpec | None = info.data.get("train")
         code: CodeSpec | None = info.data.get("code")
-        if train is None or (code is not None and code.train_fn is not None):
+        if train is None or (code is not None and code.task is None):
             return value
         num_micro = math.ceil(train.global_batch_size / _micro_batch_size(train, value))
         if value.min_workers > num_micro:
@@ -151,8 +156,14 @@ class RunSpec(Frozen):
 
     @property
     def runs_own_function(self) -> bool:
-        """Return whether a user's Ray Train function replaces Everstep's training loop."""
-        return self.code is not None and self.code.train_fn is not None
+        """Return whether a user's Ray Train function or script replaces Everstep's training
+        loop."""
+        return self.code is not None and self.code.task is None
+
+    @property
+    def runs_script(self) -> bool:
+        """Return whether the user's own loop is a script for torchrun."""
+        return self.code is not None and self.code.script is not None
 
     @property
     def micro_batch_size(self) -> int:

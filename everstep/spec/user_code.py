@@ -9,7 +9,12 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.code.rules import DIGEST_PATTERN, ENTRY_PATTERN, REQUIREMENT_PATTERN
+from everstep.code.rules import (
+    DIGEST_PATTERN,
+    ENTRY_PATTERN,
+    REQUIREMENT_PATTERN,
+    script_fault,
+)
 from everstep.spec.field_types import Frozen
 
 
@@ -42,40 +47,66 @@ def _json_value(value: Any) -> Any:
     return value
 
 
+_OWNER_OF = {"args": "task", "argv": "script", "config": "train_fn"}
+"""Field with arguments -> the entry point that gets them."""
+
 EntryPoint = Annotated[str, Field(pattern=ENTRY_PATTERN, max_length=256)]
 Arguments = Annotated[dict[str, Any], AfterValidator(_json_value)]
 
 
+def _script(value: str) -> str:
+    """Refuse what cannot be the path, or the module, of a script in an archive."""
+    if fault := script_fault(value):
+        raise PydanticCustomError("script", "{fault}", {"fault": fault})
+    return value
+
+
+Script = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_script)]
+
+
+Argument = Annotated[str, Field(max_length=4096)]
+
+
 class CodeSpec(Frozen):
-    """User code: an uploaded archive and its entry point, either ``task`` or ``train_fn``."""
+    """User code: an uploaded archive and its entry point: ``task``, ``script`` or ``train_fn``."""
 
     archive: Annotated[str, Field(pattern=DIGEST_PATTERN)]
     """Digest that POST /v1/code returned."""
     task: EntryPoint | None = None
     """Task class as ``package.module:ClassName``; Everstep's loop trains it."""
+    script: Script | None = None
+    """Script for torchrun, as its path in the archive (``train.py``), or as a module
+    (``-m pkg.train``). Every rank runs it, in the environment that torchrun gives."""
     train_fn: EntryPoint | None = None
     """Ray Train function as ``package.module:function``, which runs its own loop."""
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments of the task class."""
     config: Arguments = Field(default_factory=dict)
     """Argument of the train_fn."""
+    argv: Annotated[list[Argument], Field(max_length=1000)] = Field(default_factory=list)
+    """Command-line arguments of the script."""
 
     @field_validator("train_fn")
     @classmethod
-    def _one_of_both(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """Refuse neither or both of ``task`` and ``train_fn``."""
-        if "task" in info.data and (value is None) == (info.data["task"] is None):
+    def _one_of_them(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Refuse none or several of ``task``, ``script`` and ``train_fn``."""
+        if not {"task", "script"} <= info.data.keys():
+            return value
+        if [value, info.data["task"], info.data["script"]].count(None) != 2:
             raise PydanticCustomError(
-                "task_or_train_fn", "set exactly one of task and train_fn: the entry point to run"
+                "one_entry_point",
+                "set exactly one of task, script and train_fn: the entry point to run",
             )
         return value
 
-    @field_validator("args", "config")
+    @field_validator("args", "config", "argv")
     @classmethod
-    def _of_what_is_run(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Refuse arguments of the entry point that is not set."""
-        owner, other = ("task", "config") if info.field_name == "args" else ("train_fn", "args")
-        if value and info.data.get(owner, "") is None:
+    def _of_what_is_run(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse arguments of an entry point that is not set."""
+        owner = _OWNER_OF[str(info.field_name)]
+        set_ones = [each for each in _OWNER_OF.values() if info.data.get(each) is not None]
+        if value and info.data.get(owner, "") is None and set_ones:
+            other = next(name for name, each in _OWNER_OF.items() if each == set_ones[0])
             raise PydanticCustomError(
                 "argument_of_the_other",
                 "is only passed to {owner}; move it to {other}",

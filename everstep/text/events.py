@@ -8,7 +8,7 @@ from typing import Any
 from everstep.text import failure
 from everstep.text.words import count, duration, numbers, size
 from everstep.wire import Event, Failure, StragglerReport
-from everstep.wire.events import EventKind
+from everstep.wire.events import OWN_FILES, EventKind
 
 
 def event(item: Event) -> str | None:
@@ -29,6 +29,8 @@ def event(item: Event) -> str | None:
                 f"attempt {item.attempt} with {count(data.get('world_size') or 0, 'rank')}: "
                 f"{workers}"
             )
+        case EventKind.RESTORED if data.get("source") == OWN_FILES:
+            return "the script starts again, at the checkpoints that it wrote itself"
         case EventKind.RESTORED if data.get("source") != "fresh":
             rejected = "".join(
                 f"; rejected {bad.get('name')}: {bad.get('problem')}"
@@ -40,10 +42,9 @@ def event(item: Event) -> str | None:
             )
         case EventKind.TRAINING_STARTED:
             warnings = "".join(f"; warning: {text}" for text in data.get("warnings") or ())
-            return (
-                f"training on {data.get('device')} over {data.get('backend')}: "
-                f"{data.get('total_steps')} steps{warnings}"
-            )
+            total = data.get("total_steps")
+            steps = "its own loop" if total is None else count(total, "step")
+            return f"training on {data.get('device')} over {data.get('backend')}: {steps}{warnings}"
         case EventKind.SNAPSHOTS if data.get("problem"):
             return f"nodes keep no snapshots: {data.get('problem')}; checkpoints are still saved"
         case EventKind.SNAPSHOTS:
@@ -73,8 +74,7 @@ def event(item: Event) -> str | None:
             return (
                 f"recovered in {duration(data.get('recovery_s') or 0)}: "
                 f"{data.get('world_size_before')} -> "
-                f"{count(data.get('world_size_after') or 0, 'rank')}, "
-                f"{count(data.get('steps_lost') or 0, 'step')} lost"
+                f"{count(data.get('world_size_after') or 0, 'rank')}{_lost(data)}"
             )
         case EventKind.STRAGGLER if data.get("slow"):
             return (
@@ -116,6 +116,12 @@ def event(item: Event) -> str | None:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
         case _:
             return None
+
+
+def _lost(data: Mapping[str, Any]) -> str:
+    """Return the cost in steps; nothing if the run reports none."""
+    lost = data.get("steps_lost")
+    return "" if lost is None else f", {count(lost, 'step')} lost"
 
 
 def _slowness(data: Mapping[str, Any]) -> str:

@@ -33,15 +33,16 @@ class EventKind(StrEnum):
     """A worker group started. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
     RESTORED = "restored"
     """Ranks agreed on the state to continue from. data: step, epoch, source ("fresh" | "checkpoint"
-    | "snapshot" | "fork"), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
+    | "snapshot" | "fork" | "own_files" of a script that
+    starts again), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
     best {metric, value, step} | null (the best evaluation of the restored state), origin {run_id,
     checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"
     """Once an attempt, before its first step. data: total_steps, steps_per_epoch, num_samples,
     num_parameters, micro_batch_size, device, backend, snapshots ("published" by rank 0 of a group
     on one node, left by "survivors", or "none"), guarantee (how samples are used over restarts, in
-    words) | null if unchanged, warnings [sentences about the task]. For a user's Ray Train function
-    only device, backend, snapshots and guarantee are set."""
+    words) | null if unchanged, warnings [sentences about the task]. For a user's own loop only
+    device, backend, snapshots and guarantee are set."""
     SNAPSHOTS = "snapshots"
     """Nodes started or stopped keeping snapshots. data: step, snapshots ("published" | "survivors"
     | "none"), problem | null."""
@@ -95,7 +96,8 @@ class EventKind(StrEnum):
     """Evidence found after a failure was reported. data: rank, node_id, pid, oom_line |
     null, oom_kills | null."""
     RECOVERED = "recovered"
-    """First step after a failure. data: detect_s, recovery_s, steps_lost, world_size_before,
+    """First step after a failure, or the start of a script that never reported one. data: detect_s,
+    recovery_s, steps_lost (null if unknown, as for a script), world_size_before,
     world_size_after, phases {name: seconds}."""
     DRILL_STARTED = "drill_started"
     """A fault is injected; the event is durable before that. data: id, kind, rank, node_id | null,
@@ -126,5 +128,7 @@ GPU_FAULTY = "its GPU is faulty: "
 """In the message of a failure of kind ``device``, if the node shows a fault of the hardware. The
 faults follow."""
 
+OWN_FILES = "own_files"
+"""Source of a ``restored`` event of a script that goes on from files that it wrote itself."""
 BEGINNINGS = frozenset({"fresh", "fork"})
 """Sources of a ``restored`` event that do not depend on older submissions of the run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from everstep.code.rules import modules
+from everstep.code.rules import MODULE_FLAG, modules, script_path
 from everstep.errors import FieldError
 from everstep.spec.field_errors import few
 from everstep.spec.user_code import CodeSpec
@@ -38,11 +38,13 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
         code: The spec's entry point and arguments.
         files: Path -> content of each file of the archive.
     """
+    tree = ModuleTree(files)
+    if code.script is not None:
+        return _script_faults(tree, code.script)
     field, entry = ("task", code.task) if code.task else ("train_fn", code.train_fn)
     assert entry is not None
     where = ("code", field)
     module_name, _, name = entry.partition(":")
-    tree = ModuleTree(files)
     path = tree.path_of(module_name)
     if path is None:
         known = modules(files.keys())
@@ -53,14 +55,7 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
             else f"its modules are {', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
         )
         return [FieldError(where, f"the archive has no module {module_name!r}; {hint}")]
-    packages = [
-        tree.path_of(module_name.rsplit(".", depth)[0])
-        for depth in range(1, module_name.count(".") + 1)
-    ]
-    read = dict.fromkeys(
-        file for start in (path, *packages) if start is not None for file in tree.reachable(start)
-    )
-    broken = [problem for problem in map(tree.parse, read) if isinstance(problem, str)]
+    broken = _syntax_faults(tree, path, module_name)
     if broken:
         return [FieldError(where, problem) for problem in broken]
     found = tree.find(path, name)
@@ -79,6 +74,35 @@ def faults_of(code: CodeSpec, files: Mapping[str, bytes]) -> list[FieldError]:
     if field == "train_fn":
         return _function_faults(found, where)
     return [*_class_faults(tree, found, where), *_argument_faults(found, code)]
+
+
+def _syntax_faults(tree: ModuleTree, path: str, module_name: str) -> list[str]:
+    """Return the syntax errors of a module, of the packages around it, and of what they import."""
+    packages = [
+        tree.path_of(module_name.rsplit(".", depth)[0])
+        for depth in range(1, module_name.count(".") + 1)
+    ]
+    read = dict.fromkeys(
+        file for start in (path, *packages) if start is not None for file in tree.reachable(start)
+    )
+    return [problem for problem in map(tree.parse, read) if isinstance(problem, str)]
+
+
+def _script_faults(tree: ModuleTree, script: str) -> list[FieldError]:
+    """Return why the archive has no such script, or the syntax errors of what it runs."""
+    where = ("code", "script")
+    is_module = script.startswith(MODULE_FLAG)
+    module_name = script.removeprefix(MODULE_FLAG).strip() if is_module else ""
+    path = script_path(tree.files.keys(), script)
+    if path is None:
+        scripts = sorted(each for each in tree.files if each.endswith(".py"))
+        known = modules(tree.files.keys()) if is_module else scripts
+        near = closest(module_name or script, known)
+        kind = "module" if is_module else "file"
+        found = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        hint = f"did you mean {near}?" if near else f"its {kind}s are {found}"
+        return [FieldError(where, f"the archive has no {kind} {module_name or script!r}; {hint}")]
+    return [FieldError(where, problem) for problem in _syntax_faults(tree, path, module_name)]
 
 
 def _function_faults(found: Found, where: tuple[str, ...]) -> list[FieldError]:

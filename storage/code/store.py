@@ -71,7 +71,7 @@ def look_at(data: bytes) -> StoredCode:
     if problems := collisions(paths):
         raise InvalidArchive("; ".join(problems))
     names = modules(paths)
-    if not names:
+    if not any(path.endswith(".py") for path in paths):
         raise InvalidArchive(
             "the archive contains no Python module; pack the directory that contains yours"
         )

@@ -111,7 +111,11 @@ class Driver:
             health_timeout_s = min(self._settings.health_timeout_s, spec.recovery.hang_timeout_s)
             self._settings = dataclasses.replace(self._settings, health_timeout_s=health_timeout_s)
         if spec.runs_own_function:
-            self._train, self._settings = OWN_FUNCTION, self._settings.for_own_function()
+            settings = self._settings
+            self._train = OWN_FUNCTION
+            self._settings = (
+                settings.for_script() if spec.runs_script else settings.for_own_function()
+            )
 
     def _end_older_submissions(self, spec: RunSpec) -> None:
         """End what the drivers of older submissions left running, before this submission's journal

@@ -33,6 +33,7 @@ class Chronicle:
     def __init__(self, engine: Engine) -> None:
         self.attempt = engine.history.last_attempt
         self._own_function = engine.job.spec.runs_own_function
+        self._is_script = engine.job.spec.runs_script
         self.world_size = 0
         self.is_open = False
         """Whether the attempt's start was reported, but not its end."""
@@ -96,6 +97,14 @@ class Chronicle:
             "attempt %d failed: %s; %s", self.attempt, failure_words.line(failure), failure.action
         )
 
+    def worked_s(self, evidence_at: float) -> float | None:
+        """Return how long the attempt's script had been running, in seconds, if it reports no
+        steps. It has not moved since its start, as far as anybody knows."""
+        if not self._is_script or self.last_step(()) is not None:
+            return None
+        began_at = self.journal.moved_at(self.attempt)
+        return None if began_at is None else max(0.0, evidence_at - began_at)
+
     def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:
         """Return the seconds without progress until the failure was noticed; None if ranks exited
         on request.
@@ -119,12 +128,13 @@ class Chronicle:
         """Report evidence about a failure that was found after the failure was reported."""
         self.journal.emit(EventKind.EVIDENCE, {**place, **found}, attempt=attempt)
 
-    def last_step(self, reports: Sequence[RankReport]) -> int:
+    def last_step(self, reports: Sequence[RankReport]) -> int | None:
         """Return the newest step known from the ranks, the journal, the previous failure or older
-        journals; 0 for a new run."""
+        journals; 0 for a new run. None for a script that reports no steps."""
         self.journal.ask(_ASK_S)
         known = [report.error.step for report in reports if report.error is not None]
         known += [self.journal.last_step, self.recovery.last_step if self.recovery else None]
-        return max(
+        newest = max(
             (step for step in known if step is not None), default=self._last_step_before or 0
         )
+        return None if self._is_script and newest == 0 else newest

@@ -123,6 +123,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             noticed_at=noticed_at,
             ranks=reports,
             last_step=self._chronicle.last_step(reports),
+            worked_s=self._chronicle.worked_s(noticed_at),
             control_error=None if isinstance(error, WorkerGroupError) else str(error),
         )
         judgement = judge(evidence)

@@ -59,6 +59,9 @@ class GroupFactory:
             time.time(),
             dict(self._engine.rank_env),
             self._chronicle.recovery,
+            last_step=(
+                self._chronicle.last_step(()) if self._engine.job.spec.runs_script else None
+            ),
             silent_peer_s=settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from everstep.wire.events import EventKind
+from everstep.wire.events import OWN_FILES, EventKind
 from storage.run_control import ProfileOrder, Stop
 from storage.run_names import CheckpointName
 from train_fn import clock as head_clock
@@ -24,10 +24,17 @@ class RankJournal:
         launch: has the failure that the attempt recovers from.
         world_rank: this rank.
         world_size: size of the group.
+        runs_script: whether the rank runs a user's script, which may report nothing.
     """
 
     def __init__(
-        self, client: ActorJournalClient, launch: RankLaunch, world_rank: int, world_size: int
+        self,
+        client: ActorJournalClient,
+        launch: RankLaunch,
+        world_rank: int,
+        world_size: int,
+        *,
+        runs_script: bool = False,
     ) -> None:
         self._client = client
         self._launch = launch
@@ -36,12 +43,21 @@ class RankJournal:
         self._entered = self._restored = time.monotonic()
         self._restored_step: int | None = None
         self._rejected_step = 0
+        self._from_own_files = False
+        """Whether a script continues from its own files, at a step that nobody knows."""
+        # A script that has reported before ends its recovery like others, with its next report.
+        self._reports_nothing = (
+            runs_script and launch.recovery is not None and not launch.recovery.last_step
+        )
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Queue an event. Never blocks."""
         if self._recovering:
             self._note(kind, data)
         self._client.emit(kind, data)
+        if kind is EventKind.TRAINING_STARTED and self._recovering and self._reports_nothing:
+            self._recovering = False
+            self._client.emit(EventKind.RECOVERED, self._recovered(head_clock.now()))
 
     @property
     def stop_requested(self) -> Stop | None:
@@ -70,6 +86,7 @@ class RankJournal:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
             self._restored_step = data.get("step")
+            self._from_own_files = data.get("source") == OWN_FILES
             self._rejected_step = _rejected_step(data, self._launch.attempt - 1)
         if kind is EventKind.METRICS and data["points"]:
             self._recovering = False
@@ -87,7 +104,7 @@ class RankJournal:
         # If no step was left to do, the reported step is from before the failure.
         first_step_at = max(first_step_at, restored_at)
         lost = None
-        if self._restored_step is not None:
+        if self._restored_step is not None and not self._from_own_files:
             # No known last step means that no step was reported.
             done = max(note.last_step or 0, self._rejected_step)
             lost = max(0, done - self._restored_step)

@@ -81,7 +81,10 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         secrets = read_secrets(job.spec, os.environ)
         redactor.learn(secrets.values())
         os.environ.update(secrets)
-        stop = _train(job, launch, RankJournal(client, launch, rank, place.get_world_size()))
+        journal = RankJournal(
+            client, launch, rank, place.get_world_size(), runs_script=job.spec.runs_script
+        )
+        stop = _train(job, launch, journal)
         return _outcome(stop, client)
     except BaseException as exc:
         raise _failure(exc, rank, job, redactor) from None
@@ -175,6 +178,7 @@ def _context(
         profile_ordered=journal.profile_ordered,
         hears_journal=journal.hears,
         journaled_step=journal.journaled_step,
+        steps_before=launch.last_step or 0,
         report_state_bytes=rank_process.note_state_bytes,
         report_kept=rank_process.note_kept,
         is_let_go=rank_process.is_let_go,

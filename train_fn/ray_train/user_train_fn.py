@@ -1,5 +1,5 @@
-"""Run a user's Ray Train function unchanged. Its reports go to the run's journal, and it can be
-stopped at each of them.
+"""Run a user's Ray Train function or script unchanged. Its reports go to the run's journal, and it
+can be stopped at each of them.
 
 A report is a step of such a run. The function has what Ray provides (``ray.train.get_checkpoint``).
 States in shared memory, the exact sampler and the sample ledger belong to Everstep's own loop, and
@@ -24,7 +24,7 @@ import ray.train.collective
 from ray.exceptions import RayError
 
 from everstep.spec.user_code import CodeSpec
-from everstep.wire.events import EventKind
+from everstep.wire.events import OWN_FILES, EventKind
 from everstep.wire.metric_names import MAX_NAMES, NameLimit
 from storage.run_control import Stop
 from train_fn import clock as head_clock
@@ -36,6 +36,7 @@ from train_fn.profiling.profiler import StepProfiler
 from train_fn.ray_train.checkpoint_list import STEP_METRIC, latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
 from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
+from train_fn.ray_train.user_script import ScriptRun, close_store, prepare_script
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
@@ -45,6 +46,11 @@ from train_fn.user_code.packages import bring_packages
 GUARANTEE = (
     "A train_fn resumes from the newest checkpoint that it reported. Later steps are repeated, and "
     "its own loader decides which samples they use."
+)
+
+SCRIPT_GUARANTEE = (
+    "A script goes on from the checkpoints that it writes itself: what it did since the last of "
+    "them is done again, and which samples it sees is up to its own loader."
 )
 
 DOOR = "everstep.train"
@@ -72,6 +78,8 @@ class Reports:
         self._profiler = StepProfiler(ctx, list)
         self._began = time.perf_counter()
         self._names = NameLimit()
+        self.has_reported = False
+        """Whether this attempt has made a report, at which it can stop."""
         self._warned_of_limit = False
         self._restored: dict[str, Any] | None = None
         """Where the function goes on, until that is reported."""
@@ -95,6 +103,7 @@ class Reports:
         if self._context.report_call_index == before:
             raise PeersGone("a report was aborted: another rank is gone")
         self.step = step
+        self.has_reported = True
         if protected is not None:
             if self._ctx.world_rank == 0:
                 self._tell_values(_numbers(metrics))
@@ -188,10 +197,16 @@ def train(ctx: WorkerContext) -> Stop | None:
     reports, failed = None, None
     try:
         own_loop.present = own_loop.OwnLoop(ctx)
-        reports = _begin(ctx)
-        _call(ctx, reports)
+        reports, script = _begin(ctx)
+        if script is None:
+            _call(ctx, reports)
+        else:
+            reports.begin(may_protect=script.mentions(DOOR))
+            reports.stop = script.run(
+                ctx, takes_stops=lambda: reports.has_reported or _protection() is not None
+            )
         reports.close(failed=False)
-        return None
+        return reports.stop
     except StopAgreed as exc:
         assert reports is not None
         reports.close(failed=False)
@@ -207,22 +222,28 @@ def train(ctx: WorkerContext) -> Stop | None:
     raise failed
 
 
-def _begin(ctx: WorkerContext) -> Reports:
-    """Wrap Ray's ``report``, and send an event with the step at which the function continues."""
+def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None]:
+    """Wrap Ray's ``report``, and send an event with the step at which the function or script
+    continues."""
     bring_packages(ctx)
-    add_to_path(ctx.run_dir.storage, _code(ctx).archive)
+    script = prepare_script(ctx) if ctx.spec.runs_script else None
+    if script is None:
+        add_to_path(ctx.run_dir.storage, _code(ctx).archive)
     context = get_train_context()
     step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
+    if script is not None and name is None:
+        step = ctx.steps_before
     rejected = rejected_reports(ctx.run_dir)
     context.report = reports = Reports(ctx, context, step, kept=name is not None)
     if ctx.world_rank == 0:
-        source = "fresh" if name is None else "checkpoint"
+        beginning = OWN_FILES if script is not None and ctx.attempt > 1 else "fresh"
+        source = beginning if name is None else "checkpoint"
         restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
         restored["rejected"] = [
             {"name": each, "problem": problem} for each, problem in rejected.items()
         ]
         reports.hold_restored(restored)
-    return reports
+    return reports, script
 
 
 def _call(ctx: WorkerContext, reports: Reports) -> None:
@@ -278,8 +299,11 @@ def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFa
     forget_frames(cause)
     gc.collect()
     end_process_group()
-    error = dataclasses.replace(error, step=step, phase="train_fn")
-    return StepFailed(error, "a train_fn keeps its state in its own checkpoints")
+    close_store()
+    is_script = ctx.spec.runs_script
+    step = None if is_script and not step else step  # without reports no step is known
+    error = dataclasses.replace(error, step=step, phase="script" if is_script else "train_fn")
+    return StepFailed(error, "the user's own loop keeps its state in its own checkpoints")
 
 
 def _code(ctx: WorkerContext) -> CodeSpec:
@@ -308,7 +332,7 @@ def _facts(ctx: WorkerContext) -> dict[str, Any]:
     return {
         **unknown,
         "snapshots": "none",
-        "guarantee": GUARANTEE,
+        "guarantee": SCRIPT_GUARANTEE if ctx.spec.runs_script else GUARANTEE,
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
     }

@@ -36,6 +36,8 @@ Only ``user_errors`` and ``system_failures`` can run out. A preemption, or troub
 plane or the storage, is not the run's fault: the run retries with a growing backoff."""
 
 
+SCRIPT_PROGRESS_S = 300.0
+"""A script that reports no steps is taken to make progress once it has run for so many seconds."""
 _START_PHASES = frozenset({"start", "restore"})
 _TOO_SMALL_STARTS = 3
 """So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
@@ -50,6 +52,13 @@ class PastFailure:
     signature: str | None = None
     node_id: str | None = None
     pairs: Pairs = frozenset()
+    worked_s: float | None = None
+    """How long a script that reports no steps had been running; None for other runs."""
+
+    @property
+    def made_progress(self) -> bool:
+        """Return whether a script had been running long enough to have moved."""
+        return self.worked_s is not None and self.worked_s >= SCRIPT_PROGRESS_S
 
 
 @dataclass(frozen=True)
@@ -171,8 +180,10 @@ def _decide_user_error(
 ) -> Decision:
     budget = BUDGET_OF[Verdict.USER_ERROR]
     earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]
-    if any(
-        failure.step == judgement.step and failure.signature == judgement.signature
+    if not _made_progress(judgement) and any(
+        failure.step == judgement.step
+        and failure.signature == judgement.signature
+        and not failure.made_progress
         for failure in earlier
     ):
         message = f"the same error {_place(judgement)} twice: {judgement.exception}"
@@ -313,8 +324,10 @@ def _failures_without_progress(
     """Return how many earlier failures of the same budget follow the last one at a smaller step.
 
     A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
-    look like a step back.
+    look like a step back. A script that reports no steps moves on by running for long.
     """
+    if _made_progress(judgement):
+        return 0
     steps: list[int] = []
     for known in (*(failure.step for failure in past), judgement.step):
         steps.append(known if known is not None else steps[-1] if steps else 0)
@@ -325,7 +338,14 @@ def _failures_without_progress(
         if steps[-1] > step:
             break
         count += 1
+        if failure.made_progress:
+            break
     return count
+
+
+def _made_progress(judgement: Judgement) -> bool:
+    worked_s = judgement.detail.get("worked_s")
+    return worked_s is not None and float(worked_s) >= SCRIPT_PROGRESS_S
 
 
 def _last(judgement: Judgement) -> str:

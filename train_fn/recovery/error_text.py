@@ -45,9 +45,11 @@ _FULL_ADVICE = (
 )
 
 _USER_FRAME = re.compile(
-    r'File "[^"\n]*/cache/code/[0-9a-f]{64}/([^"\n]+)", line (\d+)(?:, in (\S+))?'
+    r'File "[^"\n]*/(?:cache/code/[0-9a-f]{64}|runs/[^"/\n]+/workdir)/([^"\n]+)", '
+    r"line (\d+)(?:, in (\S+))?"
 )
-"""A frame of uploaded code, found by its directory on the node (``user_code/modules.py``)."""
+"""A frame of uploaded code, found by its directory on the node (``user_code/modules.py``), or by a
+script's working directory (``ray_train/user_script.py``)."""
 
 
 def message_of(exc: BaseException) -> str:

@@ -72,6 +72,8 @@ class Evidence:
     ranks: tuple[RankReport, ...] = ()
     last_step: int | None = None
     """Most steps done, as far as any rank or the journal knows."""
+    worked_s: float | None = None
+    """How long a script that reports no steps had been running; None for other runs."""
     control_error: str | None = None
     """An error of the controller or of the group's start, not of a training function."""
 
@@ -91,6 +93,8 @@ class Evidence:
         detail: dict[str, Any] = {"ranks": [_line(report) for report in self.ranks]}
         if self.pairs:
             detail["pairs"] = as_json(self.pairs)
+        if self.worked_s is not None:
+            detail["worked_s"] = round(self.worked_s, 3)
         if self.control_error:
             detail["control_error"] = self.control_error[-_DETAIL_CHARS:]
         if first is not None:

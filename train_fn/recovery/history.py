@@ -109,7 +109,8 @@ def past_failure(failure: Failure) -> PastFailure:
     """Return the part of a failure that later decisions need."""
     signature = failure.evidence.get("signature")
     pairs = from_json(failure.evidence.get("pairs"))
-    return PastFailure(failure.verdict, failure.step, signature, failure.node_id, pairs)
+    worked_s = failure.evidence.get("worked_s")
+    return PastFailure(failure.verdict, failure.step, signature, failure.node_id, pairs, worked_s)
 
 
 def read_history(run_dir: RunDir) -> History:

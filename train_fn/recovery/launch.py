@@ -70,6 +70,8 @@ class RankLaunch:
     recovery: RecoveryNote | None = None
     num_nodes: int = 0
     """Number of nodes with ranks; set once the nodes are chosen."""
+    last_step: int | None = None
+    """Most steps done by earlier attempts, for a script, which may begin where nobody sees."""
     silent_peer_s: float = 0.0
     """Seconds of silence after which a rank closes a connection; 0 for never."""
     meets_to_report: bool = True

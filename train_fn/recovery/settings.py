@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 PREFIX = "EVERSTEP_RECOVERY_"
+SCRIPT_GROWTH_S = 600.0
+"""Shortest time in seconds that a script's group runs before it grows."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,18 @@ class RecoverySettings:
             hang_min_s=max(self.hang_min_s, self.hang_evaluation_s),
             hang_first_step_s=max(self.hang_first_step_s, self.hang_evaluation_s),
             yield_timeout_s=max(self.yield_timeout_s, self.hang_evaluation_s),
+        )
+
+    def for_script(self) -> RecoverySettings:
+        """Return the settings for a user's script, which may never report.
+
+        It is interrupted to change its size, as by torchrun, so it grows seldom.
+        """
+        return dataclasses.replace(
+            self.for_own_function(),
+            hang_first_step_s=math.inf,
+            yield_timeout_s=self.yield_timeout_s,
+            growth_cooldown_s=max(self.growth_cooldown_s, SCRIPT_GROWTH_S),
         )
 
     @classmethod

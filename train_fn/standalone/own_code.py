@@ -26,6 +26,11 @@ def bring_code(spec: RunSpec, storage: Storage, code: OwnCode | None) -> None:
     cannot run here."""
     if spec.code is None:
         return
+    if spec.code.script is not None:
+        raise UsageError(
+            "code.script is a script for torchrun: run it with torchrun itself, as in `torchrun "
+            "--nproc-per-node 2 train.py`; `everstep submit` gives it to the service"
+        )
     if spec.code.train_fn is not None:
         raise UsageError(
             "code.train_fn runs under Ray Train alone; `everstep submit` gives it to the service"

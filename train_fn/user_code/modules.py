@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,18 +39,19 @@ def add_to_path(storage: Storage, digest: str) -> None:
     """Make an archive's modules importable in this process, before all others. Raises StorageError
     where it cannot be fetched."""
     if digest not in _on_disk:
-        directory = _on_node(storage, digest)
-        _import_from(directory, files_of(directory).keys())
+        code = files_on_node(storage, digest)
+        import_from(code.directory, code.names)
 
 
 def work_on(archive: bytes, directory: Path) -> None:
     """Import an archive's modules from the directory that it was packed from, in this process:
     breakpoints there hold."""
     _on_disk[f"sha256:{hashlib.sha256(archive).hexdigest()}"] = directory.resolve()
-    _import_from(directory.resolve(), {member.path for member in read_members(archive)})
+    import_from(directory.resolve(), {member.path for member in read_members(archive)})
 
 
-def _import_from(directory: Path, files: Collection[str]) -> None:
+def import_from(directory: Path, files: Collection[str]) -> None:
+    """Make the modules among ``files``, which lie in ``directory``, importable in this process."""
     roots = [str(directory / root) for root in import_roots(files)]
     with _path_lock:
         sys.path[:0] = [root for root in roots if root not in sys.path]
@@ -121,9 +123,17 @@ def _short(file: str) -> str:
     return _IN_CACHE.sub("", file)
 
 
-def _on_node(storage: Storage, digest: str) -> Path:
-    """The directory with the archive's files, which is made by the first process of this node that
-    asks."""
+@dataclass(frozen=True)
+class CodeOnNode:
+    """An archive's files in a directory of this node."""
+
+    directory: Path
+    names: Collection[str]
+
+
+def files_on_node(storage: Storage, digest: str) -> CodeOnNode:
+    """Return the archive's files on this node. The first process of the node that asks unpacks
+    them."""
     directory = cache_root() / "code" / digest.partition(":")[2]
     once_a_node(directory, lambda temporary: unpack(CodeStore(storage).read(digest), temporary))
-    return directory
+    return CodeOnNode(directory, files_of(directory).keys())

@@ -170,7 +170,9 @@ async def test_uploaded_and_submitted_by_hand(api: ApiService, tmp_path: Path) -
         "archive": digest,
         "task": "task:Line",
         "train_fn": None,
+        "script": None,
         "args": {},
+        "argv": [],
         "config": {},
     }
     assert spec["code"]["args"] == {"length": 9}
@@ -185,9 +187,17 @@ async def test_a_spec_of_ones_own_code_and_its_faults(api: ApiService, tmp_path:
     assert result.exit_code == 0, result.stderr
     spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
     assert spec["code"]["config"] == {"epochs": 3}
+    arguments = ("--set", "tags.a=b", "--", "--set", "x", "-v")
+    result = await everstep("submit", "--code", root, "--script", "train.py", *arguments)
+    assert result.exit_code == 0, result.stderr
+    spec = await api.get(f"/v1/runs/{result.stdout.split()[-1]}/spec")
+    assert (spec["name"], spec["tags"]) == ("train", {"a": "b"})
+    assert (spec["code"]["script"], spec["code"]["argv"]) == ("train.py", ["--set", "x", "-v"])
     for arguments, words in (
         (("--code", root, "--train-fn", "train:nothing"), "train.py has no function 'nothing'"),
-        (("--code", root), "set exactly one of task and train_fn"),
+        (("--code", root), "set exactly one of task, script and train_fn"),
+        (("--code", root, "--script", "tain.py"), "did you mean train.py?"),
+        (("--code", root, "--task", "a:B", "--", "--lr"), "add --script FILE.py"),
         (("--task", "a:B"), "add --code DIRECTORY"),
         ((), "give a SPEC.yaml"),
     ):

@@ -33,6 +33,7 @@ OWN_FUNCTION: dict[str, Any] = {
     "train_fn": "mine.train:train_fn",
     "config": {"lr": 0.1},
 }
+SCRIPT: dict[str, Any] = {"archive": OWN["archive"], "script": "train.py", "argv": ["--lr", "0.1"]}
 CONTRACT: dict[str, Any] = {
     "name": "digits-resnet",
     "project": "default",
@@ -256,13 +257,31 @@ def test_all_faults_are_found_at_once() -> None:
         (
             {"name": "a", "code": {"archive": OWN["archive"]}},
             "code.train_fn",
-            "exactly one of task and train_fn",
+            "exactly one of task, script and train_fn",
         ),
         (
             {"name": "a", "code": {**OWN, "train_fn": "a:b"}},
             "code.train_fn",
-            "exactly one of task and train_fn",
+            "exactly one of task, script and train_fn",
         ),
+        (
+            {"name": "a", "code": {**OWN, "script": "train.py"}},
+            "code.train_fn",
+            "exactly one of task, script and train_fn",
+        ),
+        (
+            {"name": "a", "code": {**OWN_FUNCTION, "script": "train.py"}},
+            "code.train_fn",
+            "exactly one of task, script and train_fn",
+        ),
+        ({"name": "a", "code": {**SCRIPT, "script": "/a/b.py"}}, "code.script", "absolute path"),
+        ({"name": "a", "code": {**SCRIPT, "script": "../b.py"}}, "code.script", "not a plain path"),
+        ({"name": "a", "code": {**SCRIPT, "script": "run.sh"}}, "code.script", "ends in .py"),
+        ({"name": "a", "code": {**SCRIPT, "script": "-m a/b"}}, "code.script", "-m pkg.train"),
+        ({"name": "a", "code": {**SCRIPT, "config": {"a": 1}}}, "code.config", "move it to argv"),
+        ({"name": "a", "code": {**OWN, "argv": ["--lr", "1"]}}, "code.argv", "move it to args"),
+        ({"name": "a", "code": {**SCRIPT, "argv": [0.1]}}, "code.argv.0", "must be text"),
+        ({"name": "a", "code": SCRIPT, "train": {"epochs": 3}}, "train", "move it to code.argv"),
         ({"name": "a", "code": {**OWN, "config": {"a": 1}}}, "code.config", "move it to args"),
         (
             {"name": "a", "code": {**OWN, "args": {"a": [{"b": float("inf")}]}}},

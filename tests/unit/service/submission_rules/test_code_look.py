@@ -225,3 +225,26 @@ def test_source_that_takes_long_to_parse_is_not_parsed(monkeypatch: pytest.Monke
         == []
     )
     assert max(parsed) <= 64 << 10 and 1 << 18 < sum(parsed) <= 1 << 20
+
+
+def test_a_script() -> None:
+    files = {
+        "train.py": "import pkg.parts\n",
+        "pkg/__init__.py": "",
+        "pkg/parts.py": "def f(:\n",
+        "pkg/__main__.py": "",
+    }
+
+    def found(script: str, **changes: str) -> list[str]:
+        code = CodeSpec(archive=ARCHIVE, script=script)
+        sources = {path: text.encode() for path, text in (files | changes).items()}
+        return [str(fault) for fault in faults_of(code, sources)]
+
+    mended = {"pkg/parts.py": ""}
+    for script in ("train.py", "./train.py", "-m train", "-m pkg", "pkg/parts.py"):
+        assert found(script, **mended) == []
+    assert found("train.py") == ["code.script: pkg/parts.py, line 1: invalid syntax"]
+    assert found("trian.py") == [
+        "code.script: the archive has no file 'trian.py'; did you mean train.py?"
+    ]
+    assert found("-m pkg.tr", **mended)[0].startswith("code.script: the archive has no module")
