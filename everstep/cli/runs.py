@@ -115,7 +115,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ("attempt", f"{run.attempt} of submission {run.submission}"),
         (
             "failures",
-            (f"{words.count(run.restarts, 'restart')}, {words.count(run.steps_lost, 'step')} lost"),
+            f"{words.count(run.restarts, 'restart')}, {words.lost(run)}",
         ),
         (
             "survives",

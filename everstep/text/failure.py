@@ -165,7 +165,9 @@ def _outcome(fault: Failure) -> str:
     parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
         parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
-    if fault.steps_lost is not None:
+    if fault.evidence.get("worked_s") is not None:
+        parts.append(f"at most {duration(float(fault.evidence['worked_s']))} of work done again")
+    elif fault.steps_lost is not None:
         parts.append(f"{count(fault.steps_lost, 'step')} lost")
     if fault.detect_s is not None:
         parts.append(f"detected after {duration(fault.detect_s)}")

@@ -68,6 +68,17 @@ def progress(run: Run) -> str:
     return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
 
 
+def lost(run: Run) -> str:
+    """Return how many steps a run has lost: ``2 steps lost``.
+
+    A run that was restarted before any step was reported has lost a number that nobody knows: a
+    user's script may report none.
+    """
+    if run.restarts and not run.step and not run.steps_lost:
+        return "no steps reported"
+    return f"{count(run.steps_lost, 'step')} lost"
+
+
 def summary(run: Run) -> str:
     """Return how a run ended: a line, and a second one for its reason."""
     parts = [f"{run.status} at step {progress(run)}"]
@@ -77,7 +88,7 @@ def summary(run: Run) -> str:
     validation = {name: value for name, value in run.metrics.items() if name.startswith("val_")}
     if validation:
         text += f": {numbers(validation)}"
-    text += f"; {count(run.restarts, 'restart')}, {count(run.steps_lost, 'step')} lost"
+    text += f"; {count(run.restarts, 'restart')}, {lost(run)}"
     if run.reason is not None:
         text += f"\n{run.reason.code}: {run.reason.message}"
     return text

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire import Answer, Time, Verdict
+from everstep.wire.events import OWN_FILES
 
 
 class DrillKind(StrEnum):
@@ -112,7 +113,8 @@ class DrillReport(Answer):
     restored_step: int | None
     """Steps done in the restored state."""
     restored_from: str | None
-    """The restored state: ``snapshot``, ``fresh``, or a checkpoint's name."""
+    """The restored state: ``snapshot``, ``fresh``, ``own_files`` of a script, or a checkpoint's
+    name."""
     rejected: tuple[str, ...]
     """States that were found damaged and skipped."""
     parity: DrillParity | None
@@ -137,6 +139,8 @@ class Drill(Answer):
         """Return whether the report is final, apart from the sample ledger of an unfinished
         epoch."""
         if self.state is DrillState.RECOVERED:
+            if self.report is not None and self.report.restored_from == OWN_FILES:
+                return True
             parity = self.report.parity if self.report else None
             return parity is not None and parity.in_parity is not None
         return self.state not in (DrillState.REQUESTED, DrillState.STARTED)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from everstep.wire import RunStatus, Verdict
 from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
-from everstep.wire.events import EventKind
+from everstep.wire.events import OWN_FILES, EventKind
 from service.model.rows import EventRow
 from service.projections.parity import parity
 
@@ -155,7 +155,7 @@ def _phases(recovered: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _parity(story: Story, metrics: Sequence[EventRow]) -> DrillParity | None:
-    if story.recovered is None or story.restored is None:
+    if story.recovered is None or story.restored is None or _has_own_files(story):
         return None
     epoch = story.epoch.data if story.epoch else None
     once = None if epoch is None else epoch["duplicates"] == epoch["missing"] == 0
@@ -171,6 +171,11 @@ def _parity(story: Story, metrics: Sequence[EventRow]) -> DrillParity | None:
 def _note(
     story: Story, started: EventRow, restored: Mapping[str, Any], rejected: Sequence[str]
 ) -> str | None:
+    if story.recovered is not None and _has_own_files(story):
+        return (
+            "the script continues from its own files: which steps it repeats, and whether its "
+            "loss continues, is not known"
+        )
     checkpoint = started.data.get("checkpoint")
     if checkpoint is None or story.recovered is None:
         return None
@@ -186,6 +191,10 @@ def _note(
         f"the damaged checkpoint {checkpoint} was not needed: the run continued {went_on}; the "
         "fallback was not tested"
     )
+
+
+def _has_own_files(story: Story) -> bool:
+    return story.restored is not None and story.restored.data.get("source") == OWN_FILES
 
 
 def _verdict(failure: EventRow | None) -> Verdict | None:

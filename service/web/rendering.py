@@ -48,6 +48,7 @@ _environment: Final = Environment(
 _environment.globals |= {"asset": asset_url, "csrf_field": CSRF_FIELD}
 _environment.filters |= {
     "count": cli_words.count,
+    "lost": cli_words.lost,
     "duration": cli_words.duration,
     "span": words.span,
     "size": cli_words.size,

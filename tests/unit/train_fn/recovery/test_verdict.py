@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -193,6 +194,24 @@ def test_progress_gives_the_system_budget_back() -> None:
     assert not weighed(lost_judgement(500), [], max_system_failures=0).restart
     stop = weighed(lost_judgement(499), past, max_system_failures=1)
     assert (stop.restart, stop.reason) == (False, ReasonCode.SYSTEM_FAILURES_EXHAUSTED)
+
+
+def test_a_script_that_reports_nothing_makes_progress_by_running_for_long() -> None:
+    def lost(worked_s: float) -> Judgement:
+        return replace(lost_judgement(None), detail={"worked_s": worked_s})
+
+    short = [PastFailure(Verdict.NODE_LOST, None, worked_s=2.0)] * 40
+    assert weighed(lost(2.0), short).reason is ReasonCode.NO_PROGRESS
+    assert weighed(lost(301.0), short).restart
+    after_long = [*short, PastFailure(Verdict.NODE_LOST, None, worked_s=301.0)]
+    assert weighed(lost(2.0), after_long).restart
+    assert weighed(lost(2.0), after_long).backoff_s == 0
+    errors = [PastFailure(Verdict.USER_ERROR, None, "a", worked_s=301.0)]
+    judgement = replace(user_judgement(1), step=None, detail={"worked_s": 301.0})
+    assert weighed(judgement, errors, max_user_errors=2).restart
+    assert not weighed(
+        replace(judgement, detail={"worked_s": 1.0}), short[:0], max_user_errors=0
+    ).restart
 
 
 def test_failures_without_progress_back_off_and_then_stop() -> None:

@@ -1,0 +1,75 @@
+"""What is said of a script that reports no steps: nobody knows how many were lost."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.text import events, failure, words
+from everstep.wire import Event, Failure
+from everstep.wire.drills import Drill, DrillKind
+from everstep.wire.events import EventKind
+from everstep.wire.run import Run
+from service.model.rows import EventRow
+from service.projections import drills
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+FAILED = {"verdict": "worker_lost", "first_rank": 1, "evidence": {"worked_s": 12.0}}
+RECOVERED = {
+    "recovery_s": 2.0,
+    "steps_lost": None,
+    "world_size_before": 2,
+    "world_size_after": 2,
+}
+
+
+def event(kind: EventKind, **data: Any) -> Event:
+    return Event.model_validate(
+        {"seq": 1, "at": AT, "kind": kind, "submission": 1, "attempt": 2, "data": data}
+    )
+
+
+def test_why_says_how_long_may_be_done_again_and_claims_no_steps() -> None:
+    told = failure.story(Failure.of(event(EventKind.FAILURE, **FAILED)))[-1]
+    assert "at most 12.0 s of work done again" in told and "lost" not in told
+    assert events.event(event(EventKind.RECOVERED, **RECOVERED)) == (
+        "recovered in 2.0 s: 2 -> 2 ranks"
+    )
+    started = events.event(event(EventKind.RESTORED, step=0, source="own_files"))
+    assert started == "the script starts again, at the checkpoints that it wrote itself"
+    running = event(EventKind.TRAINING_STARTED, device="cpu", backend="gloo", total_steps=None)
+    assert events.event(running) == "training on cpu over gloo: its own loop"
+
+
+def test_a_run_without_steps_claims_none_lost() -> None:
+    def lost(**fields: int) -> str:
+        return words.lost(Run.model_construct(**fields))
+
+    assert lost(restarts=1, step=0, steps_lost=0) == "no steps reported"
+    assert lost(restarts=0, step=0, steps_lost=0) == "0 steps lost"
+    assert lost(restarts=1, step=9, steps_lost=0) == "0 steps lost"
+    assert lost(restarts=1, step=0, steps_lost=3) == "3 steps lost"
+
+
+def drill_of(source: str) -> Drill:
+    history: list[tuple[EventKind, dict[str, Any]]] = [
+        (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
+        (EventKind.DRILL_STARTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
+        (EventKind.FAILURE, FAILED),
+        (EventKind.RESTORED, {"step": 0, "source": source, "checkpoint": None}),
+        (EventKind.RECOVERED, RECOVERED),
+    ]
+    rows = [
+        EventRow(number, float(number), kind, 1, 1, data)
+        for number, (kind, data) in enumerate(history)
+    ]
+    [story] = drills.stories(rows)
+    return drills.drill(story, [])
+
+
+def test_a_drill_of_a_script_is_complete_and_claims_no_parity() -> None:
+    found = drill_of("own_files")
+    assert found.kind is DrillKind.KILL_WORKER and found.complete and found.report is not None
+    assert (found.report.parity, found.report.steps_lost) == (None, None)
+    assert "is not known" in str(found.report.note)
+    assert not drill_of("fresh").complete
