@@ -1,12 +1,16 @@
-"""Which device a rank uses."""
+"""Which device a rank uses, and what its error carries."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import ray.train.torch
 import torch
 
+from train_fn.node.secrets import Redactor
 from train_fn.ray_train import rank_training
+from train_fn.recovery.rank_error import RankError
 
 
 @pytest.mark.parametrize(("num_visible", "expected"), [(2, "cuda:1"), (1, "cuda:0")])
@@ -19,3 +23,28 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
         str(rank_training._device(use_gpu=True)) == expected
         and str(rank_training._device(use_gpu=False)) == "cpu"
     )
+
+
+def failure_of(exc: Exception, monkeypatch: pytest.MonkeyPatch) -> RankError:
+    monkeypatch.setattr(rank_training, "unheard_hosts", lambda: ("10.0.0.3",))
+    job = SimpleNamespace(use_gpu=False)
+    redactor = Redactor()
+    redactor.learn(["hunter2"])
+    error: RankError = rank_training._failure(exc, 1, job, redactor).error  # type: ignore[arg-type]
+    return error
+
+
+def test_an_error_of_the_device_takes_what_its_node_says_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = failure_of(torch.AcceleratorError("CUDA error: unspecified launch"), monkeypatch)
+    assert found.device is not None and found.device["faults"] == []
+    assert failure_of(ValueError("hunter2"), monkeypatch).device is None
+
+
+def test_an_error_says_which_hosts_were_not_heard_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = failure_of(ValueError("the key is hunter2"), monkeypatch)
+    assert found.unheard == ("10.0.0.3",)
+    assert "hunter2" not in found.message + found.traceback

@@ -85,6 +85,7 @@ def test_a_death_outweighs_a_silence() -> None:
     judgement = judged(gone(0, unheard=("c",)), RankReport(2, "c", 1, died=True))
     assert (judgement.verdict, judgement.first_rank) == (Verdict.WORKER_LOST, 2)
     assert judgement.pairs == frozenset(), "a host without its rank is no broken path"
+    assert "pairs" not in judgement.detail
 
 
 def test_a_start_that_two_nodes_hold_up_names_them_too() -> None:
