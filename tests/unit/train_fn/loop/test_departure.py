@@ -388,3 +388,36 @@ def test_nothing_is_kept_of_a_model_that_may_hold_an_average(
     break_the_device(monkeypatch)
     assert fail(run_dir, 1).error.snapshot_step is None
     assert labels(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("moves_at", "num_copies"), [(1, 0), (2, 1)], ids=["before the copy", "while it is copied"]
+)
+def test_nothing_is_kept_of_a_thread_that_moves(
+    moves_at: int, num_copies: int, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread is looked at before, after a moment, and after the copy."""
+    looks: list[int] = []
+    copies: list[int] = []
+
+    def place(self: Rescue) -> Any:
+        looks.append(len(looks))
+        if len(looks) > 3:
+            return None  # it has ended
+        return "frame", len(looks) > moves_at, 3
+
+    def keep_meanwhile(self: Rescue) -> int | None:
+        copy = self._copy
+        monkeypatch.setattr(self, "_copy", lambda: copies.append(1) or copy())
+        monkeypatch.setattr(Rescue, "_place", place)
+        thread = threading.Thread(target=self.keep)
+        thread.start()
+        thread.join()
+        assert self.kept_step is None
+        return leave(self)
+
+    leave = Rescue.leave
+    monkeypatch.setattr(Rescue, "leave", keep_meanwhile)
+    break_the_device(monkeypatch)
+    assert fail(run_dir, 1).error.snapshot_step is None
+    assert labels(run_dir) == [] and len(copies) == num_copies
