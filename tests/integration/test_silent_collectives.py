@@ -24,6 +24,7 @@ from tests.support.silent_backend import SilentOptions
 from train_fn.loop import state_broadcast
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots.store import node_snapshots
+from train_fn.state.tensor_tree import TensorShape
 from train_fn.step.peers import Peers
 
 BLOCKING, AHEAD = SilentOptions(), SilentOptions(run_ahead=True, delay_s=0.002)
@@ -114,15 +115,19 @@ def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Pa
 def die_while_sending() -> None:
     """Rank 0 ends itself before the last piece of a state; no other collective would follow it but
     those that training begins with."""
-    chunks, start_broadcast, num_left = state_broadcast._chunks, Peers.start_broadcast, [0]
+    chunks, flat_of, num_left = state_broadcast._chunks, state_broadcast._flat, [0]
+    start_broadcast = Peers.start_broadcast
 
-    def cut(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def cut(tensors: list[TensorShape]) -> list[list[TensorShape]]:
         pieces = chunks(tensors)
         num_left[0] = len(pieces)
-        if dist.get_rank() != 0:
-            for tensor in tensors:
-                tensor.zero_()  # as fresh memory often is: no NaN gives the garbage away
         return pieces
+
+    def zeros(peers: Peers, part: list[TensorShape], own: list[torch.Tensor] | None) -> Any:
+        flat = flat_of(peers, part, own)
+        if own is None:
+            flat.zero_()  # as fresh memory often is: no NaN gives the garbage away
+        return flat
 
     def send(peers: Peers, tensor: torch.Tensor, source: int) -> dist.Work | None:
         num_left[0] -= 1
@@ -131,6 +136,7 @@ def die_while_sending() -> None:
         return start_broadcast(peers, tensor, source)
 
     state_broadcast._chunks = cut
+    state_broadcast._flat = zeros
     Peers.start_broadcast = send  # type: ignore[method-assign]
 
 

@@ -18,9 +18,8 @@ from train_fn.loop.training import Progress
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
-from train_fn.snapshots.store import leave_snapshot
+from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.state.kept_state import KeptState
-from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
 
@@ -90,9 +89,8 @@ def keep_state(
         found = whole()
         if isinstance(found, str):
             return found
-        left = copy_to_cpu(found)
-        state.require_sound(left)
-        return leave_snapshot(ctx, left)
+        state.require_sound(found)
+        return leave_snapshot(ctx, found)
     except TrainError as exc:  # what broke the attempt says more
         return str(exc)
     except RuntimeError as exc:  # so does a device that cannot be read any more

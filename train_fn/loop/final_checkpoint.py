@@ -7,8 +7,8 @@ import logging
 from storage.run_control import Stop
 from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.loop.training import Training
-from train_fn.snapshots.store import leave_snapshot, snapshot_store
-from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.snapshots.store import snapshot_store
 from train_fn.step.peers import Peers
 from train_fn.tasks.checks import where
 
@@ -46,7 +46,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
         logger.warning(
             "stopped without a final checkpoint; the state stays on this node: %s", error
         )
-        leave_snapshot(training.ctx, copy_to_cpu(replica.state.state_dict()))
+        leave_snapshot(training.ctx, replica.state.state_dict())
     else:
         snapshot_store(training.ctx).remove_all()
 

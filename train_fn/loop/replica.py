@@ -15,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.built_model import require_fit_for, warnings_of
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.step_module import StepModule, empty_like, wrap
+from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
-from train_fn.samples.loader import KeyedDataset, Loaded, TrainingData, collate_of, to_device
+from train_fn.samples.loader import Loaded, TrainingData, to_device
 from train_fn.samples.randomness import seed_building, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
 from train_fn.samples.stream_set import StreamSet
-from train_fn.state.contents import Contents, few, sketch
+from train_fn.state.contents import Contents, sketch
 from train_fn.state.ema import Ema
 from train_fn.state.optim import build_optimizer
 from train_fn.state.task_state import TaskState
@@ -32,7 +33,6 @@ from train_fn.state.trained_parameters import (
     LearningRates,
     TrainedParameters,
     check_no_scheduler,
-    hooked_parameters,
 )
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.carrier import Carrier
@@ -47,8 +47,6 @@ from train_fn.tasks.checks import (
     checked_datasets,
     checked_model,
     checked_optimizer,
-    epoch_length,
-    is_iterable,
     where,
 )
 from train_fn.tasks.protocol import Sum, Task
@@ -252,14 +250,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
     seed_building(train.seed, _MODEL)
     model = checked_model(task, task.build_model()).to(ctx.device)
     in_eval = set_modes_for_training(model)
-    if ctx.device.type == "cpu" and any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    ):
-        raise BadTask(
-            "torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world "
-            "size agrees on, or batch"
-        )
-    train_set, sampler = _training_data(ctx, task, datasets["train"])
+    require_fit_for(ctx.device, model)
+    train_set, sampler = training_data(ctx, task, datasets["train"])
     build_own = getattr(task, "build_optimizer", None)
     seed_building(train.seed, _OPTIMIZER)
     optimizer = (
@@ -300,34 +292,6 @@ def build_replica(ctx: WorkerContext) -> Replica:
     )
     if debugging := lowered_level():
         replica.warn(debugging)
-    if hooked := hooked_parameters(model):
-        replica.warn(
-            f"gradient hooks on {few(hooked)} see the gradient of one micro-batch, times the world "
-            "size: what is not linear, as clipping, depends on how many ranks there are. Use "
-            "train.grad_clip_norm, or change gradients in a hook of the optimizer's"
-        )
-    if in_eval:
-        replica.warn(
-            f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "
-            "there if that is not meant"
-        )
+    for warning in warnings_of(model, in_eval):
+        replica.warn(warning)
     return replica
-
-
-def _training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
-    """Return the training set, read by index or as streams, and the order of its samples."""
-    spec, train = ctx.spec, ctx.spec.train
-    if not is_iterable(dataset):
-        sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)
-        return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
-    source = where(task, "build_datasets")
-    streams = StreamSampler(
-        epoch_length(source, dataset, train),
-        train.global_batch_size,
-        spec.micro_batch_size,
-        train.seed,
-        num_streams_of(spec),
-    )
-    return StreamSet(
-        dataset, streams, spec, ctx.local_world_size, collate_of(task), source
-    ), streams

@@ -21,7 +21,7 @@ import torch
 
 from train_fn.context import WorkerContext
 from train_fn.loop.training import Progress
-from train_fn.snapshots.store import leave_snapshot
+from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
 

@@ -91,8 +91,9 @@ def take_over(
     restored, found = _find(ctx, peers, state, adopt_origin)
     is_fresh = restored.source == "fresh"
     before_load(is_fresh)
-    mine = state.state_dict() if is_fresh else found
-    state.load_state_dict(broadcast(peers, mine, restored.holder))
+    if is_fresh and peers.rank == restored.holder:
+        found = state.state_dict()
+    state.load_state_dict(broadcast(peers, found, restored.holder))
     snapshot_store(ctx).remove_after(state.step)
     logger.info("starting at step %d from %s", state.step, restored.checkpoint or restored.source)
     return restored
@@ -111,17 +112,18 @@ def _find(
     kept: KeptState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
 ) -> tuple[Restored, dict[str, Any] | None]:
-    """Agree on the state to continue from. Only its holder returns the state itself. A collective.
+    """Agree on the state to continue from. Its holder returns the state itself, as do other ranks
+    of its node that have read the same snapshot. A collective.
 
     Rank 0 alone reads the storage, and reads a checkpoint only if no snapshot is as new. If the
     elected snapshot cannot be read, it is rejected and the ranks elect again. A snapshot from
     before the last attempt counts only if no attempt since began at an earlier step. The journals
     say so, and they are read for such a snapshot only.
     """
-    store = snapshot_store(ctx)
+    own_labels = _earlier(ctx, snapshot_store(ctx).labels())
     offers = [
         Offer(rank, label)
-        for rank, labels in enumerate(peers.gather(_earlier(ctx, store.labels())))
+        for rank, labels in enumerate(peers.gather(own_labels))
         for label in labels
     ]
     newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
@@ -147,20 +149,29 @@ def _find(
             )
             struck, checked = struck + void, True
             continue
-        state, problem = None, None
-        if offer.rank == peers.rank:
-            try:
-                state = store.read(offer.label)
-                kept.require_sound(state)
-            except (StateNotWhole, NonFiniteWeights) as exc:
-                problem = str(exc)
-            except Exception as exc:
-                problem = f"cannot be read: {exc}"
+        state, problem = (
+            _read(ctx, kept, offer.label) if offer.label in own_labels else (None, None)
+        )
         problem = peers.share(problem, offer.rank)
         if problem is None:
             return Restored("snapshot", offer.rank, None, struck + elected.rejected), state
         struck += (Rejection(snapshot_name(offer.label), problem),)
         offers = [other for other in offers if other != offer]
+
+
+def _read(
+    ctx: WorkerContext, kept: KeptState, label: Label
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the state of a snapshot on this node, or why it cannot be used."""
+    try:
+        state = snapshot_store(ctx).read(label)
+        kept.require_sound(state)
+    except (StateNotWhole, NonFiniteWeights) as exc:
+        return None, str(exc)
+    except Exception as exc:
+        logger.warning("the %s cannot be read", snapshot_name(label), exc_info=exc)
+        return None, f"cannot be read: {exc}"
+    return state, None
 
 
 def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:

@@ -38,8 +38,9 @@ from train_fn.protect.watch import OrderWatch
 from train_fn.recovery.rank_error import describe_error
 from train_fn.samples.randomness import seed_micro_batch
 from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.publisher import Publisher, snapshots_of
-from train_fn.snapshots.store import leave_snapshot, snapshot_store
+from train_fn.snapshots.store import snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
 from train_fn.step.nccl import fails_by_itself, group_backend
 from train_fn.step.peers import Peers, end_process_group

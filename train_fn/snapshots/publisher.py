@@ -14,7 +14,8 @@ from typing import Literal
 from everstep.wire.events import EventKind
 from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
-from train_fn.snapshots.store import publish_snapshot, shortage, snapshot_store
+from train_fn.snapshots.leaving import publish_snapshot, shortage
+from train_fn.snapshots.store import snapshot_store
 from train_fn.state.kept_state import KeptState
 
 COST_RATIO = 100.0

@@ -9,42 +9,25 @@ attempt began without it. The end of the run removes it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
-import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from storage.run_dir import RunDir
-from train_fn.checkpoints.torch_file import without_checksums
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
-from train_fn.state.digest import digest
-from train_fn.state.tensor_tree import size_bytes
+from train_fn.snapshots.state_file import read_state, write_state
 
-OVERHEAD_BYTES = 4 << 20
-"""Room for everything but tensors."""
 KEPT_FREE = 0.1
 """Fraction of shared memory that snapshots leave free."""
-TURN_S = 2.0
-"""How long a rank at least waits for the others of its node to leave their states,"""
-_SLOWEST_BYTES_PER_S = 500e6
-"""and how fast it expects that of memory."""
-_TURN_POLL_S = 0.002
 
 Origin = tuple[int, int]
 """Submission and attempt: later ones compare as greater."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,12 +58,14 @@ class SnapshotStore:
     submission: int
 
     def write(self, label: Label, state: dict[str, Any]) -> None:
-        """Publish ``state``, then its label. Raises OSError, or RuntimeError if torch cannot write
-        it."""
+        """Publish ``state``, then its label. A label without a digest gets that of the state.
+
+        Raises what ``write_state`` does.
+        """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # the label's digest is what a reader compares
-        with _published(self._state_path(label)) as draft, without_checksums():
-            torch.save(state, draft)
+        with _published(self._state_path(label)) as draft:
+            written = write_state(draft, state)
+        label = replace(label, digest=label.digest or written)
         try:
             self.write_label(label)
         except BaseException:  # without its label nobody finds the state, which fills the memory
@@ -98,12 +83,10 @@ class SnapshotStore:
         return [label for label in labels_in(self.directory) if label.submission <= self.submission]
 
     def read(self, label: Label) -> dict[str, Any]:
-        """Return the state of a label, on the CPU. Raises OSError, and ValueError if the state does
-        not match its label."""
-        state: dict[str, Any] = torch.load(
-            self._state_path(label), map_location="cpu", weights_only=True
-        )
-        if state["step"] != label.step or digest(state) != label.digest:
+        """Return the state of a label, on the CPU. Its tensors are views of the file, which may be
+        removed meanwhile. Raises OSError, and ValueError if the state does not match its label."""
+        state, found = read_state(self._state_path(label))
+        if state["step"] != label.step or found != label.digest:
             raise ValueError(
                 f"the snapshot of step {label.step} by rank {label.rank} does not have the digest "
                 "of its label"
@@ -225,109 +208,3 @@ def node_snapshots(run_dir: RunDir, node_id: str, submission: int) -> SnapshotSt
 def _place_of(directory: Path) -> str:
     """Return which run directory a node's snapshots belong to, as ``node_snapshots`` names it."""
     return directory.name.rpartition(".")[2]
-
-
-def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Leave ``state`` on this node in place of all older ones, or a label that says why not. Return
-    None, or the problem.
-
-    Ranks of one node take turns, and a rank that finds the same state there writes no other: one of
-    each rank may not fit.
-    """
-    store, label = snapshot_store(ctx), _label(ctx, state)
-    with _in_turn(store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S):
-        # by another rank, or published
-        problem = None if _is_there(store, label) else _leave_if_it_fits(store, label, state)
-    if problem is None:
-        store.remove_older(label, keep=0)
-    else:
-        logger.warning("step %d is not left on this node: %s", state["step"], problem)
-        with suppress(OSError):
-            store.write_label(replace(label, digest=None, problem=problem))
-    return problem
-
-
-def _leave_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
-    """Write ``state``, and remove older ones first if only that makes room. Return None, or the
-    problem."""
-    problem = _write_if_it_fits(store, label, state)
-    if problem is None or shortage(store, state, store.size_bytes()) is not None:
-        return problem
-    store.remove_older(label, keep=0)
-    return _write_if_it_fits(store, label, state)
-
-
-def _is_there(store: SnapshotStore, wanted: Label) -> bool:
-    """Whether a rank has left exactly this state."""
-    same = (wanted.origin, wanted.step, wanted.digest)
-    return any(
-        label.problem is None and (label.origin, label.step, label.digest) == same
-        for label in store.labels()
-    )
-
-
-@contextmanager
-def _in_turn(store: SnapshotStore, patience_s: float) -> Iterator[None]:
-    """Let one rank of this node in at a time. After ``patience_s`` this rank enters anyway: the
-    other one may be stopped."""
-    try:
-        store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # the write will report the problem
-        yield
-        return
-    gives_up_at = time.monotonic() + patience_s
-    try:
-        while not _locked(held) and time.monotonic() < gives_up_at:
-            time.sleep(_TURN_POLL_S)
-        yield
-    finally:
-        os.close(held)
-
-
-def _locked(held: int) -> bool:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def publish_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
-    """Keep ``state`` on this node beside the newest one before it: while one is written, another is
-    whole. Return None, or the problem."""
-    return _write_if_it_fits(snapshot_store(ctx), _label(ctx, state), state)
-
-
-def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) -> str | None:
-    """Return why ``state`` does not fit into the node's shared memory after ``freed_bytes`` more
-    are free; None if it fits."""
-    needed, free = size_bytes(state) + OVERHEAD_BYTES, max(0, store.free_bytes() + freed_bytes)
-    if needed <= free:
-        return None
-    return f"a snapshot of {needed} bytes does not fit the {free} bytes of shared memory left"
-
-
-def _label(ctx: WorkerContext, state: dict[str, Any]) -> Label:
-    return Label(
-        ctx.submission,
-        ctx.attempt,
-        state["step"],
-        ctx.world_rank,
-        digest(state),
-        None,
-        ctx.run_dir.storage.uri,
-    )
-
-
-def _write_if_it_fits(store: SnapshotStore, label: Label, state: dict[str, Any]) -> str | None:
-    """Make room, then write ``state``: a node never holds more than two states of a rank."""
-    store.remove_older(label, keep=1)
-    problem = shortage(store, state)
-    if problem is None:
-        try:
-            store.write(label, state)
-        except (OSError, RuntimeError) as exc:
-            # torch has no class of its own for a file that it could not write
-            problem = f"the snapshot could not be written: {exc}"
-    return problem

@@ -4,9 +4,10 @@ sending, and join them again."""
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,14 @@ class TensorShape:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     """Return a copy of ``tree`` on the CPU. Tensors of ``reuse``, an earlier copy, are overwritten
@@ -44,8 +53,47 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     value, for a value that could not be loaded again.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def place(tensor: torch.Tensor, earlier: Any) -> torch.Tensor:
+        fits = (
+            isinstance(earlier, torch.Tensor)
+            and earlier.shape == tensor.shape
+            and earlier.dtype == tensor.dtype
+        )
+        target: torch.Tensor = (
+            earlier
+            if fits
+            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        )
+        pairs.append((target, tensor.detach() if tensor.requires_grad else tensor))
+        return target
+
+    copied = _kept(tree, reuse, place)
+    _copy(pairs)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+    return copied
+
+
+def plain_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """Like ``take_apart``, for a tree that is to be loaded with ``weights_only=True``. The result
+    shares nothing with ``tree``. Raise BadTask, with the path of the value, for a value that could
+    not be loaded again."""
+
+    def place(tensor: torch.Tensor, _: Any) -> TensorShape:
+        tensors.append(tensor.detach())
+        return TensorShape(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+
+    return _kept(tree, None, place)
+
+
+Place = Callable[[torch.Tensor, Any], Any]
+"""Returns what stands for a tensor. The second argument stood there in an earlier tree."""
+
+
+def _kept(tree: Any, reuse: Any, place: Place) -> Any:
     try:
-        copied = _laid_out(tree, reuse, pairs)
+        return _laid_out(tree, reuse, place)
     except _Unkept as exc:
         raise BadTask(
             f"the training state cannot be kept: {exc.path} is a "
@@ -54,10 +102,6 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
             "model, optimizer or task give tensors, "
             "numbers, strings, lists and dicts in its place"
         ) from None
-    _copy(pairs)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
-    return copied
 
 
 class _Unkept(Exception):
@@ -72,24 +116,15 @@ class _Unkept(Exception):
         return _Unkept(self.kind, f"{name}/{self.path}" if self.path else str(name))
 
 
-def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return ``tree`` with new tensors that are not filled yet. Append each as a pair of target and
-    source to ``pairs``."""
+def _laid_out(tree: Any, reuse: Any, place: Place) -> Any:
+    """Return ``tree`` with plain values of its own, and with what ``place`` returns for each
+    tensor."""
     if isinstance(tree, torch.Tensor):
-        fits = (
-            isinstance(reuse, torch.Tensor)
-            and reuse.shape == tree.shape
-            and reuse.dtype == tree.dtype
-        )
-        target = (
-            reuse if fits else torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
-        )
-        pairs.append((target, tree.detach() if tree.requires_grad else tree))
-        return target
+        return place(tree, reuse)
     if isinstance(tree, dict):
         if _FIXED.issuperset(map(type, tree.values())) and _FIXED.issuperset(map(type, tree)):
             return dict(tree)
-        return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, pairs))
+        return dict(_items_laid_out(tree.items(), reuse if isinstance(reuse, dict) else {}, place))
     if isinstance(tree, list | tuple):
         kind = (
             list
@@ -104,21 +139,19 @@ def _laid_out(tree: Any, reuse: Any, pairs: list[tuple[torch.Tensor, torch.Tenso
         return kind(
             value
             for _, value in _items_laid_out(
-                enumerate(tree), dict(enumerate(reuse)) if same else {}, pairs
+                enumerate(tree), dict(enumerate(reuse)) if same else {}, place
             )
         )
     return _plain(tree)
 
 
 def _items_laid_out(
-    items: Iterable[tuple[Any, Any]],
-    reuse: Mapping[Any, Any],
-    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    items: Iterable[tuple[Any, Any]], reuse: Mapping[Any, Any], place: Place
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the names and laid-out values of a dict or list. Raise _Unkept with the name added."""
     for name, value in items:
         try:
-            yield _plain(name), _laid_out(value, reuse.get(name), pairs)
+            yield _plain(name), _laid_out(value, reuse.get(name), place)
         except _Unkept as exc:
             raise exc.below(name) from None
 
@@ -199,8 +232,8 @@ def take_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:
     return tree
 
 
-def put_together(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Undo ``take_apart``."""
+def put_together(tree: Any, tensors: Sequence[Any]) -> Any:
+    """Undo ``take_apart``, with ``tensors`` or what stands for them."""
     if isinstance(tree, TensorShape):
         return tensors[tree.position]
     if isinstance(tree, dict):

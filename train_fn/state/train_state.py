@@ -3,7 +3,6 @@ stopped."""
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from train_fn.state.event_tail import EventTail
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
+from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.modes import BuiltModes
 from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
 
@@ -180,14 +180,14 @@ class TrainState:
         self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
-        self.optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"])))
+        self.optimizer.load_state_dict(unpacked(copy_to_cpu(state["optimizer"])))
         match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        self.task = copy.deepcopy(state["task"]) if state.get("task") is not None else self.task
+        self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
         self.ledger.load_state_dict(state["ledger"])
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])

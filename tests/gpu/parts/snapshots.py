@@ -1,5 +1,5 @@
-"""States of 1, 5 and 24 GB: from the device into pinned memory, into a snapshot, and back on the
-device, with the seconds of each and every bit compared."""
+"""States of 1, 5 and 24 GB: from the device into pinned memory, straight into a snapshot, and back
+on the device, with the seconds of each and every bit compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.gpu.alone import context_of, run_dir_in
 from tests.gpu.verdict import Shown
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.snapshots.store import leave_snapshot, shortage, snapshot_store
+from train_fn.snapshots.leaving import leave_snapshot, shortage
+from train_fn.snapshots.store import snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu
 
 SIZES_BYTES = {"cuda": (1e9, 5e9, 24e9), "cpu": (1e6, 5e6, 24e6)}
@@ -54,7 +55,7 @@ def _there_and_back(ctx: WorkerContext, state: dict[str, Any]) -> str:
 
     copied = timed("first copy", lambda: copy_to_cpu(state))
     timed("copy", lambda: copy_to_cpu(state, copied))
-    problem = timed("leave", lambda: leave_snapshot(ctx, copied))
+    problem = timed("leave", lambda: leave_snapshot(ctx, state))
     assert problem is None, problem
     [label] = snapshot_store(ctx).labels()
     read = timed("read", lambda: snapshot_store(ctx).read(label))

@@ -23,10 +23,11 @@ from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
 from train_fn.recovery.history import read_history
-from train_fn.snapshots import forgotten
+from train_fn.snapshots import forgotten, leaving
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.last_save import LastSave, save_own
-from train_fn.snapshots.store import SnapshotStore, leave_snapshot, publish_snapshot, snapshot_store
+from train_fn.snapshots.leaving import leave_snapshot, publish_snapshot
+from train_fn.snapshots.store import SnapshotStore, snapshot_store
 from train_fn.state.digest import digest
 from train_fn.state.tensor_tree import copy_to_cpu
 
@@ -119,7 +120,7 @@ def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(
 def test_an_older_state_gives_way_where_only_that_makes_room_for_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(leaving, "OVERHEAD_BYTES", 0)
     ctx, state = left(tmp_path, 1), make_state()
     advance(state, 2)
     taken = snapshot_store(ctx).size_bytes()

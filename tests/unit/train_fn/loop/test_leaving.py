@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
+import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,11 @@ from tests.support.one_rank import one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
+from train_fn.snapshots import leaving, state_file
 from train_fn.snapshots import store as snapshot
-from train_fn.snapshots.store import leave_snapshot, snapshot_store
+from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.snapshots.store import snapshot_store
 
 pytestmark = pytest.mark.own_process
 
@@ -71,7 +77,7 @@ def test_where_one_fits_and_two_do_not_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, state = ranks(tmp_path, 4), state_at(7)
-    room = snapshot.size_bytes(state) + snapshot.OVERHEAD_BYTES
+    room = leaving.size_bytes(state) + leaving.OVERHEAD_BYTES
     monkeypatch.setattr(
         snapshot.SnapshotStore,
         "free_bytes",
@@ -94,7 +100,7 @@ def test_states_that_differ_are_all_left(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "TURN_S", 0.05)
+    monkeypatch.setattr(leaving, "TURN_S", 0.05)
     [ctx] = ranks(tmp_path, 1)
     directory = snapshot_store(ctx).directory
     directory.mkdir(parents=True)
@@ -104,3 +110,73 @@ def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
         assert leave_snapshot(ctx, state_at(7)) is None and len(states(ctx)) == 1
     finally:
         os.close(held)
+
+
+def test_of_ranks_that_meet_one_writes_and_the_others_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, state = ranks(tmp_path, 4), state_at(7)
+    compared = threading.Semaphore(0)
+    writes: list[Path] = []
+    write_state, state_digest = snapshot.write_state, leaving.state_digest
+
+    def write_once_others_wait(path: Path, state: Any) -> str:
+        writes.append(path)
+        for _ in range(3):
+            assert compared.acquire(timeout=20), "the others compare while one writes"
+        return write_state(path, state)
+
+    def compare(state: Any) -> str:
+        found = state_digest(state)
+        compared.release()
+        return found
+
+    monkeypatch.setattr(snapshot, "write_state", write_once_others_wait)
+    monkeypatch.setattr(leaving, "state_digest", compare)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda ctx: leave_snapshot(ctx, state), group)) == [None] * 4
+    assert len(writes) == 1 and len(states(group[0])) == 1
+
+
+def leave_slowly(ctx: WorkerContext, state: dict[str, Any], begun: Any) -> None:
+    """Leave a state, but stop for good in the middle of its file."""
+    write = state_file._write
+
+    def write_half(file: Any, data: Any) -> None:
+        if file.tell() > 4096:
+            begun.set()
+            signal.pause()
+        write(file, data)
+
+    state_file._write = write_half
+    leave_snapshot(ctx, state)
+
+
+def test_where_the_writer_is_killed_another_rank_writes_and_nothing_torn_is_elected(
+    tmp_path: Path,
+) -> None:
+    first, second = ranks(tmp_path, 2)
+    state = {**state_at(7), "task": {"large": torch.arange(1 << 20)}}
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+    writer = fork.Process(target=leave_slowly, args=(first, state, begun))
+    writer.start()
+    try:
+        assert begun.wait(20)
+        store = snapshot_store(first)
+        assert store.labels() == [] and list(store.directory.glob("*.tmp"))
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(leave_snapshot, second, state)
+            with pytest.raises(TimeoutError):
+                left.result(0.3)  # it stands by
+            writer.kill()
+            assert left.result(20) is None
+    finally:
+        writer.kill()
+        writer.join()
+    [label] = store.labels()
+    elected = elect([Offer(rank, label) for rank in (0, 1)], 1).offer
+    assert elected is not None and elected.label.rank == 1
+    assert torch.equal(store.read(label)["task"]["large"], state["task"]["large"])
+    store.remove_after(7)
+    assert sorted(path.suffix for path in store.directory.iterdir()) == [".json", ".pt"]

@@ -33,8 +33,9 @@ from train_fn.snapshots import forgotten
 from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.election import Offer, elect
+from train_fn.snapshots.leaving import OVERHEAD_BYTES, leave_snapshot, publish_snapshot
 from train_fn.snapshots.publisher import Cadence, Publisher
-from train_fn.snapshots.store import SnapshotStore, leave_snapshot, publish_snapshot, snapshot_store
+from train_fn.snapshots.store import SnapshotStore, snapshot_store
 from train_fn.state.digest import digest
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
 from train_fn.state.train_state import TrainState
@@ -176,17 +177,18 @@ def test_two_snapshots_are_kept_and_no_more_is_ever_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx, state, held = make_context(tmp_path), make_state(), []
-    save = torch.save
+    write_state = snapshot_module.write_state
 
-    def count_and_save(*args: Any) -> None:
-        save(*args)
+    def count_and_save(*args: Any) -> str:
+        written = write_state(*args)
         held.append(
             len(
                 [path for path in snapshot_store(ctx).directory.iterdir() if path.suffix != ".json"]
             )
         )
+        return written
 
-    monkeypatch.setattr(snapshot_module.torch, "save", count_and_save)
+    monkeypatch.setattr(snapshot_module, "write_state", count_and_save)
     publisher = make_publisher(ctx, state)
     for step in (1, 2, 3, 4, 5):
         publish(publisher, state, step)
@@ -301,7 +303,7 @@ def test_room_for_two_states_is_enough_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx, state = make_context(tmp_path), make_state()
-    needed = size_bytes(state.state_dict()) + snapshot_module.OVERHEAD_BYTES
+    needed = size_bytes(state.state_dict()) + OVERHEAD_BYTES
 
     def free_bytes(store: SnapshotStore) -> int:
         return (2 - len(list(store.directory.glob("*.pt")))) * needed
@@ -318,14 +320,14 @@ def test_closing_waits_for_what_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go = threading.Event(), threading.Event()
-    save = torch.save
+    write_state = snapshot_module.write_state
 
-    def save_slowly(*args: Any) -> None:
+    def save_slowly(*args: Any) -> str:
         begun.set()
         assert go.wait(DEADLINE_S)
-        save(*args)
+        return write_state(*args)
 
-    monkeypatch.setattr(snapshot_module.torch, "save", save_slowly)
+    monkeypatch.setattr(snapshot_module, "write_state", save_slowly)
     ctx, state = make_context(tmp_path), make_state()
     publisher = make_publisher(ctx, state)
     advance(state, 1)

@@ -335,7 +335,7 @@ def test_a_file_cut_off_in_the_middle_never_has_a_label(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot_module.torch, "save", full)
+    monkeypatch.setattr(snapshot_module, "write_state", full)
     with pytest.raises(OSError, match="No space"):
         store.write(make_label(state), state)
     assert store.labels() == []

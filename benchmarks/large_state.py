@@ -1,0 +1,242 @@
+"""From the death of a rank to the next step with states of 4 MB to 4 GB, and where the seconds go.
+
+    python -m benchmarks large_state --mb 4 400 4000 --repeats 3
+
+Two ranks on one node over gloo, without Ray, whose part does not depend on the state's size
+(``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other keeps
+the state, and the next attempt begins with two ranks. Most of the model is frozen, so that a step
+is as short with a large state as with a small one. With ``--trained`` AdamW trains all of it: a
+third of the state are weights, and the first pass and the step exchange as many gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.report import summary, write
+from everstep.spec.run_spec import RunSpec
+from tests.integration.ranks import Job, ListJournal, make_run_dir, run_ranks
+from train_fn.loop import attempt, replica
+from train_fn.snapshots import publisher
+
+KILL_STEP, LAST_STEP = 3, 5
+BLOCK = 4 << 20
+"""Elements of one weight."""
+STAGES = {
+    "leave": "train_fn.loop.attempt:leave",
+    "leave: write": "train_fn.snapshots.leaving:SnapshotStore.write",
+    "leave: compare": "train_fn.snapshots.leaving:state_digest",
+    "build": "train_fn.loop.training:build_replica",
+    "elect and read": "train_fn.loop.restore:_find",
+    "read": "train_fn.snapshots.store:read_state",
+    "first pass": "train_fn.loop.replica:Replica.join",
+    "broadcast": "train_fn.loop.restore:broadcast",
+    "load": "train_fn.state.train_state:TrainState.load_state_dict",
+    "step": "train_fn.loop.attempt:take_step",
+}
+"""What is timed, by the function that does it. The longest of all ranks counts."""
+
+
+class Body(nn.Module):
+    """Weights of a given size, of which the forward pass reads all that are trained."""
+
+    def __init__(self, num_bytes: int, trained: bool) -> None:
+        super().__init__()
+        left, weights = num_bytes // 4, []
+        while left > 0:
+            weights.append(nn.Parameter(torch.full((min(left, BLOCK),), 0.01), trained))
+            left -= BLOCK
+        self.weights, self.head, self.is_trained = (
+            nn.ParameterList(weights),
+            nn.Linear(4, 1),
+            trained,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return out + sum(weight.mean() for weight in self.weights) if self.is_trained else out
+
+
+class Task:
+    def __init__(self, megabytes: int, trained: bool) -> None:
+        self._bytes = megabytes * 10**6 // (3 if trained else 1)
+        self._trained = trained
+
+    def build_model(self) -> nn.Module:
+        return Body(self._bytes, self._trained)
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": TensorDataset(torch.ones(64, 4)), "val": None}
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return model(batch[0]).square().sum(), len(batch[0])
+
+
+def set_up() -> None:
+    """Train such a state in this process, and write down when each stage begins and ends."""
+    replica.build_task = lambda spec: Task(*_named(spec.name))  # type: ignore[assignment]
+    # As on a node of several: no rank publishes its state beforehand.
+    publisher.snapshots_of = lambda ctx: "survivors"
+    out: list[Any] = []
+    prepare, asked = attempt.prepare, ListJournal.stop_requested.fget  # type: ignore[attr-defined]
+
+    def note(stage: str, began: float) -> None:
+        out[0].write(f"{stage}\t{began}\t{time.time()}\n".encode())
+
+    def prepare_noting(ctx: Any, progress: Any) -> Any:
+        path = Path(ctx.run_dir.local_path) / f"stages-{ctx.attempt}-{ctx.world_rank}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        out.append(path.open("wb", buffering=0))
+        gc.freeze()  # as a rank's process does
+        note("begin", time.time())
+        return prepare(ctx, progress)
+
+    def asked_noting(journal: ListJournal) -> Any:
+        note("asked", time.time())  # the one that dies does so now
+        return asked(journal)
+
+    attempt.prepare = prepare_noting
+    ListJournal.stop_requested = property(asked_noting)  # type: ignore[assignment]
+    for stage, place in STAGES.items():
+        _time(place, functools.partial(note, stage))
+
+
+def _time(place: str, note: Callable[[float], None]) -> None:
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        function = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        began = time.time()
+        try:
+            return function(*arguments, **named)
+        finally:
+            note(began)
+
+    setattr(owner, name, timed)
+
+
+def _named(name: str) -> tuple[int, bool]:
+    """Size in MB, and whether all of it is trained, from a spec's name."""
+    _, megabytes, what = name.split("-")
+    return int(megabytes), what == "trained"
+
+
+def recover(megabytes: int, trained: bool, directory: Path) -> dict[str, float]:
+    """Kill a rank of two, start the next attempt, and return the seconds of each stage."""
+    name = f"large-{megabytes}-{'trained' if trained else 'frozen'}"
+    spec = RunSpec.model_validate(
+        {
+            "name": name,
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
+            "train": {
+                "global_batch_size": 8,
+                "micro_batch_size": 4,
+                "max_steps": LAST_STEP,
+                "loader": {"num_workers": 0},
+            },
+            "checkpoint": {"every_steps": None},
+        }
+    )
+    run_dir = make_run_dir(directory, name)
+    setup = f"{__name__}:set_up"
+    first = Job(run_dir, spec, 2, killed=(1, KILL_STEP), one_node=True, setup=setup)
+    run_ranks(first, directory)
+    stop_before_saving = Job(
+        run_dir, spec, 2, attempt=2, killed=(1, KILL_STEP + 1), one_node=True, setup=setup
+    )
+    run_ranks(stop_before_saving, directory)
+    before, after = (_stages(Path(str(run_dir.local_path)), number) for number in (1, 2))
+    died_at = max(began for began, _ in before[1]["asked"])
+    firsts = [{stage: times[0] for stage, times in rank.items()} for rank in after]
+    end = max(rank["step"][1] for rank in firsts)
+    seconds = {
+        "total": end - died_at,
+        "notice": before[0]["leave"][0][0] - died_at,
+        "start": max(rank["begin"][0] for rank in firsts) - before[0]["leave"][0][1],
+    }
+    for stage in STAGES:
+        ranks = [before[0]] if stage.startswith("leave") else after
+        times = [rank[stage][0] for rank in ranks if stage in rank]
+        if times:
+            seconds[stage] = max(end - began for began, end in times)
+    steps = before[0]["step"][1:-1]
+    seconds["an undisturbed step"] = statistics.median(end - began for began, end in steps)
+    return seconds
+
+
+def _stages(run: Path, number: int) -> list[dict[str, list[tuple[float, float]]]]:
+    """Begin and end of each stage's calls, for each rank of an attempt."""
+    ranks = []
+    for rank in range(2):
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in (run / f"stages-{number}-{rank}").read_text().splitlines():
+            stage, began, ended = line.split("\t")
+            found.setdefault(stage, []).append((float(began), float(ended)))
+        ranks.append(found)
+    return ranks
+
+
+def bandwidth() -> dict[str, float]:
+    """GB/s of one thread: a copy between memory that is in use, and one into fresh memory."""
+    size = 512 << 20
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+    def rate(copy: Callable[[], object]) -> float:
+        rates = []
+        for _ in range(5):
+            began = time.perf_counter()
+            copy()
+            rates.append(size / (time.perf_counter() - began) / 1e9)
+        return statistics.median(rates)
+
+    return {"memcpy": rate(lambda: np.copyto(target, source)), "fresh": rate(source.copy)}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--mb", type=int, nargs="+", default=[4, 400, 4000])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trained", action="store_true")
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {"gb_per_s": bandwidth()}
+    print("GB/s", results["gb_per_s"], flush=True)
+    found: dict[int, list[dict[str, float]]] = {megabytes: [] for megabytes in options.mb}
+    for _ in range(options.repeats):
+        for megabytes in options.mb:
+            with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+                seconds = recover(megabytes, options.trained, Path(directory))
+            print(megabytes, {stage: round(s, 3) for stage, s in seconds.items()}, flush=True)
+            found[megabytes].append(seconds)
+    for megabytes, runs in found.items():
+        results[f"{megabytes} MB"] = {
+            stage: summary([run[stage] for run in runs]) for stage in runs[0]
+        }
+    base = results[f"{options.mb[0]} MB"]["total"]["median"]
+    for megabytes in options.mb:
+        ideal_s = base + megabytes / 1e3 / results["gb_per_s"]["memcpy"]
+        total_s = results[f"{megabytes} MB"]["total"]["median"]
+        results[f"{megabytes} MB"]["over ideal"] = round(total_s / ideal_s, 2)
+    write(f"large_state{'_trained' if options.trained else ''}", results)

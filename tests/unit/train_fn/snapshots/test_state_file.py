@@ -1,0 +1,171 @@
+"""A state's file: every bit comes back, without a copy, and no damaged byte goes unnoticed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.restore_rounds import make_state
+from tests.support.storage_places import quick_directory
+from train_fn.errors import BadTask
+from train_fn.snapshots import state_file
+from train_fn.snapshots.state_file import read_state, state_digest, write_state
+from train_fn.snapshots.store import Label, SnapshotStore
+from train_fn.state.digest import digest, leaves
+from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Tensors of any layout, with any bytes."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    seed = draw(st.integers(0, 2**31))
+    high = 2 if dtype is torch.bool else 256
+    data = torch.randint(high, (num_bytes,), generator=torch.Generator().manual_seed(seed))
+    flat = data.to(torch.uint8).view(dtype) if num_bytes else torch.empty(0, dtype=dtype)
+    found = flat.view(shape)
+    return found.t() if len(shape) == 2 and draw(st.booleans()) else found
+
+
+PLAIN = st.one_of(st.none(), st.integers(), st.text(max_size=5), st.floats(allow_nan=False))
+TREES = st.recursive(
+    st.one_of(PLAIN, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+PLAIN_STATE = make_state().state_dict()
+
+
+def state_of(tree: Any) -> dict[str, Any]:
+    return {**PLAIN_STATE, "step": 7, "task": {"own": tree}, "unsaved": {}}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    pairs = list(zip(leaves(found), leaves(expected), strict=True))
+    for (name, one), (other_name, other) in pairs:
+        assert name == other_name
+        if isinstance(other, torch.Tensor):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            flat, other_flat = (each.contiguous().reshape(-1) for each in (one, other))
+            assert torch.equal(flat.view(torch.uint8), other_flat.view(torch.uint8))
+        else:
+            assert type(one) is type(other) and one == other
+
+
+@settings(max_examples=25, deadline=None)
+@given(tree=TREES, piece_bytes=st.sampled_from([64, 4 << 20]))
+def test_every_bit_comes_back_and_the_digest_is_that_of_the_state(
+    tree: Any, piece_bytes: int
+) -> None:
+    state = state_of(tree)
+    with quick_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_file, "PIECE_BYTES", piece_bytes)
+        patch.setattr(state_file, "_WORTH_A_THREAD", 50)
+        path = Path(directory) / "state"
+        assert write_state(path, state) == digest(state) == state_digest(state)
+        found, read_digest = read_state(path)
+    assert read_digest == digest(state)
+    assert_same(found, state)
+
+
+def test_a_sum_beyond_what_a_word_holds_wraps_as_that_of_one_piece_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of({"words": torch.full((1000,), 2**62 + 12345), "odd": torch.ones(3).bool()})
+    monkeypatch.setattr(state_file, "PIECE_BYTES", 80)
+    assert write_state(tmp_path / "state", state) == digest(state)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def small_store(directory: Path) -> tuple[SnapshotStore, Label, Path]:
+    store, state = SnapshotStore(directory, 1), state_of({"odd": torch.arange(13).to(torch.uint8)})
+    store.write(Label(1, 1, 7, 0, None, None), state)
+    [label] = store.labels()
+    return store, label, store._state_path(label)
+
+
+def test_no_damaged_byte_goes_unnoticed(tmp_path: Path) -> None:
+    store, label, path = small_store(tmp_path)
+    whole = path.read_bytes()
+    size = len(whole)
+    places = {*range(0, size, 97), *range(0, 80, 3), *range(size - 80, size)}
+    for place in sorted(places):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged|digest|bytes|state|size"):
+            store.read(label)
+    path.write_bytes(whole)
+    assert store.read(label)["step"] == 7
+
+
+def test_a_file_of_any_other_length_is_refused_and_kills_nobody(tmp_path: Path) -> None:
+    """A mapping that is read beyond the end of its file would end the process with SIGBUS."""
+    store, label, path = small_store(tmp_path)
+    whole = path.read_bytes()
+    for size in [*range(0, len(whole), 137), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"state|bytes"):
+            store.read(label)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(ValueError, match="bytes"):
+        store.read(label)
+
+
+def test_another_states_file_is_refused(tmp_path: Path) -> None:
+    store, label, path = small_store(tmp_path)
+    write_state(path, {**state_of(None), "step": 8})
+    with pytest.raises(ValueError, match="digest"):
+        store.read(label)
+
+
+# ---------------------------------------------------------------- what a reader holds
+
+
+def test_what_is_read_outlives_its_file_and_changes_nothing_there(tmp_path: Path) -> None:
+    store, label, path = small_store(tmp_path)
+    first, second = store.read(label), store.read(label)
+    weight = next(iter(first["model"].values()))
+    weight.add_(1)
+    assert digest(second) == label.digest != digest(first)
+    path.unlink()
+    assert digest(second) == label.digest
+
+
+def test_a_part_of_what_is_read_is_saved_without_the_rest(tmp_path: Path) -> None:
+    """The last save writes weights and moments to files of their own."""
+    state = {**state_of(None), "optimizer": {"large": torch.zeros(1 << 20)}}
+    write_state(tmp_path / "state", state)
+    found, _ = read_state(tmp_path / "state")
+    torch.save(found["model"], saved := io.BytesIO())
+    assert len(saved.getvalue()) < size_bytes(state["model"]) + 20_000
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    store, label, path = small_store(tmp_path)
+    torch.save(copy_to_cpu(store.read(label)), path)
+    assert digest(store.read(label)) == label.digest
+
+
+def test_a_value_that_could_not_be_loaded_again_is_named_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BadTask, match="task/own/history is a"):
+        write_state(tmp_path / "state", state_of({"history": object()}))
+    assert not (tmp_path / "state").exists()
