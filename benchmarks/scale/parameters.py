@@ -36,7 +36,9 @@ NCCL_INIT_S_PER_GPU = 265 / 96_000
 # ASSUMED: a model of 1.5 billion parameters with AdamW, and the links of docs/performance.md.
 STATE_BYTES = 1.5e9 * 16
 DEVICE_TO_HOST_BYTES_PER_S = 20e9
-SHARED_MEMORY_BYTES_PER_S = 4e9
+WRITE_BYTES_PER_S = 2.5e9  # MEASURED: a state into fresh shared memory, 2.2 to 2.9
+DIGEST_BYTES_PER_S = 11e9  # MEASURED: over a file that was just mapped
+LOAD_BYTES_PER_S = 9e9  # MEASURED: from there into memory that is in use
 NETWORK_BYTES_PER_S = 25e9
 STORAGE_BYTES_PER_S = 2e9
 """Of one client that reads or writes one checkpoint."""
@@ -94,7 +96,8 @@ EVERSTEP = Costs(
     stall_s=STATE_BYTES / DEVICE_TO_HOST_BYTES_PER_S,
     write_s=STATE_BYTES / STORAGE_BYTES_PER_S,
     most_interval_s=1800.0,  # the default of checkpoint.max_interval_s
-    state_s=STATE_BYTES / SHARED_MEMORY_BYTES_PER_S + STATE_BYTES / NETWORK_BYTES_PER_S,
+    state_s=STATE_BYTES * (1 / WRITE_BYTES_PER_S + 1 / DIGEST_BYTES_PER_S + 1 / LOAD_BYTES_PER_S)
+    + STATE_BYTES / NETWORK_BYTES_PER_S,
 )
 TORCHRUN = Costs(
     name="torchrun elastic",
