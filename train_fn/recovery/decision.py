@@ -355,4 +355,6 @@ def _last(judgement: Judgement) -> str:
 
 
 def _place(judgement: Judgement) -> str:
+    if judgement.step is None and "worked_s" in judgement.detail:
+        return f"of a script that had run for {judgement.detail['worked_s']:.1f} s"
     return "before the first step" if judgement.step is None else f"at step {judgement.step}"

@@ -209,6 +209,8 @@ def test_a_script_that_reports_nothing_makes_progress_by_running_for_long() -> N
     errors = [PastFailure(Verdict.USER_ERROR, None, "a", worked_s=301.0)]
     judgement = replace(user_judgement(1), step=None, detail={"worked_s": 301.0})
     assert weighed(judgement, errors, max_user_errors=2).restart
+    stop = weighed(replace(judgement, detail={"worked_s": 2.0}), [replace(errors[0], worked_s=2.0)])
+    assert str(stop.message).startswith("the same error of a script that had run for 2.0 s twice: ")
     assert not weighed(
         replace(judgement, detail={"worked_s": 1.0}), short[:0], max_user_errors=0
     ).restart
