@@ -91,14 +91,17 @@ class Cable:
     @contextlib.contextmanager
     def loses_large_packets_to(self, other: Cable) -> Iterator[None]:
         """While it lasts, lose what this host sends to ``other`` in packets that are not small: a
-        path whose MTU is smaller than both believe. Connecting works."""
-        rule = (*("-d", other.ip, "-m", "length", "--length", f"{SMALL_BYTES}:"), *("-j", "DROP"))
-        inside = ("ip", "netns", "exec", self.namespace, "iptables")
-        command(*inside, "-A", "OUTPUT", *rule)
+        path whose MTU is smaller than both believe. Connecting works.
+
+        They are lost on arrival: of what it drops itself a host's kernel knows.
+        """
+        rule = (*("-s", self.ip, "-m", "length", "--length", f"{SMALL_BYTES}:"), *("-j", "DROP"))
+        inside = ("ip", "netns", "exec", other.namespace, "iptables")
+        command(*inside, "-A", "INPUT", *rule)
         try:
             yield
         finally:
-            command(*inside, "-D", "OUTPUT", *rule)
+            command(*inside, "-D", "INPUT", *rule)
 
     def impair(self, delay_s: float, loss: float) -> None:
         """Let every frame, in both directions, come ``delay_s`` late, and the share ``loss`` of

@@ -35,6 +35,10 @@ _RELEASE_S = 0.3
 _EVIDENCE_S = 3.0
 """Timeout in seconds for evidence from a dead rank's node if the failure ends the run."""
 
+_OF_A_PATH = frozenset({Verdict.UNKNOWN, Verdict.HANG, Verdict.CONTROL_PLANE})
+"""Verdicts of failures that a broken path between two nodes may have caused, if no rank is to
+blame."""
+
 
 class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
     """Answer Ray's question about each error.
@@ -139,7 +143,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self._chronicle.failed(evidence, judgement, self._decision)
         if self._decision.leave_out is not None:
             self._nodes.exclude([self._decision.leave_out])
-        if reports and judgement.verdict in (Verdict.UNKNOWN, Verdict.CONTROL_PLANE):
+        if reports and judgement.first_rank is None and judgement.verdict in _OF_A_PATH:
             self._groups.links.suspect(judgement.pairs)
         self._ask_for_oom_kill(judgement, self._decision)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
