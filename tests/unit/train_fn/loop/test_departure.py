@@ -19,6 +19,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.checkpoints.saver import Saver
+from train_fn.errors import StateNotWhole
 from train_fn.loop import departure, final_checkpoint, replica, rescue
 from train_fn.loop.attempt import train
 from train_fn.loop.reporter import Reporter
@@ -31,6 +32,7 @@ from train_fn.samples.loader import Loader
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.digest import digest
+from train_fn.state.train_state import TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 
@@ -421,3 +423,55 @@ def test_nothing_is_kept_of_a_thread_that_moves(
     break_the_device(monkeypatch)
     assert fail(run_dir, 1).error.snapshot_step is None
     assert labels(run_dir) == [] and len(copies) == num_copies
+
+
+def kept_by(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Rescue], None]
+) -> int | None:
+    """Break the device after step 3, and call ``meanwhile`` from another thread before the rank
+    leaves. Return the step that it says was kept."""
+
+    def keep_meanwhile(self: Rescue) -> int | None:
+        thread = threading.Thread(target=meanwhile, args=(self,))
+        thread.start()
+        thread.join()
+        return leave(self)
+
+    leave = Rescue.leave
+    with monkeypatch.context() as patch:
+        break_the_device(patch)
+        patch.setattr(Rescue, "leave", keep_meanwhile)
+        return fail(run_dir, 1).error.snapshot_step
+
+
+def test_a_state_that_found_no_room_is_not_said_to_be_kept(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "leave_snapshot", lambda ctx, state: "no room")
+    assert kept_by(run_dir, monkeypatch, Rescue.keep) is None
+
+
+def test_a_state_that_does_not_add_up_is_not_kept(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(self: Rescue) -> None:
+        with pytest.raises(StateNotWhole):
+            self.keep()
+
+    def refuse(self: Any, state: Any) -> None:
+        raise StateNotWhole(3, "as if its ledger lacked samples")
+
+    monkeypatch.setattr(TrainState, "require_sound", refuse)
+    assert kept_by(run_dir, monkeypatch, keep) is None
+    assert labels(run_dir) == []
+
+
+def test_nothing_is_kept_any_more_once_the_rank_leaves_by_itself(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep_late(self: Rescue) -> None:
+        self._is_leaving = True
+        self.keep()
+
+    assert kept_by(run_dir, monkeypatch, keep_late) is None
+    assert labels(run_dir) == []
