@@ -118,3 +118,10 @@ def test_a_stack_that_shows_who_hangs_is_enough(monkeypatch: pytest.MonkeyPatch)
     victims, hung = killed(ranks, monkeypatch)
     assert victims == [1] and all(rank.asked == ["stack"] for rank in ranks)
     assert judged(hung, victims, 3).first_rank == 1
+
+
+def test_a_rank_that_does_not_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(WAITS, 40), Rank(None, None), Rank(WAITS, 41)]
+    victims, hung = killed(ranks, monkeypatch)
+    assert victims == [1] and all(rank.asked == ["stack"] for rank in ranks)
+    assert judged(hung, victims, 3).first_rank == 1
