@@ -83,14 +83,14 @@ def _keep_beside_a_hang(device: torch.device, directory: Path) -> str:
         nccl.abort_collectives()
         found["abort_s"] = time.monotonic() - began
 
-    def tell_kept(step: int) -> None:
+    def report_kept(step: int) -> None:
         store = snapshot_store(ctx)
         found["kept"], found["at"] = step, time.monotonic()
         found["readable"] = [store.read(label)["step"] for label in store.labels()]
 
     task.abort = abort  # type: ignore[method-assign]
     try:
-        attempt.train(dataclasses.replace(ctx, tell_kept=tell_kept))
+        attempt.train(dataclasses.replace(ctx, report_kept=report_kept))
     except StepFailed as exc:
         assert exc.error.collateral, exc.error.summary
     ahead_s = time.monotonic() - found.get("at", float("inf"))
