@@ -168,6 +168,12 @@ class Clamps(Plain):
                 parameter.data.clamp_(-0.1, 0.1)
         return super().loss(model, batch)
 
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Rows(), "val": Rows()}
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": super().loss(model, batch)}
+
 
 class Accumulating(Rows):
     """A data set that changes its samples when they are read."""

@@ -35,8 +35,6 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     ctx, replica, reporter = training.ctx, training.replica, training.reporter
     state, training.progress.phase = replica.state, "evaluation"
     evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
-    if is_new and (evaluates or closes):
-        require_same_weights(replica, where(replica.task, "loss"))
     if closes:
         _close_epoch(replica, reporter, evaluates)
     if is_new and (evaluates or (closes and _has_hook(replica))):

@@ -60,9 +60,12 @@ def require_same_weights(replica: Replica, source: str) -> None:
     Args:
         source: the code that was run since the ranks were last compared.
     """
-    if replica.peers.alone:
-        return
-    sums = replica.peers.gather(replica.trained.sums())
+    if not replica.peers.alone:
+        require_same_sums(replica, source, replica.peers.gather(replica.trained.sums()))
+
+
+def require_same_sums(replica: Replica, source: str, sums: list[list[int]]) -> None:
+    """``require_same_weights``, given what ``trained.sums()`` returned on each rank."""
     names = sorted({name for other in sums for name in replica.trained.differing(sums[0], other)})
     if not names:
         return

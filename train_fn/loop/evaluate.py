@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.built_alike import require_same_sums
 from train_fn.loop.evaluation_checks import require_weights_unchanged, with_samples_unchanged
 from train_fn.loop.replica import Replica
 from train_fn.samples.loader import (
@@ -79,9 +80,10 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
     require_weights_unchanged(replica, before)
-    shares = replica.peers.gather((mine, own.states()))
-    return averages_of([entry for share, _ in shares for entry in share]) | own.computed(
-        [states for _, states in shares]
+    shares = replica.peers.gather((mine, own.states(), before))
+    require_same_sums(replica, where(replica.task, "loss"), [sums for _, _, sums in shares])
+    return averages_of([entry for share, _, _ in shares for entry in share]) | own.computed(
+        [states for _, states, _ in shares]
     )
 
 

@@ -6,6 +6,7 @@ import logging
 
 from storage.run_control import Stop
 from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
+from train_fn.loop.built_alike import require_same_weights
 from train_fn.loop.training import Training
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
@@ -29,6 +30,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     replica, saver, progress = training.replica, training.saver, training.progress
     progress.phase = "checkpoint"
     replica.trained.check(where(replica.task, "loss"))
+    require_same_weights(replica, where(replica.task, "loss"))
     training.profiler.close()
     training.reporter.hand_over()
     # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
