@@ -105,13 +105,11 @@ class Replica:
         """The parameters that a step changes."""
         self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
         """Parameters that get gradients, but that the user's optimizer does not hold."""
-        embeddings = [
-            module
-            for module in self.state.model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        self._dense = [
+            parameter
+            for parameter in self.parameters
+            if id(parameter) not in self.step_module.sparse
         ]
-        sparse = {id(module.weight) for module in embeddings if module.sparse}
-        self._dense = [parameter for parameter in self.parameters if id(parameter) not in sparse]
         self._exchanged = [
             parameter for parameter in self.step_module.parameters() if parameter.requires_grad
         ]

@@ -44,11 +44,12 @@ class StepModule(nn.Module):
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
         self._modules_of_model = list(model.modules())
-        self._sparse = {
+        self.sparse = {
             id(module.weight)
             for module in self._modules_of_model
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
+        """Ids of the parameters whose gradients are sparse."""
 
     def _modes(self) -> list[bool]:
         return list(map(_is_training, self._modules_of_model))
@@ -58,7 +59,7 @@ class StepModule(nn.Module):
         zero that depends on every parameter."""
         if batch is None:
             used = [
-                _zero_of(parameter, is_sparse=id(parameter) in self._sparse)
+                _zero_of(parameter, is_sparse=id(parameter) in self.sparse)
                 for parameter in self.model.parameters()
                 if parameter.requires_grad
             ]
