@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,10 @@ def spec(name: str, world: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
+@contextmanager
+def clusters_with(env: dict[str, str]) -> Iterator[Callable[[int], ServiceProcess]]:
     """A service whose cluster has so many nodes: the same one for as long as the same number is
-    asked for."""
+    asked for. ``env`` is added to its environment."""
     with ExitStack() as stack:
         running: dict[int, ServiceProcess] = {}
 
@@ -77,9 +77,15 @@ def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
             if num_nodes not in running:
                 stack.close()
                 running.clear()
-                running[num_nodes] = stack.enter_context(ServiceProcess(nodes=num_nodes))
+                running[num_nodes] = stack.enter_context(ServiceProcess(nodes=num_nodes, env=env))
             return running[num_nodes]
 
+        yield of
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
+    with clusters_with({}) as of:
         yield of
 
 

@@ -7,14 +7,13 @@ Part of ``make chaos``; ``ARGS="-k silent7"`` runs one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.chaos.replay import Segments
-from tests.chaos.test_chaos import check_seed, num_fds, replayed, world_of
+from tests.chaos.test_chaos import check_seed, clusters_with, num_fds, replayed, world_of
 from tests.support.service_process import ServiceProcess
 from tests.support.silent_backend import SilentOptions, autoload
 
@@ -34,16 +33,7 @@ def clusters(
 ) -> Iterator[Callable[[int], ServiceProcess]]:
     """A service whose cluster has so many nodes, and whose ranks take the silent backend."""
     env = autoload(tmp_path_factory.mktemp("plug-in"), OPTIONS)
-    with ExitStack() as stack:
-        running: dict[int, ServiceProcess] = {}
-
-        def of(num_nodes: int) -> ServiceProcess:
-            if num_nodes not in running:
-                stack.close()
-                running.clear()
-                running[num_nodes] = stack.enter_context(ServiceProcess(nodes=num_nodes, env=env))
-            return running[num_nodes]
-
+    with clusters_with(env) as of:
         yield of
 
 

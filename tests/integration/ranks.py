@@ -3,13 +3,10 @@ that collects into a list."""
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import importlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import threading
 import time
@@ -24,11 +21,10 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_control import ProfileOrder, Stop
 from storage.run_dir import RunDir
+from tests.support.rank_processes import run_id_for, run_to_end
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
-from train_fn.node.node_dir import shared_memory_root
 
-DEADLINE_S = 120.0
 _LOST = "lost"
 """A file beside the ranks' results: one of them has died, or raised."""
 
@@ -133,9 +129,7 @@ class ListJournal:
 
 def make_run_dir(tmp_path: Path, name: str = "run_test") -> RunDir:
     """A run of its own; what a failed one leaves in shared memory is removed when the tests end."""
-    run_id = f"{name}-{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}-{os.getpid()}"
-    atexit.register(shutil.rmtree, shared_memory_root() / run_id, ignore_errors=True)
-    return RunDir(open_storage(str(tmp_path / "storage")), run_id)
+    return RunDir(open_storage(str(tmp_path / "storage")), run_id_for(tmp_path, name))
 
 
 def run_ranks(
@@ -153,21 +147,13 @@ def run_ranks(
         context.Process(target=_rank_main, args=(job, rank, str(base)))
         for rank in range(job.world_size)
     ]
-    for process in processes:
-        process.start()
-    if job.silent is not None:
-        threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
-    deadline = time.monotonic() + DEADLINE_S
-    try:
+
+    def watch(processes: list[Any]) -> None:
+        if job.silent is not None:
+            threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
         meanwhile(processes)
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        assert not hung, f"ranks {hung} did not end within {DEADLINE_S} s"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+
+    run_to_end(processes, watch)
     return [
         _outcome(base / f"{rank}.pickle", process.exitcode)
         for rank, process in enumerate(processes)

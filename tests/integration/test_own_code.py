@@ -6,58 +6,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.code.pack import pack
-from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
-from storage.filesystem import open_storage
 from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.own_code_runs import begin, cluster, started
+from tests.integration.ray_cluster import RayCluster
 from train_fn.ray_train.user_checkpoints import MANIFEST
+
+__all__ = ["cluster", "started"]
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(2) as running:
-        yield running
-
-
-@pytest.fixture
-def started(cluster: RayCluster, tmp_path: Path) -> Iterator[list[DrivenRun]]:
-    runs: list[DrivenRun] = []
-    yield runs
-    for run in runs:
-        run.stop()
-
-
-def begin(
-    started: list[DrivenRun],
-    cluster: RayCluster,
-    storage: Path,
-    example: str,
-    code: dict[str, Any],
-    **sections: Any,
-) -> DrivenRun:
-    digest = CodeStore(open_storage(str(storage))).put(pack(EXAMPLES / example)).digest
-    scaling = {"min_workers": 1, "max_workers": 2}
-    spec = RunSpec.model_validate(
-        {"name": "own", "code": {"archive": digest, **code}, "scaling": scaling, **sections}
-    )
-    run = DrivenRun(cluster, storage, spec)
-    started.append(run)
-    run.start()
-    return run
+def example(name: str) -> bytes:
+    return pack(EXAMPLES / name)
 
 
 def test_a_task_of_ones_own_loses_no_step(
@@ -65,7 +34,12 @@ def test_a_task_of_ones_own_loses_no_step(
 ) -> None:
     code = {"task": "task:DigitsTask", "args": {"width": 32}}
     run = begin(
-        started, cluster, tmp_path, "own_task", code, train={"epochs": 40, "global_batch_size": 50}
+        started,
+        cluster,
+        tmp_path,
+        example("own_task"),
+        code,
+        train={"epochs": 40, "global_batch_size": 50},
     )
     run.wait_for_step(200)
     victim = run.worker(1)
@@ -91,7 +65,7 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
     code = {"train_fn": "train:train_fn", "config": {"epochs": 60}}
-    run = begin(started, cluster, tmp_path, "own_train_fn", code)
+    run = begin(started, cluster, tmp_path, example("own_train_fn"), code)
     run.wait_for_step(10)
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
@@ -119,7 +93,9 @@ def test_an_interface_that_no_node_has_ends_the_run_by_its_name(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
     code = {"task": "task:DigitsTask", "args": {"width": 32}}
-    run = begin(started, cluster, tmp_path, "own_task", code, env={"GLOO_SOCKET_IFNAME": "ens7"})
+    run = begin(
+        started, cluster, tmp_path, example("own_task"), code, env={"GLOO_SOCKET_IFNAME": "ens7"}
+    )
     assert run.wait_for_end() == 0, run.describe()
     assert {event.data["verdict"] for event in run.of(EventKind.FAILURE)} == {"user_error"}
     assert (

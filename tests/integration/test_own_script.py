@@ -6,21 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everstep.code.pack import pack
-from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
-from storage.filesystem import open_storage
 from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.own_code_runs import begin, cluster, started
+from tests.integration.ray_cluster import RayCluster
 from tests.support.code_archives import tar_gz
+
+__all__ = ["cluster", "started"]
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -60,44 +58,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(2) as running:
-        yield running
-
-
-@pytest.fixture
-def started() -> Iterator[list[DrivenRun]]:
-    runs: list[DrivenRun] = []
-    yield runs
-    for run in runs:
-        run.stop()
-
-
-def begin(
-    started: list[DrivenRun],
-    cluster: RayCluster,
-    storage: Path,
-    archive: bytes,
-    code: dict[str, Any],
-) -> DrivenRun:
-    digest = CodeStore(open_storage(str(storage))).put(archive).digest
-    scaling = {"min_workers": 2, "max_workers": 2}
-    spec = RunSpec.model_validate(
-        {"name": "script", "code": {"archive": digest, **code}, "scaling": scaling}
-    )
-    run = DrivenRun(cluster, storage, spec)
-    started.append(run)
-    run.start()
-    return run
-
-
 def messages(run: DrivenRun, attempt: int) -> list[str]:
     lines, _ = read_rank_logs(run.run_dir)
     return [line.message for line in lines if line.attempt == attempt]
 
 
-def package(storage: Path) -> bytes:
+def package() -> bytes:
     files = {
         "pkg/__init__.py": "",
         "pkg/parts.py": "NAME = 'parts'\n",
@@ -110,7 +76,7 @@ def test_a_script_goes_on_at_its_own_checkpoint_after_a_rank_died(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
     code = {"script": "train.py", "argv": ["--epochs", "400"]}
-    run = begin(started, cluster, tmp_path, pack(EXAMPLE), code)
+    run = begin(started, cluster, tmp_path, pack(EXAMPLE), code, min_workers=2)
     run.wait_for(lambda: any("epoch 5:" in line for line in messages(run, 1)), "epoch 5")
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
@@ -132,7 +98,7 @@ def test_a_script_that_exits_with_a_code_is_named_by_its_own_line(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
     code = {"script": "-m pkg.train", "argv": ["--code", "3"]}
-    run = begin(started, cluster, tmp_path, package(tmp_path), code)
+    run = begin(started, cluster, tmp_path, package(), code, min_workers=2)
     assert run.wait_for_end() == 0, run.describe()
     line = 1 + PACKAGE_TRAIN.splitlines().index("        raise SystemExit(args.code)")
     failures = [event.data for event in run.of(EventKind.FAILURE)]
@@ -149,7 +115,7 @@ def test_a_package_finds_torchrun_s_environment_and_is_cancelled_at_once(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
     code = {"script": "pkg/train.py", "argv": ["--sleep"]}
-    run = begin(started, cluster, tmp_path, package(tmp_path), code)
+    run = begin(started, cluster, tmp_path, package(), code, min_workers=2)
     run.wait_for(lambda: sum(m == "ray True" for m in messages(run, 1)) == 2, "both ranks")
     found = messages(run, 1)
     told = [m for m in found if m.startswith("parts 2 LOCAL_RANK=")]

@@ -15,10 +15,10 @@ from tests.support.own_loops import (
     LoopJob,
     events,
     losses,
-    run_id_for,
     start,
     train_to_end,
 )
+from tests.support.rank_processes import run_id_for
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.snapshots.store import Label, labels_in
 

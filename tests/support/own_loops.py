@@ -3,12 +3,10 @@ this machine, with deaths at named places of a step."""
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -20,9 +18,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.node.node_dir import shared_memory_root
-
-DEADLINE_S = 120.0
+from tests.support.rank_processes import run_to_end
 
 
 @dataclass(frozen=True)
@@ -58,13 +54,6 @@ class Ended:
     """The final weights."""
 
 
-def run_id_for(tmp_path: Path, name: str) -> str:
-    """A run of its own; what it leaves in shared memory is removed when the tests end."""
-    run_id = f"{name}-{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]}-{os.getpid()}"
-    atexit.register(shutil.rmtree, shared_memory_root() / run_id, ignore_errors=True)
-    return run_id
-
-
 def start(job: LoopJob) -> list[Ended]:
     """Run the loop on all ranks to its end, whatever that is."""
     context = multiprocessing.get_context("forkserver")
@@ -77,18 +66,7 @@ def start(job: LoopJob) -> list[Ended]:
         context.Process(target=_rank_main, args=(job, rank, str(base)))
         for rank in range(job.world_size)
     ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-        assert not hung, f"ranks {hung} did not end within {DEADLINE_S} s"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    run_to_end(ranks)
     return [_ended(base / f"{rank}.pickle", ranks[rank].exitcode) for rank in range(job.world_size)]
 
 

@@ -39,15 +39,19 @@ def make_context(
     return one_rank(spec, RunDir(open_storage(uri or str(tmp_path)), "run_saver"), rank=rank)
 
 
-def make_state() -> TrainState:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+def make_state(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps_per_epoch: int = 100,
+) -> TrainState:
+    """The state of a small model; by default of 2 times 2 weights, under AdamW."""
+    model = nn.Linear(2, 2) if model is None else model
     return TrainState(
         model,
-        optimizer,
+        optimizer or torch.optim.AdamW(model.parameters()),
         torch.amp.GradScaler("cpu", enabled=False),
         None,
-        steps_per_epoch=100,
+        steps_per_epoch=steps_per_epoch,
         fingerprint="data",
     )
 

@@ -196,14 +196,7 @@ def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
     ctx = make_context(small_disk, keep_latest=1)
     model = nn.Linear(256, 512)  # 0.5 MiB: three fit, but not beside what fills the disk below
     optimizer = torch.optim.SGD(model.parameters())
-    state = TrainState(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        None,
-        steps_per_epoch=9,
-        fingerprint="data",
-    )
+    state = make_state(model, optimizer, steps_per_epoch=9)
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_until(saver, state, lambda: saver.newest_committed(0) == 10)
     with (small_disk / "filler").open("wb") as filler:

@@ -141,14 +141,7 @@ def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     ctx = make_context(tmp_path, every_steps=1, keep_latest=10_000)
     model = nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainState(
-        model,
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=False),
-        None,
-        steps_per_epoch=9,
-        fingerprint="data",
-    )
+    state = make_state(model, optimizer, steps_per_epoch=9)
     model(torch.ones(1, 200)).sum().backward()
     optimizer.step()
     live = [

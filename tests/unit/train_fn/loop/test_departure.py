@@ -364,6 +364,25 @@ def test_what_was_kept_before_the_device_broke_is_what_the_rank_leaves(
     assert (label.step, label.problem) == (3, None)
 
 
+def kept_by(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Rescue], None]
+) -> int | None:
+    """Break the device after step 3, and call ``meanwhile`` from another thread before the rank
+    leaves. Return the step that it says was kept."""
+
+    def keep_meanwhile(self: Rescue) -> int | None:
+        thread = threading.Thread(target=meanwhile, args=(self,))
+        thread.start()
+        thread.join()
+        return leave(self)
+
+    leave = Rescue.leave
+    with monkeypatch.context() as patch:
+        break_the_device(patch)
+        patch.setattr(Rescue, "leave", keep_meanwhile)
+        return fail(run_dir, 1).error.snapshot_step
+
+
 def test_nothing_is_kept_of_a_model_that_may_hold_an_average(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,20 +394,16 @@ def test_nothing_is_kept_of_a_model_that_may_hold_an_average(
         init(self, ctx, progress)
         replica_of.append(progress)
 
-    def keep_meanwhile(self: Rescue) -> int | None:
+    def keep(self: Rescue) -> None:
         replica_of[0].phase = "evaluation"
         monkeypatch.setattr(rescue, "PATIENCE_S", 0.1)
-        thread = threading.Thread(target=self.keep)
-        thread.start()
-        thread.join()
-        assert self.kept_step is None
-        return leave(self)
+        self.keep()
+        steps.append(self.kept_step)
 
-    leave = Rescue.leave
+    steps: list[int | None] = []
     monkeypatch.setattr(Rescue, "__init__", remember)
-    monkeypatch.setattr(Rescue, "leave", keep_meanwhile)
-    break_the_device(monkeypatch)
-    assert fail(run_dir, 1).error.snapshot_step is None
+    assert kept_by(run_dir, monkeypatch, keep) is None
+    assert steps == [None]
     assert labels(run_dir) == []
 
 
@@ -408,40 +423,17 @@ def test_nothing_is_kept_of_a_thread_that_moves(
             return None  # it has ended
         return "frame", len(looks) > moves_at, 3
 
-    def keep_meanwhile(self: Rescue) -> int | None:
+    def keep(self: Rescue) -> None:
         copy = self._copy
         monkeypatch.setattr(self, "_copy", lambda: copies.append(1) or copy())
         monkeypatch.setattr(Rescue, "_place", place)
-        thread = threading.Thread(target=self.keep)
-        thread.start()
-        thread.join()
-        assert self.kept_step is None
-        return leave(self)
+        self.keep()
+        steps.append(self.kept_step)
 
-    leave = Rescue.leave
-    monkeypatch.setattr(Rescue, "leave", keep_meanwhile)
-    break_the_device(monkeypatch)
-    assert fail(run_dir, 1).error.snapshot_step is None
+    steps: list[int | None] = []
+    assert kept_by(run_dir, monkeypatch, keep) is None
+    assert steps == [None]
     assert labels(run_dir) == [] and len(copies) == num_copies
-
-
-def kept_by(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Rescue], None]
-) -> int | None:
-    """Break the device after step 3, and call ``meanwhile`` from another thread before the rank
-    leaves. Return the step that it says was kept."""
-
-    def keep_meanwhile(self: Rescue) -> int | None:
-        thread = threading.Thread(target=meanwhile, args=(self,))
-        thread.start()
-        thread.join()
-        return leave(self)
-
-    leave = Rescue.leave
-    with monkeypatch.context() as patch:
-        break_the_device(patch)
-        patch.setattr(Rescue, "leave", keep_meanwhile)
-        return fail(run_dir, 1).error.snapshot_step
 
 
 def test_a_state_that_found_no_room_is_not_said_to_be_kept(
