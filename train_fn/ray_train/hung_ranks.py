@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from train_fn.recovery.collective_trace import CollectiveCounts, find_late
+from train_fn.recovery.collective_trace import find_late
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import SILENT_S, find_stuck, is_known_who_hangs
 
@@ -47,31 +47,20 @@ class HungRanks:
             workers: the group's workers, by rank.
             reason: why they are taken for hung.
         """
-        pending = {worker.actor.stack.remote(): rank for rank, worker in enumerate(workers)}
-        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
         self._reason = reason
-        self._stacks = dict.fromkeys(pending.values())
-        for ref in answered:
-            with contextlib.suppress(RayError):
-                self._stacks[pending[ref]] = ray.get(ref)
+        self._stacks = _answers([worker.actor.stack.remote() for worker in workers])
         is_known = is_known_who_hangs(self._stacks)
-        self._late = [] if is_known else find_late(self._counts(workers))
+        self._late = (
+            []
+            if is_known
+            else find_late(
+                _answers([worker.actor.collective_counts.remote() for worker in workers])
+            )
+        )
         self._ranks = self._late or find_stuck(self._stacks)
         for rank in self._ranks:
             ray.kill(workers[rank].actor)
         return self._ranks
-
-    def _counts(self, workers: Sequence[Any]) -> dict[int, CollectiveCounts | None]:
-        """Return every rank's counts of collectives; None for a rank that does not answer."""
-        pending = {
-            worker.actor.collective_counts.remote(): rank for rank, worker in enumerate(workers)
-        }
-        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SILENT_S)
-        counts: dict[int, CollectiveCounts | None] = dict.fromkeys(pending.values())
-        for ref in answered:
-            with contextlib.suppress(RayError):
-                counts[pending[ref]] = ray.get(ref)
-        return counts
 
     def explain(self, report: RankReport) -> RankReport:
         """Return ``report`` with the rank's stack, and with the hang as the cause if it was killed
@@ -101,3 +90,14 @@ class HungRanks:
             )
             return dataclasses.replace(report, hang=no_answer)
         return report
+
+
+def _answers(asked: Sequence[Any]) -> dict[int, Any]:
+    """Return every rank's answer to the call made on it; None for a rank that does not answer."""
+    ranks = {ref: rank for rank, ref in enumerate(asked)}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SILENT_S)
+    answers: dict[int, Any] = dict.fromkeys(ranks.values())
+    for ref in answered:
+        with contextlib.suppress(RayError):
+            answers[ranks[ref]] = ray.get(ref)
+    return answers

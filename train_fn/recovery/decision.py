@@ -58,7 +58,7 @@ class PastFailure:
     @property
     def made_progress(self) -> bool:
         """Return whether a script had been running long enough to have moved."""
-        return self.worked_s is not None and self.worked_s >= SCRIPT_PROGRESS_S
+        return _ran_long(self.worked_s)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _decide_user_error(
 ) -> Decision:
     budget = BUDGET_OF[Verdict.USER_ERROR]
     earlier = [failure for failure in past if failure.verdict is Verdict.USER_ERROR]
-    if not _made_progress(judgement) and any(
+    if not _ran_long(judgement.detail.get("worked_s")) and any(
         failure.step == judgement.step
         and failure.signature == judgement.signature
         and not failure.made_progress
@@ -326,7 +326,7 @@ def _failures_without_progress(
     A failure whose step is unknown counts at the step of the failure before it: as step 0 it would
     look like a step back. A script that reports no steps moves on by running for long.
     """
-    if _made_progress(judgement):
+    if _ran_long(judgement.detail.get("worked_s")):
         return 0
     steps: list[int] = []
     for known in (*(failure.step for failure in past), judgement.step):
@@ -343,9 +343,8 @@ def _failures_without_progress(
     return count
 
 
-def _made_progress(judgement: Judgement) -> bool:
-    worked_s = judgement.detail.get("worked_s")
-    return worked_s is not None and float(worked_s) >= SCRIPT_PROGRESS_S
+def _ran_long(worked_s: float | None) -> bool:
+    return worked_s is not None and worked_s >= SCRIPT_PROGRESS_S
 
 
 def _last(judgement: Judgement) -> str:
