@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from train_fn.checkpoints.torch_file import without_checksums
-from train_fn.state.digest import digest
+from train_fn.state.digest import Words, bytes_of, digest, joined, words_in
 from train_fn.state.tensor_tree import TensorShape, plain_apart, put_together, shapes
 
 PIECE_BYTES = 4 << 20
@@ -149,52 +149,33 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
 # ---------------------------------------------------------------- sums
 
 
-class _Words(NamedTuple):
-    """Sum of the 8-byte words of some bytes, and the bytes after the last whole word as a
-    number."""
-
-    whole: int
-    rest: int
-
-
 def _sums(
     tensors: Sequence[torch.Tensor], write: Callable[[int, torch.Tensor], None] | None = None
 ) -> list[int]:
     """Return ``word_sum`` of each tensor. Give every piece of their bytes to ``write``, in order,
     with the tensor's number."""
-    totals = [_Words(0, 0)] * len(tensors)
+    totals = [Words(0, 0)] * len(tensors)
 
-    def add(number: int, words: _Words) -> None:
+    def add(number: int, words: Words) -> None:
         whole, rest = words
-        totals[number] = _Words(totals[number].whole + whole, rest)
+        totals[number] = Words(totals[number].whole + whole, rest)
 
-    waiting: list[tuple[int, Future[_Words]]] = []
+    waiting: list[tuple[int, Future[Words]]] = []
     with ThreadPoolExecutor(1 if write else SUM_THREADS, "state-sum") as pool:
         for piece in _pieces(tensors):
             is_large = piece.data.numel() >= _WORTH_A_THREAD
-            words = pool.submit(_words, piece.data) if is_large else None
+            words = pool.submit(words_in, piece.data) if is_large else None
             if write is not None:
                 write(piece.number, piece.data)
             if words is None:
-                add(piece.number, _words(piece.data))
+                add(piece.number, words_in(piece.data))
             elif write is not None or piece.copied is not None:  # its memory is used again
                 add(piece.number, words.result())
             else:
                 waiting.append((piece.number, words))
         for number, words in waiting:
             add(number, words.result())
-    return [_signed(whole) ^ rest for whole, rest in totals]
-
-
-def _words(piece: torch.Tensor) -> _Words:
-    whole = piece.numel() // 8 * 8
-    words = int(piece[:whole].view(torch.int64).sum()) if whole else 0
-    return _Words(words, int.from_bytes(bytes(piece[whole:].tolist()), "little"))
-
-
-def _signed(words: int) -> int:
-    """Return a sum modulo 2**64 as a signed number, as torch does."""
-    return (words + (1 << 63)) % (1 << 64) - (1 << 63)
+    return list(map(joined, totals))
 
 
 class _Piece(NamedTuple):
@@ -213,7 +194,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
     buffers: Iterator[torch.Tensor] | None = None
     ahead: _Piece | None = None
     for number, tensor in enumerate(tensors):
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = bytes_of(tensor)
         for data in torch.split(flat, PIECE_BYTES) if flat.numel() else ():
             if data.is_cuda:
                 buffers = buffers or itertools.cycle((_pinned(), _pinned()))

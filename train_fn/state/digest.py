@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,8 +53,30 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def word_sum(tensor: torch.Tensor) -> int:
     """Return the sum of a tensor's 8-byte words modulo 2**64, at memory speed."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = int(flat[:whole].view(torch.int64).sum()) if whole else 0
-    rest = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    return words ^ rest
+    return joined(words_in(bytes_of(tensor)))
+
+
+class Words(NamedTuple):
+    """Sum of the 8-byte words of some bytes, and the bytes after the last whole word as a
+    number."""
+
+    whole: int
+    rest: int
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, without a copy if it is contiguous: shape (nbytes,), uint8."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def words_in(data: torch.Tensor) -> Words:
+    """Return the words of a part of ``bytes_of``. Only the last part may end within a word."""
+    whole = data.numel() // 8 * 8
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
+
+
+def joined(words: Words) -> int:
+    """Return the ``word_sum`` of a tensor from the sums over its parts."""
+    signed = (words.whole + (1 << 63)) % (1 << 64) - (1 << 63)  # as torch's sum wraps
+    return signed ^ words.rest
