@@ -65,6 +65,9 @@ def count(amount: int, noun: str) -> str:
 
 
 def progress(run: Run) -> str:
+    """Return the steps done, of those in all if that is known: ``8/40``."""
+    if run.status == "SUCCEEDED" and not run.step:
+        return "none reported"
     return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
 
 
@@ -81,7 +84,8 @@ def lost(run: Run) -> str:
 
 def summary(run: Run) -> str:
     """Return how a run ended: a line, and a second one for its reason."""
-    parts = [f"{run.status} at step {progress(run)}"]
+    has_steps = run.step > 0 or run.status != "SUCCEEDED"
+    parts = [f"{run.status} at step {progress(run)}" if has_steps else run.status]
     if run.finished_at is not None:
         parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")
     text = " ".join(parts)

@@ -51,6 +51,33 @@ def test_a_run_without_steps_claims_none_lost() -> None:
     assert lost(restarts=1, step=0, steps_lost=3) == "3 steps lost"
 
 
+def test_a_script_that_succeeded_without_steps_is_at_none() -> None:
+    def summary(**fields: Any) -> str:
+        return words.summary(
+            Run.model_construct(
+                **{
+                    "created_at": AT,
+                    "finished_at": None,
+                    "metrics": {},
+                    "reason": None,
+                    "steps_lost": 0,
+                    "total_steps": None,
+                    **fields,
+                }
+            )
+        )
+
+    assert summary(status="SUCCEEDED", step=0, restarts=1) == (
+        "SUCCEEDED; 1 restart, no steps reported"
+    )
+    assert summary(status="SUCCEEDED", step=9, restarts=0) == (
+        "SUCCEEDED at step 9; 0 restarts, 0 steps lost"
+    )
+    assert summary(status="CANCELLED", step=0, restarts=0).startswith("CANCELLED at step 0; ")
+    ended = Run.model_construct(status="SUCCEEDED", step=0, total_steps=None)
+    assert words.progress(ended) == "none reported"
+
+
 def drill_of(source: str) -> Drill:
     history: list[tuple[EventKind, dict[str, Any]]] = [
         (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),

@@ -142,6 +142,19 @@ def test_the_last_epoch_stays_in_progress() -> None:
     assert project(run_row(), event(EventKind.EPOCH_COMPLETED, epoch=2)).columns == {"epoch": 2}
 
 
+def test_the_epochs_of_a_users_own_loop_are_not_bound_by_the_spec() -> None:
+    code = {"archive": "sha256:" + "0" * 64, "train_fn": "train:train_fn"}
+    own = replace(run_row(), spec=parse_spec({"name": "own", "code": code}).model_dump(mode="json"))
+    unknown = project(own, event(EventKind.EPOCH_COMPLETED, epoch=6)).columns
+    assert unknown == {"epoch": 7}
+    told = replace(own, total_steps=80, steps_per_epoch=10)
+    for epoch, shown in ((6, 7), (7, 7)):
+        ended = project(told, event(EventKind.EPOCH_COMPLETED, epoch=epoch)).columns
+        assert ended == {"epoch": shown}
+    points = [{"step": 35, "at": NOON, "values": {"loss": 1.0}}]
+    assert project(told, event(EventKind.METRICS, points=points)).columns["epoch"] == 3
+
+
 @pytest.mark.parametrize("name", ["accuracy", "val_accuracy"])
 def test_evaluations_are_series_of_their_own_and_the_best_is_kept(name: str) -> None:
     better = project(
