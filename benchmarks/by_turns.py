@@ -100,6 +100,7 @@ def _plain_module(training: Training) -> DistributedDataParallel:
         train.precision,
         ctx.device,
         None,
+        replica.state,
         compiled=train.compile,
     )
     return DistributedDataParallel(module)

@@ -7,7 +7,7 @@ makes, names of a ``*`` import, or bases from other packages: the ranks report f
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from everstep.code.rules import MODULE_FLAG, modules, script_path
 from everstep.errors import FieldError
@@ -27,6 +27,8 @@ OPTIONAL_METHODS = {
     "state_dict": 0,
     "load_state_dict": 1,
 }
+GIVEN_BY_NAME = {"loss": frozenset({"step", "epoch"})}
+"""Further parameters that a method may have, which it gets by name."""
 
 _MAX_SUGGESTIONS = 10
 
@@ -142,7 +144,7 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
     for name, num_arguments in (REQUIRED_METHODS | OPTIONAL_METHODS).items():
         if name in members.methods:
             path, method = members.methods[name]
-            fault = _call_fault(method, num_arguments)
+            fault = _call_fault(method, num_arguments, GIVEN_BY_NAME.get(name, frozenset()))
             if fault:
                 faults.append(
                     FieldError(where, f"{_place(path, method)}: {node.name}.{name} {fault}")
@@ -157,8 +159,11 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
     return faults
 
 
-def _call_fault(method: Function, num_arguments: int) -> str | None:
-    """Return why a method cannot be called with so many positional arguments.
+def _call_fault(
+    method: Function, num_arguments: int, by_name: Set[str] = frozenset()
+) -> str | None:
+    """Return why a method cannot be called with so many positional arguments, and those that
+    ``by_name`` lists if it has parameters for them.
 
     None if it can, or if a decorator may change its arguments.
     """
@@ -171,9 +176,12 @@ def _call_fault(method: Function, num_arguments: int) -> str | None:
     }:
         return None
     given = num_arguments + ("staticmethod" not in decorators)
-    most = len(method.args.posonlyargs) + len(method.args.args)
-    least = most - len(method.args.defaults)
-    if least <= given and (given <= most or method.args.vararg) and not _needed_by_name(method):
+    parameters = [*method.args.posonlyargs, *method.args.args]
+    num_needed = len(parameters) - len(method.args.defaults)
+    lacking = {each.arg for each in parameters[given:num_needed]} | set(_needed_by_name(method))
+    has_room = given <= len(parameters) or method.args.vararg is not None
+    is_filled = lacking <= by_name and not lacking & {each.arg for each in method.args.posonlyargs}
+    if has_room and is_filled:
         return None
     beside = "" if "staticmethod" in decorators else " beside self"
     return (
@@ -182,8 +190,11 @@ def _call_fault(method: Function, num_arguments: int) -> str | None:
     )
 
 
-def _needed_by_name(function: Function) -> bool:
-    return any(default is None for default in function.args.kw_defaults)
+def _needed_by_name(function: Function) -> list[str]:
+    """Return the parameters that must be given by name."""
+    arguments = function.args
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [argument.arg for argument, default in pairs if default is None]
 
 
 def _argument_faults(found: Found, code: CodeSpec) -> list[FieldError]:

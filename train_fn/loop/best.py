@@ -13,6 +13,7 @@ from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica
 from train_fn.state.train_state import Best
 from train_fn.tasks.checks import is_iterable
+from train_fn.tasks.options import require_measured
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
             "checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it "
             "to null"
         )
+    require_measured(replica.task, checkpoint.best_metric)
 
 
 def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:

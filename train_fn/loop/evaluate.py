@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from operator import itemgetter
 from typing import Any
@@ -37,19 +37,21 @@ from train_fn.step.precision import autocast
 from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.checks import is_iterable, where
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
+from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
 
 MIN_MICRO_BATCH = 128
 """Smallest micro-batch here. Evaluation keeps no gradients, so its micro-batches may be larger than
 in training."""
 
 Sums = dict[str, tuple[float, float]]
+Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
 
 logger = logging.getLogger(__name__)
 
 
 def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
-    """Return the metrics over the validation set: ``val_loss``, ``val_accuracy`` and what the task
-    measures; ``ema_val_…`` of the averaged weights.
+    """Return the metrics over the validation set: ``val_accuracy`` and what else the task measures,
+    and ``val_loss`` unless it has none; ``ema_val_…`` of the averaged weights.
 
     A collective. Every rank returns the same numbers, or an empty dict without a validation set.
     """
@@ -158,6 +160,7 @@ def _measure_all(
 ) -> list[tuple[int, Sums]]:
     spec, device, task = ctx.spec, ctx.device, replica.task
     measured, num_empty = [], 0
+    loss = _loss_of(replica) if measures_loss(task) else None
     own.to(device)
     with closing(numbered) as batches:
         for number, batch in batches:
@@ -167,7 +170,8 @@ def _measure_all(
             replica.volatile.rewind()  # a model may change its buffers in eval mode as well
             seed_micro_batch(spec.train.seed, replica.state.step, number, device)
             with autocast(spec.train.precision, device):
-                measured.append((number, own.update(_measure(task, replica.state.model, batch))))
+                found = _measure(task, replica.state.model, batch, loss)
+                measured.append((number, own.update(found)))
     if num_empty:
         logger.warning(
             "collate returned None for %d batches of the validation set; they are left out",
@@ -260,8 +264,34 @@ def _size(ctx: WorkerContext) -> int:
     return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH)
 
 
-def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
-    """Return what the task measures of one micro-batch, at least its loss."""
+def _loss_of(replica: Replica) -> Loss:
+    """Return the task's ``loss`` as an evaluation calls it: with the number of steps done, and the
+    epoch of the last one, if it takes them."""
+    state, task = replica.state, replica.task
+    numbers = {"step": state.step, "epoch": max(0, state.step - 1) // state.steps_per_epoch}
+    asked = {name: numbers[name] for name in loss_arguments(task)}
+
+    def loss(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
+        try:
+            answer: Any = task.loss(model, batch, **asked)
+        except Exception:
+            logger.warning("%s failed in eval mode. %s", where(task, "loss"), NO_LOSS)
+            raise
+        if isinstance(answer, tuple) and len(answer) == 2:
+            return answer
+        raise BadTask(
+            f"{where(task, 'loss')}, called to evaluate the model, must return (loss_sum, weight), "
+            f"not {answer!r:.100}. {NO_LOSS}"
+        )
+
+    return loss
+
+
+def _measure(
+    task: Any, model: torch.nn.Module, batch: Any, loss: Loss | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return what the task measures of one micro-batch. Its loss is measured by ``loss``, unless
+    that is None or ``metrics`` returns one."""
     sums: dict[str, tuple[Any, Any]] = (
         task.metrics(model, batch) if hasattr(task, "metrics") else {}
     )
@@ -271,4 +301,4 @@ def _measure(task: Any, model: torch.nn.Module, batch: Any) -> dict[str, tuple[A
             f"{sums!r:.200}"
         )
     sums = {name: value for name, value in sums.items() if value is not None}
-    return sums if "loss" in sums else {"loss": task.loss(model, batch), **sums}
+    return sums if "loss" in sums or loss is None else {"loss": loss(model, batch), **sums}

@@ -282,7 +282,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         train_set=train_set,
         val_set=datasets.get("val"),
         step_module=StepModule(
-            task, model, train.precision, ctx.device, carrier.numbers, compiled=train.compile
+            task, model, train.precision, ctx.device, carrier.numbers, state, compiled=train.compile
         ),
         carrier=carrier,
         total_steps=min(all_steps, train.max_steps or all_steps),

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask
+from train_fn.state.train_state import TrainState
 from train_fn.step.precision import Precision, autocast
 from train_fn.tasks.checks import checked_loss, where
+from train_fn.tasks.options import loss_arguments
 from train_fn.tasks.protocol import Sum, Task
 
 _CPU_BUCKET_MIB = 25
@@ -32,10 +34,15 @@ class StepModule(nn.Module):
         precision: Precision,
         device: torch.device,
         numbers: nn.Parameter | None,
+        state: TrainState,
         *,
         compiled: bool,
     ) -> None:
-        """``numbers`` is the carrier's parameter, with whose gradient the step's totals travel."""
+        """
+        Args:
+            numbers: the carrier's parameter, with whose gradient the step's totals travel.
+            state: knows the step and the epoch, which ``loss`` may take.
+        """
         super().__init__()
         self.model = model
         self.numbers = numbers
@@ -43,6 +50,7 @@ class StepModule(nn.Module):
         # names.
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
+        self._state, self._asked = state, loss_arguments(task)
         self._modules_of_model = list(model.modules())
         self.sparse = {
             id(module.weight)
@@ -66,7 +74,10 @@ class StepModule(nn.Module):
             return torch.stack(used).sum(), 0.0
         modes = self._modes()
         with autocast(self._precision, self._device):
-            answer = self._task.loss(self._called[0], batch)
+            if self._asked:
+                answer = self._task.loss(self._called[0], batch, **self._step_arguments())
+            else:
+                answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
             raise BadTask(
                 f"{where(self._task, 'loss')} left modules in another mode, train or eval, than "
@@ -75,6 +86,9 @@ class StepModule(nn.Module):
                 "on_epoch_end"
             )
         return checked_loss(self._task, answer)
+
+    def _step_arguments(self) -> dict[str, int]:
+        return {name: getattr(self._state, name) for name in self._asked}
 
 
 def _zero_of(parameter: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:

@@ -14,7 +14,8 @@ Sum = torch.Tensor | float | int
 
 class Task(Protocol):
     """The part that every task has. Optional methods: ``metrics``, ``build_metrics``,
-    ``build_optimizer``, ``collate``, ``on_epoch_end``, ``state_dict`` and ``load_state_dict``."""
+    ``build_optimizer``, ``collate``, ``on_epoch_end``, ``state_dict`` and ``load_state_dict``. An
+    optional attribute: ``validation_loss``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is
@@ -26,4 +27,4 @@ class Task(Protocol):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Sum]:
         """(loss summed over the micro-batch, weight: how many samples or tokens it is a sum
-        over)."""
+        over). It gets ``step`` and ``epoch`` by name if it has such parameters."""

@@ -62,6 +62,22 @@ def test_a_method_that_is_missing_or_takes_something_else() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "passes"),
+    [
+        ("model, batch, step, epoch", True),
+        ("model, batch, *, epoch", True),
+        ("model, batch, rate, step", False),
+        ("model, step, batch", False),
+        ("model, batch, *, rate", False),
+        ("model, batch, step, /", False),
+    ],
+)
+def test_a_loss_may_ask_for_the_step_and_the_epoch(parameters: str, *, passes: bool) -> None:
+    source = TASK.replace("def loss(self, model, batch)", f"def loss(self, {parameters})")
+    assert (faults({"task.py": source}) == []) is passes
+
+
 def test_syntax_errors_wherever_the_task_imports_them() -> None:
     files = {
         "mine/__init__.py": "",

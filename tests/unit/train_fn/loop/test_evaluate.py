@@ -40,11 +40,13 @@ def test_names_that_only_some_batches_have_are_averaged_over_those() -> None:
 
 def test_a_loss_is_measured_where_a_batch_gives_none() -> None:
     model = torch.nn.Linear(1, 1)
-    assert _measure(Task({"loss": None, "other": (1, 2)}), model, None) == {
+    task = Task({"loss": None, "other": (1, 2)})
+    assert _measure(task, model, None, task.loss) == {
         "loss": (torch.tensor(6.0), 2),
         "other": (1, 2),
     }
-    assert _measure(Task({"loss": (1, 1)}), model, None) == {"loss": (1, 1)}
+    assert _measure(Task({"loss": (1, 1)}), model, None, task.loss) == {"loss": (1, 1)}
+    assert _measure(task, model, None, None) == {"other": (1, 2)}
 
 
 @pytest.mark.parametrize(
