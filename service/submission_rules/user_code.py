@@ -22,6 +22,8 @@ OPTIONAL_METHODS = {
     "metrics": 2,
     "build_metrics": 0,
     "build_optimizer": 1,
+    "build_scheduler": 2,
+    "after_step": 2,
     "collate": 1,
     "on_epoch_end": 3,
     "state_dict": 0,

@@ -27,7 +27,7 @@ BUILT_IN = {
 
 
 class TaskRuns:
-    """Begin runs of tasks. A run of the same name goes on from what is there unless ``fresh``."""
+    """Begin runs of tasks."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tmp_path, self._patch = tmp_path, monkeypatch
@@ -38,11 +38,17 @@ class TaskRuns:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def begin(
-        self, task: Any, *, name: str = "run_own", fresh: bool = True, **sections: Any
+        self,
+        task: Any,
+        *,
+        name: str = "run_own",
+        after: WorkerContext | None = None,
+        **sections: Any,
     ) -> WorkerContext:
         """Return the context of one rank of a run that is about to train ``task``.
 
         Args:
+            after: an earlier submission of the same run, from which it goes on.
             sections: of the spec. ``train`` begins with global batches of 8 in one micro-batch.
         """
         self._patch.setattr(replica, "build_task", lambda spec: task)
@@ -54,8 +60,10 @@ class TaskRuns:
         }
         raw = {"name": "own", "task": BUILT_IN, "checkpoint": {"every_steps": None}, "train": train}
         spec = RunSpec.model_validate(raw | sections)
+        if after is not None:
+            return one_rank(spec, after.run_dir, submission=after.submission + 1)
         run_dir = RunDir(open_storage(str(self._tmp_path / "storage")), name)
-        start = begin_run(run_dir, spec, "test", fresh=fresh)
+        start = begin_run(run_dir, spec, "test", fresh=True)
         return one_rank(spec, run_dir, submission=start.submission)
 
 

@@ -3,7 +3,7 @@ its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from train_fn.state.packed_moments import unpacked
 from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
 
+_SCHEDULED = frozenset(
+    ["lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"]
+)
+"""Options of an optimizer's groups that a scheduler sets."""
 MAX_NAMED = 20
 """Limit on the differences of one kind that an error names. It gives the number of the others."""
 
@@ -131,8 +135,9 @@ def adopt(
     """Return another run's state as the initial state of this one.
 
     Weights, moments, position in the data, ledger and loss scale are kept. Settings of this run's
-    spec (learning rate, decay) apply. If the other run kept no average of its weights, the average
-    starts at its weights. Events of the other run are not reported again.
+    spec (learning rate, decay) apply, but a task's scheduler goes on with its own rates. If the
+    other run kept no average of its weights, the average starts at its weights. Events of the other
+    run are not reported again.
     """
     _check_model(state["model"], into.model.state_dict(), origin)
     if divmod(state["step"], into.steps_per_epoch) != (state["epoch"], state["k"]):
@@ -149,14 +154,19 @@ def adopt(
             "train.global_batch_size, begin from a checkpoint of an epoch's end, or leave "
             "resume_from out"
         )
+    scheduler = _scheduler(state.get("scheduler"), into, origin)
     averages = state["ema"]
     if averages is None and into.ema is not None:
         averages = state["model"]
     return {
         **state,
         "optimizer": _with_own_settings(
-            unpacked(state["optimizer"]), into.optimizer.state_dict(), origin
+            unpacked(state["optimizer"]),
+            into.optimizer.state_dict(),
+            origin,
+            keep=_SCHEDULED if scheduler is not None else frozenset(),
         ),
+        "scheduler": scheduler,
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "skipped": into.skipped.state_dict(),
         "ema": averages,
@@ -207,11 +217,27 @@ def _named(words: str, items: list[str]) -> list[str]:
     return [f"{words}: {', '.join(items[:MAX_NAMED])}{more}"]
 
 
+def _scheduler(
+    saved: dict[str, Any] | None, into: TrainState, origin: Origin
+) -> dict[str, Any] | None:
+    """Return the state of the scheduler that the run continues; None if it begins its own, or has
+    none. Raise ForkRefused if the task builds another kind."""
+    if saved is None or into.scheduler is None:
+        return None
+    differing = saved.keys() ^ into.scheduler.state_dict().keys()
+    if differing:
+        raise ForkRefused(
+            f"the scheduler differs from that of {origin.name} in {sorted(differing)}. Let "
+            "build_scheduler return the same kind, or leave resume_from out"
+        )
+    return saved
+
+
 def _with_own_settings(
-    saved: dict[str, Any], own: dict[str, Any], origin: Origin
+    saved: dict[str, Any], own: dict[str, Any], origin: Origin, keep: Set[str]
 ) -> dict[str, Any]:
-    """Return the saved moments with the settings of this run's optimizer. Raise ForkRefused if it
-    is another kind of optimizer."""
+    """Return the saved moments with the settings of this run's optimizer, but for those that
+    ``keep`` names. Raise ForkRefused if it is another kind of optimizer."""
     sizes, own_sizes = (
         [len(group["params"]) for group in each["param_groups"]] for each in (saved, own)
     )
@@ -231,7 +257,8 @@ def _with_own_settings(
                 f"{sorted(foreign)}. Use the same kind of "
                 "optimizer, or leave resume_from out"
             )
-        groups.append({**own_group, "params": group["params"]})
+        kept = {name: group[name] for name in ("params", *(keep & group.keys()))}
+        groups.append({**own_group, **kept})
     return {"state": saved["state"], "param_groups": groups}
 
 

@@ -6,6 +6,7 @@ from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.loop.beginning import begin
 from train_fn.loop.boundary import close_boundary
+from train_fn.loop.built_alike import require_same_after_step
 from train_fn.loop.commit import commit, require_whole
 from train_fn.loop.departure import leave
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
@@ -57,6 +58,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     values = commit(training, totals)  # no collective: what one rank does here, all do
     if progress.rescue is not None:
         progress.rescue.step_committed()
+    if replica.after_step is not None:
+        require_same_after_step(replica)
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts

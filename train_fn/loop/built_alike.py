@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from train_fn.errors import BadTask, DataChanged
+from train_fn.loop.after_step import tensors_of
 from train_fn.loop.replica import Replica
-from train_fn.state.contents import DRAW_ALIKE, alike, few, sketch_weights
+from train_fn.state.contents import DRAW_ALIKE, Sketch, alike, few, sketch, sketch_weights
 from train_fn.tasks.checks import where
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,37 @@ def require_same_sums(replica: Replica, source: str, sums: list[list[int]]) -> N
     names = sorted({name for other in sums for name in replica.trained.differing(sums[0], other)})
     if not names:
         return
-    sketches = replica.peers.gather(replica.trained.sketches(names))
+    _require_alike(source, names, replica.peers.gather(replica.trained.sketches(names)))
+
+
+def require_same_after_step(replica: Replica) -> None:
+    """Raise BadTask on every rank if ``after_step`` has just left other values on one of them than
+    on others. A collective in the first step of an attempt and in the last one of each epoch, else
+    nothing."""
+    hook = replica.after_step
+    if hook is None or hook.sums is None:
+        return
+    mine, hook.sums = hook.sums, None
+    before, after = zip(*replica.peers.gather(mine), strict=True)
+    names = sorted(
+        name
+        for name in {name for each in after for name in each}
+        if len({each.get(name) for each in after}) > 1
+        and len({each.get(name) for each in before}) == 1
+    )
+    if names:
+        tensors = tensors_of(replica.state)
+        found = {name: sketch(tensors[name]) for name in names if name in tensors}
+        _require_alike(hook.source, names, replica.peers.gather(found))
+
+
+def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketch]]) -> None:
+    """Raise BadTask if the named tensors differ between ranks by more than other hardware
+    explains."""
     unlike = [
         name
         for name in names
-        if not all(alike(sketches[0][name], other[name]) for other in sketches)
+        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
     ]
     if unlike:
         raise BadTask(

@@ -65,17 +65,25 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     task_state = replica.task_state.capture()
     replica.learning_rates.check()
     replica.learning_rates.check_options()
-    schedule = training.ctx.spec.schedule
-    lr = replica.learning_rates.set(
-        lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
-    )
+    if state.scheduler is None:
+        schedule = training.ctx.spec.schedule
+        lr = replica.learning_rates.set(
+            lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
+        )
+    else:
+        lr = replica.learning_rates.present()
     values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": lr}
     with state.committing():
         state.task = task_state
         replica.volatile.adopt()  # before hooks of the optimizer move what they move
         skipped = _update_weights(replica)
+        if replica.after_step is not None and not skipped:
+            replica.after_step(state, replica.volatile, replica.sampler.seed, replica.peers.device)
+            state.task = replica.task_state.capture()
         if state.ema is not None and not skipped:
             state.ema.update(state.step + 1)
+        if state.scheduler is not None:
+            replica.learning_rates.tick()
         state.ledger.commit(state.step, totals.counted)
     replica.learning_rates.check()
     replica.learning_rates.note_options()

@@ -41,7 +41,7 @@ def run_first_pass(
     state, peers, task = replica.state, replica.peers, replica.task
     places = untrained_places(state.model, replica.parameters)
     warm_up = WarmUp(state.model, places, is_fresh=is_fresh)
-    attributes = PlainAttributes(_owners(replica))
+    attributes = PlainAttributes(owners_of(replica))
     replica.seed(0, 0)
     generators = torch_generators(peers.device)
     watched, before = GradientWatch(replica.parameters), replica.trained.sums()
@@ -126,7 +126,7 @@ def try_smallest(replica: Replica) -> None:
     if micro is None:
         return
     before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
-    attributes = PlainAttributes(_owners(replica))
+    attributes = PlainAttributes(owners_of(replica))
     replica.seed(0, 0)
     batch = replica.load(micro).batch
     check_small_batch(replica.task, replica.sampler, micro, replica.step_module, batch)
@@ -135,7 +135,7 @@ def try_smallest(replica: Replica) -> None:
     replica.task_state.load(replica.state.task)
 
 
-def _owners(replica: Replica) -> dict[str, object]:
+def owners_of(replica: Replica) -> dict[str, object]:
     """Return the objects whose plain attributes a forward pass may change: the model's modules, and
     a task that keeps no state of its own."""
     modules: dict[str, object] = dict(replica.state.model.named_modules())

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.after_step import AfterStep
 from train_fn.loop.built_model import require_fit_for, warnings_of
-from train_fn.loop.first_pass import run_first_pass, try_smallest
+from train_fn.loop.built_optimizer import built_optimizer, built_scheduler
+from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
 from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
@@ -26,14 +28,9 @@ from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.stream_set import StreamSet
 from train_fn.state.contents import Contents, sketch
 from train_fn.state.ema import Ema
-from train_fn.state.optim import build_optimizer
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
-from train_fn.state.trained_parameters import (
-    LearningRates,
-    TrainedParameters,
-    check_no_scheduler,
-)
+from train_fn.state.trained_parameters import LearningRates, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.carrier import Carrier
 from train_fn.step.determinism import set_determinism
@@ -43,12 +40,7 @@ from train_fn.step.precision import build_scaler
 from train_fn.step.step_plans import StepPlans
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
-from train_fn.tasks.checks import (
-    checked_datasets,
-    checked_model,
-    checked_optimizer,
-    where,
-)
+from train_fn.tasks.checks import checked_datasets, checked_model, where
 from train_fn.tasks.protocol import Sum, Task
 from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
@@ -120,13 +112,22 @@ class Replica:
             if hasattr(self.task, "build_optimizer")
             else "the spec's optimizer"
         )
-        self.learning_rates = LearningRates(self.state.optimizer, source)
+        self.learning_rates = LearningRates(self.state.optimizer, source, self.state.scheduler)
         self._nothing: Any = None
         self.num_empty = 0
         """Micro-batches of this attempt for which ``collate`` returned None."""
         self.draws = True
         """Whether a forward pass draws random numbers, as far as is known."""
         self.task_state = TaskState(self.task)
+        self.after_step: AfterStep | None = None
+        if getattr(self.task, "after_step", None) is not None:
+            self.after_step = AfterStep(
+                self.task,
+                where(self.task, "after_step"),
+                self.trained,
+                owners_of(self),
+                alone=self.peers.alone,
+            )
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
 
@@ -250,15 +251,11 @@ def build_replica(ctx: WorkerContext) -> Replica:
     in_eval = set_modes_for_training(model)
     require_fit_for(ctx.device, model)
     train_set, sampler = training_data(ctx, task, datasets["train"])
-    build_own = getattr(task, "build_optimizer", None)
+    all_steps = train.epochs * sampler.steps_per_epoch
+    total_steps = min(all_steps, train.max_steps or all_steps)
     seed_building(train.seed, _OPTIMIZER)
-    optimizer = (
-        checked_optimizer(task, model, build_own(model))
-        if build_own
-        else build_optimizer(spec.optimizer, model)
-    )
-    if build_own:
-        check_no_scheduler(optimizer, where(task, "build_optimizer"))
+    optimizer = built_optimizer(spec, task, model)
+    scheduler = built_scheduler(spec, task, optimizer, total_steps)
     state = TrainState(
         model,
         optimizer,
@@ -266,12 +263,12 @@ def build_replica(ctx: WorkerContext) -> Replica:
         Ema(model, train.ema_decay) if train.ema_decay is not None else None,
         steps_per_epoch=sampler.steps_per_epoch,
         fingerprint=train_set.fingerprint,
+        scheduler=scheduler,
         contents=contents,
         sampler=sampler,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
         data_source=where(task, "build_datasets") if spec.code is not None else None,
     )
-    all_steps = train.epochs * sampler.steps_per_epoch
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     carrier = Carrier(peers)
     replica = Replica(
@@ -285,7 +282,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
             task, model, train.precision, ctx.device, carrier.numbers, state, compiled=train.compile
         ),
         carrier=carrier,
-        total_steps=min(all_steps, train.max_steps or all_steps),
+        total_steps=total_steps,
         draws_from_torch_alone=spec.code is None,
     )
     if debugging := lowered_level():

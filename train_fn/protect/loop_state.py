@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from train_fn.state.digest import tree_digest
 from train_fn.state.event_tail import EventTail
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.sound_state import require_sound
-from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types, size_bytes, take_apart
 from train_fn.state.train_state import VERSION, Best, match_layout
 
 FINGERPRINT = "own loop"
@@ -224,7 +223,7 @@ class LoopState:
         is_begun = state["step"] > 0
         for name, part in self.parts.others.items():
             if is_begun or name not in self.parts.loaders:
-                part.load_state_dict(_of_own_types(copy.deepcopy(kept[name]), part.state_dict()))
+                part.load_state_dict(of_own_types(copy.deepcopy(kept[name]), part.state_dict()))
         self.volatile.load_unsaved(state["unsaved"])
         self.volatile.renew()
         self.seed = state["task"]["seed"]
@@ -284,12 +283,3 @@ def _marks(state: Any) -> list[tuple[int, int]]:
     tensors: list[torch.Tensor] = []
     take_apart(state, tensors)
     return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
-
-
-def _of_own_types(value: Any, own: Any) -> Any:
-    """Return ``value`` with the kinds of dicts that ``own`` has: a saved state has plain ones, and
-    a scheduler may need its Counter."""
-    if isinstance(own, dict) and isinstance(value, dict):
-        found = {name: _of_own_types(each, own.get(name)) for name, each in value.items()}
-        return type(own)(found) if type(own) in (Counter, OrderedDict) else found
-    return value

@@ -18,7 +18,7 @@ def digest(state: dict[str, Any]) -> str:
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
     for name in ("model", "optimizer", "scaler", "ema"):
         hashed.update(_text(state[name], name))
-    for name in ("unsaved", "task"):  # which older states do not have
+    for name in ("unsaved", "task", "scheduler"):  # which older states do not have
         if state.get(name):
             hashed.update(_text(state[name], name))
     return hashed.hexdigest()

@@ -7,6 +7,7 @@ import copy
 import math
 import os
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -258,3 +259,14 @@ def size_bytes(tree: Any) -> int:
     tensors: list[torch.Tensor] = []
     take_apart(tree, tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def of_own_types(value: Any, own: Any) -> Any:
+    """Return ``value`` with the kinds of dicts that ``own`` has: a saved state has plain ones, and
+    a scheduler may need its Counter."""
+    if isinstance(own, dict) and isinstance(value, dict):
+        found = {name: of_own_types(each, own.get(name)) for name, each in value.items()}
+        return type(own)(found) if type(own) in (Counter, OrderedDict) else found
+    if isinstance(own, list) and isinstance(value, list) and len(own) == len(value):
+        return [of_own_types(each, other) for each, other in zip(value, own, strict=True)]
+    return value

@@ -22,7 +22,7 @@ from train_fn.state.event_tail import EventTail
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
-from train_fn.state.tensor_tree import copy_to_cpu
+from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
 from train_fn.step.modes import BuiltModes
 from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
 
@@ -59,6 +59,7 @@ class TrainState:
         *,
         steps_per_epoch: int,
         fingerprint: str,
+        scheduler: Any | None = None,
         contents: Contents | None = None,
         sampler: Sampler | None = None,
         bookmarks: Bookmarks | None = None,
@@ -69,6 +70,8 @@ class TrainState:
         self._packer = Packer()
         self._modes = BuiltModes(model)
         self.scaler = scaler
+        self.scheduler = scheduler
+        """The task's own; None if the spec's schedule sets the learning rates."""
         self.skipped = SkippedSteps()
         """Steps that the scaler skipped."""
         self.ema = ema
@@ -124,6 +127,10 @@ class TrainState:
         change them."""
         self._unsaved |= {place.name: place for place in places if not place.is_saved}
 
+    def unsaved(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors of ``carry``'s places by name."""
+        return {name: place.tensor for name, place in self._unsaved.items()}
+
     def committing(self) -> _Commit:
         """Return the context in which a step changes the state. No collective runs inside. If an
         exception leaves it, the state is not ``complete``."""
@@ -149,9 +156,10 @@ class TrainState:
             "tail": self.tail.dump(),
             "model": dict(self.model.state_dict()),
             "modes": self._modes.state_dict(),
-            "unsaved": {name: place.tensor for name, place in self._unsaved.items()},
+            "unsaved": self.unsaved(),
             "task": self.task,
             "optimizer": self._packer.packed(self.optimizer.state_dict()),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped.state_dict(),
             "ema": self.ema.state_dict() if self.ema else None,
@@ -182,6 +190,9 @@ class TrainState:
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(unpacked(copy_to_cpu(state["optimizer"])))
         match_layout(self.optimizer)
+        if self.scheduler is not None and state.get("scheduler") is not None:
+            kept = copy_to_cpu(state["scheduler"])
+            self.scheduler.load_state_dict(of_own_types(kept, self.scheduler.state_dict()))
         self.scaler.load_state_dict(state["scaler"])
         if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])

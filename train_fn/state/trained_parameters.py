@@ -161,11 +161,14 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 class LearningRates:
-    """Set the learning rates of the run's schedule, and refuse changes by other code."""
+    """Set the learning rates by the run's schedule or the task's scheduler, and refuse changes by
+    other code."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, source: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, source: str, scheduler: Any | None = None
+    ) -> None:
         """Wrap an optimizer. ``source`` names the code that built it, for errors."""
-        self._optimizer, self._source = optimizer, source
+        self._optimizer, self._source, self._scheduler = optimizer, source, scheduler
         self._set: list[float] | None = None
         self._options: list[dict[str, Any]] | None = None
 
@@ -200,6 +203,17 @@ class LearningRates:
         self._set = [group["lr"] for group in self._optimizer.param_groups]
         return float(self._set[0])
 
+    def present(self) -> float:
+        """Return the first group's learning rate."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def tick(self) -> None:
+        """Let the task's scheduler take its step. Raise BadTask if other code changed a rate."""
+        assert self._scheduler is not None
+        self.check()
+        self._scheduler.step()
+        self._set = [group["lr"] for group in self._optimizer.param_groups]
+
     def check(self) -> None:
         """Raise BadTask if a learning rate is not the one that was set last."""
         if self._set is None:
@@ -213,13 +227,19 @@ class LearningRates:
             for number, (value, was) in pairs
             if value != was
         ]
+        what = f"{few(said) or 'there are other parameter groups'}. The optimizer is "
+        if self._scheduler is not None:
+            raise BadTask(
+                f"a learning rate was changed past the scheduler of build_scheduler: {what}"
+                f"from {self._source}. Everstep calls the scheduler's step() once after each step. "
+                "Remove what else changes a rate, and let the scheduler compute it"
+            )
         raise BadTask(
-            "a learning rate was changed past the spec: "
-            f"{few(said) or 'there are other parameter groups'}. The optimizer is "
+            f"a learning rate was changed past the spec: {what}"
             f"from {self._source}. Everstep sets every learning rate before each step, so that a "
             "step's is the same after a "
             "restart: remove the scheduler, or what else changes it in a hook or in loss, and use "
-            "schedule: in the spec"
+            "schedule: in the spec, or build_scheduler in the task"
         )
 
 
@@ -229,7 +249,8 @@ def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
         raise BadTask(
             f"{source} made a scheduler for its optimizer. Everstep sets every learning rate "
             "before each step, so that a step's is "
-            "the same after a restart: remove the scheduler and use schedule: in the spec"
+            "the same after a restart: remove the scheduler and use schedule: in the spec, or "
+            "return the scheduler from build_scheduler(optimizer, total_steps)"
         )
 
 

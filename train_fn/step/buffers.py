@@ -80,6 +80,18 @@ class VolatileBuffers:
         after code of the task ran between two steps."""
         self._follow(self._moving)
 
+    def rebase(self) -> None:
+        """Take the present values for those between two steps, after code of the task has changed
+        some within the commit. Also save what it changed that the ``state_dict`` leaves out."""
+        self._carry(self._late.unsaved_changes())
+        if any(
+            holder[key] is not tensor
+            for (holder, key), tensor in zip(self._slots, self._tensors, strict=True)
+        ):
+            self._follow(self._moving)
+        else:
+            self._late.watch_others(self._moving)
+
     # -- a step
 
     def begin(self, num_samples: int, num_passes: int) -> None:

@@ -163,6 +163,11 @@ class LateChanges:
         """Return whether some tensor has changed without an agreed value. Compares contents."""
         return bool(self.found or self._unfit or self._watch.moved() or self._watch.differing())
 
+    def unsaved_changes(self) -> list[Place]:
+        """Return the places that have other contents than when the watch began, and that the
+        model's ``state_dict`` leaves out."""
+        return [self._places[number] for number in self._watch.unsaved_changes()]
+
     def unnoticed(self) -> list[int]:
         """Return the numbers of places whose contents changed without a sign, through ``.data``."""
         return self._watch.differing()

@@ -183,6 +183,22 @@ class Watch:
         """Return the numbers of places whose tensor has other contents than before."""
         return [number for number, kept in self._kept.items() if kept.differs(kept.tensor)]
 
+    def unsaved_changes(self) -> list[int]:
+        """Return the numbers of places that the model's ``state_dict`` leaves out, and that have
+        other contents than before."""
+        unsaved = {
+            number: place.tensor
+            for number, place in self._places.items()
+            if not place.is_saved and number in self._kept
+        }
+        return [
+            number
+            for number, now in unsaved.items()
+            if now is not None
+            and is_alike(now, self._kept[number].form)
+            and self._kept[number].differs(now)
+        ]
+
     def refresh(self, numbers: list[int]) -> None:
         """Make the current tensors at these places the new baseline."""
         for number in numbers:

@@ -163,16 +163,46 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
     return optimizer
 
 
+def checked_scheduler(task: Task, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
+    """What ``build_scheduler`` returned. Raises BadTask for what cannot step once a step, or cannot
+    be saved."""
+    source = where(task, "build_scheduler")
+    methods = ("step", "state_dict", "load_state_dict")
+    lacking = [name for name in methods if not callable(getattr(scheduler, name, None))]
+    if lacking:
+        raise BadTask(
+            f"{source} returned {_kind(scheduler)}, which has no {', '.join(lacking)}; return a "
+            "scheduler of torch.optim.lr_scheduler"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise BadTask(
+            f"{source} returned a scheduler of another optimizer; make it for the one that it is "
+            "given"
+        )
+    if not _binds(scheduler.step):
+        raise BadTask(
+            f"{source} returned {_kind(scheduler)}, whose step needs arguments, for example a "
+            "metric. Everstep calls step() once after each step of the optimizer: use a scheduler "
+            "that follows the steps"
+        )
+    return scheduler
+
+
+def _binds(function: Any, *arguments: Any) -> bool:
+    """Whether ``function`` can be called with these arguments, as far as is known."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # made by C code, which does not say what it takes
+        return True
+    return True
+
+
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` cannot be called without arguments, as that of LBFGS."""
-    try:
-        # a scheduler wraps the object's own
-        inspect.signature(type(optimizer).step).bind(optimizer)
-    except TypeError:
-        return True
-    except ValueError:  # made by C code, which does not say what it takes
-        return False
-    return False
+    # a scheduler wraps the object's own
+    return not _binds(type(optimizer).step, optimizer)
 
 
 def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:

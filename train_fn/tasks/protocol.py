@@ -14,8 +14,8 @@ Sum = torch.Tensor | float | int
 
 class Task(Protocol):
     """The part that every task has. Optional methods: ``metrics``, ``build_metrics``,
-    ``build_optimizer``, ``collate``, ``on_epoch_end``, ``state_dict`` and ``load_state_dict``. An
-    optional attribute: ``validation_loss``."""
+    ``build_optimizer``, ``build_scheduler``, ``after_step``, ``collate``, ``on_epoch_end``,
+    ``state_dict`` and ``load_state_dict``. An optional attribute: ``validation_loss``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is
