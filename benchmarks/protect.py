@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.report import summary, write
 
 WORLD_SIZE = 2
-TURN = 100
+TURN = 20
 """Steps of a turn."""
-SETTLING = 10
+SETTLING = 4
 """Steps at its begin that are not counted."""
 WIDTH, BATCH = 640, 160
 """Of the model and a rank's batch: what takes about 25 ms on a core."""
@@ -103,7 +103,7 @@ def results_of(turns: list[list[float]]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--turns", type=int, default=40, help="an even number; more than four")
+    parser.add_argument("--turns", type=int, default=200, help="an even number; more than four")
     options = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="bench-") as base:

@@ -35,7 +35,8 @@ def protect(
             Several optimizers need it.
         storage, run_id, checkpoint, fresh: of a loop that no service runs: where its checkpoints
             are, the name of its directory there (by default the script's), the spec's section
-            ``checkpoint``, and whether to begin anew. In a service, the run has its own.
+            ``checkpoint`` (``every_steps`` is ``auto`` unless given), and whether to begin anew. In
+            a service, the run has its own.
 
     Raises BadTask for arguments that cannot be protected.
     """

@@ -49,7 +49,8 @@ class OnItsOwn:
     run_id: str | None
     """None for the name of the script."""
     checkpoint: Mapping[str, Any]
-    """The section ``checkpoint`` of a spec."""
+    """The section ``checkpoint`` of a spec. By default, ``every_steps`` is ``auto``: how large the
+    model is and how long its steps are is not known."""
     fresh: bool
     """Delete what an earlier run of this id left."""
 
@@ -152,7 +153,7 @@ def _spec(run_id: str, checkpoint: Mapping[str, Any]) -> RunSpec:
     raw = {
         "name": run_id,
         "code": {"archive": _NO_ARCHIVE, "train_fn": "script:main"},
-        "checkpoint": dict(checkpoint),
+        "checkpoint": {"every_steps": "auto", **checkpoint},
     }
     try:
         return parse_spec(raw)

@@ -233,3 +233,27 @@ def test_a_loader_of_ones_own_is_said_not_to_be_exact(
     ]
     assert [point["step"] for point in steps] == [1, 2, 3]
     assert all("samples_per_s" not in point["values"] for point in steps)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "steps"),
+    [
+        ({}, [60]),  # less than the first interval of auto has passed
+        ({"every_steps": 40}, [40, 60]),
+        ({"every_steps": None, "every_s": 3600}, [60]),
+    ],
+)
+def test_how_often_a_loop_of_its_own_saves(
+    protect: Callable[..., Protected],
+    tmp_path: Path,
+    model: nn.Module,
+    checkpoint: dict[str, Any],
+    steps: list[int],
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with protect(optimizer=optimizer, checkpoint=checkpoint) as state:
+        for _ in range(60):
+            train(model, optimizer, torch.randn(8, 4))
+            state.step()
+    run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
+    assert [found.step for found in CheckpointStore(run_dir).list()] == steps
