@@ -18,7 +18,7 @@ from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
 from tests.integration.ray_cluster import RayCluster, ray_cluster
-from train_fn.protect.protected import EXACT
+from train_fn.protect.guarantees import EXACT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
 STEPS_PER_EPOCH = 29

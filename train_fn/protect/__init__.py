@@ -1,7 +1,9 @@
 """Protection for a user's own training loop: `everstep.train.protect` and `loader`.
 
-`protected` is the context manager that a loop uses, `arguments` checks what it is given,
-`loop_state` holds the state, `volatile` what forward passes change, `agreement` is what the ranks
-exchange once a step, `batches` is the loader, `place` finds the run. Imports the loop's parts and
-`standalone`; nothing of ours imports it but the door `everstep.train`, by name.
+`protected` is the context manager that a loop uses, and a step in order. `training` builds what its
+steps use; `departure` decides what is kept when it breaks. `loop_state` holds the state, `shadows`
+copies of it, `volatile` what forward passes change. `agreement` is what the ranks exchange once a
+step, `commits` and `updates` what this rank says there. `arguments` checks what the loop gives,
+`batches` is the loader, `place` finds the run. Imports the loop's parts and `standalone`; nothing
+of ours imports it but the door `everstep.train`, by name.
 """

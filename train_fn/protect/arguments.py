@@ -34,6 +34,11 @@ class Parts:
     """The models as they were given."""
     has_scaler: bool = False
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all models."""
+        for model in self.models.values():
+            yield from model.parameters()
+
     def optimized(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that an optimizer holds."""
         for optimizer in self.optimizers.values():

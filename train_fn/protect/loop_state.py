@@ -53,7 +53,6 @@ class LoopState:
         self._known_data: str | None = None
         """Fingerprint of the data that the restored state was trained on."""
         self._restored_epoch = (0, 0)
-        trained = [value for model in parts.models.values() for value in model.parameters()]
         self._trained = {
             prefix + name
             for prefix, model in parts.models.items()
@@ -61,7 +60,9 @@ class LoopState:
             if value.requires_grad
         }
         held = {id(value) for value in parts.optimized()}
-        self.volatile = Volatile(parts.models, [each for each in trained if id(each) in held])
+        self.volatile = Volatile(
+            parts.models, [each for each in parts.parameters() if id(each) in held]
+        )
         self._packers = {name: Packer() for name in parts.optimizers}
         self._copied: dict[str, Any] = {}
         self._marks: dict[str, list[tuple[int, int]]] = {}
