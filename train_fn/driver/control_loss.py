@@ -9,8 +9,9 @@ import time
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from train_fn.journal.client import ActorJournalClient
-from train_fn.recovery.decision import decide, failure_of
+from train_fn.recovery.decision import decide
 from train_fn.recovery.evidence import Evidence
+from train_fn.recovery.failure_event import failure_of
 from train_fn.recovery.history import History, past_failure
 from train_fn.recovery.launch import Outcome, RecoveryNote
 from train_fn.recovery.settings import RecoverySettings

@@ -23,9 +23,10 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
-from train_fn.recovery.decision import BUDGET_OF, Decision, decide
+from train_fn.recovery.decision import Decision, decide
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine
+from train_fn.recovery.past_failures import budget_of
 from train_fn.recovery.verdict import Judgement, judge
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         evidence = Evidence(
             self._chronicle.attempt, asked_at, reports, self._chronicle.last_step(reports)
         )
-        decision = Decision(True, BUDGET_OF[Verdict.PREEMPTION], "moved away before the deadline")
+        decision = Decision(True, budget_of(Verdict.PREEMPTION), "moved away before the deadline")
         self._chronicle.failed(evidence, judge(evidence), decision)
 
     def _decide(self, error: Any) -> Any:

@@ -30,6 +30,21 @@ class Judgement:
     pairs: Pairs = frozenset()
     """Pairs of nodes that do not hear each other, if nothing else explains the failure."""
 
+    @property
+    def worked_s(self) -> float | None:
+        """Return how long a script that reports no steps had been running; None for other runs."""
+        worked_s: float | None = self.detail.get("worked_s")
+        return worked_s
+
+    @property
+    def place(self) -> str:
+        """Return a phrase for where the run was."""
+        if self.step is not None:
+            return f"at step {self.step}"
+        if self.worked_s is not None:
+            return f"of a script that had run for {self.worked_s:.1f} s"
+        return "before the first step"
+
 
 def judge(evidence: Evidence) -> Judgement:
     """Return the verdict on one failure.

@@ -25,9 +25,10 @@ from everstep.text import failure as failure_words
 from everstep.wire import ErrorKind, Failure, Verdict
 from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent
-from train_fn.recovery.decision import Decision, failure_of
+from train_fn.recovery.decision import Decision
 from train_fn.recovery.error_text import plain_message
 from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.failure_event import failure_of
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import judge
 

@@ -14,9 +14,10 @@ from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from storage.errors import StorageFull
-from train_fn.recovery.decision import Decision, PastFailure, decide
+from train_fn.recovery.decision import Decision, decide
 from train_fn.recovery.error_kinds import kind_of
 from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import Judgement, judge
 
