@@ -14,20 +14,19 @@ import ray
 from ray.exceptions import RayError
 
 from everstep.spec.run_spec import RunSpec
-from everstep.wire.events import EventKind
-from storage.claims import claim_submission, newest_attempt, succeed_submission
+from storage.claims import claim_submission, succeed_submission
 from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
-from train_fn.driver.control_loss import weigh_loss
-from train_fn.driver.watch import Watch, replaced, require_newest
+from train_fn.driver.fit_loop import fit_until_decided
+from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
+from train_fn.driver.watch import Watch, require_newest
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.follower import JournalFollower
 from train_fn.journal.tensorboard_files import TensorBoardFiles
-from train_fn.ray_train.journal_actor import NAMESPACE, deliver_to, start_journal
-from train_fn.recovery.driver_process import DriverProcess
-from train_fn.recovery.environment import rank_env, ray_train_env
+from train_fn.ray_train.journal_actor import NAMESPACE
+from train_fn.recovery.environment import ray_train_env
 from train_fn.recovery.history import History, read_history
-from train_fn.recovery.launch import Engine, Outcome, RankJob, RecoveryNote
+from train_fn.recovery.launch import Outcome, RankJob
 from train_fn.recovery.outcome import Stopping, ending
 from train_fn.recovery.resources import use_gpu, worker_resources
 from train_fn.recovery.settings import RecoverySettings
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
 
 OLDER_MARGIN_S = 15.0
 """An older submission's controller gets so much longer than its ranks may take to save."""
-BEAT_S = 5.0
-"""How often a driver without events calls the journal, from which it needs nothing."""
-FINAL_FLUSH_S = 120.0
-"""Longest wait for the last events to become durable. After that the driver fails, and the service
-submits the run again."""
 SWEEP_S = 5.0
 """Longest wait for nodes to remove what the run left in their memory, once its end is reported."""
 LAST_POINTS_S = 15.0
@@ -85,7 +79,7 @@ class Driver:
         succeed_submission(self._run_dir, self._submission)
         history = read_history(self._run_dir)
         stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
-        actor, client = self._open_journal(history)
+        actor, client = open_journal(self._run_dir, self._submission, history)
         watch = Watch(self._run_dir, self._submission, client, stopping)
         watch.start()
         followers = _followers(self._run_dir, self._submission)
@@ -96,10 +90,15 @@ class Driver:
             threading.Thread(
                 target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
             ).start()
-        outcome = self._fit_until_decided(job, history, client)
+        outcome = fit_until_decided(job, self._settings, history, client)
         saved, left = self._save_newest(spec, outcome, client)
         watch.close()
-        self._finish(outcome, saved, stopping, client, followers)
+        kept = saved.summary if saved is not None else None
+        name, reason = ending(
+            outcome, overdue=stopping.overdue, by_itself=stopping.asked is None, kept=kept
+        )
+        close_journal(client, outcome, name, reason)
+        _close_followers(followers)
         if left is not None:
             left.remove(SWEEP_S)
         with suppress(RayError):  # it ends by itself, too
@@ -126,24 +125,6 @@ class Driver:
             leave_s = 0.0 if spec.runs_own_function else self._settings.yield_timeout_s
             end_older_submissions(self._run_dir.run_id, self._submission, leave_s + OLDER_MARGIN_S)
 
-    def _open_journal(self, history: History) -> tuple[Any, ActorJournalClient]:
-        """Start the submission's journal and report that the submission has started."""
-        actor = start_journal(
-            self._run_dir,
-            self._submission,
-            DriverProcess.own(),
-            ray.get_runtime_context().get_node_id(),
-        )
-        interval_s = max(0.1, self._run_dir.storage.batch_s)
-        client = ActorJournalClient(
-            deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S
-        )
-        client.emit(EventKind.SUBMISSION_STARTED, _facts())
-        for damage in history.damage:
-            logger.error("a journal is damaged, and an event of it is lost: %s", damage)
-            client.emit(EventKind.JOURNAL_DAMAGED, damage)
-        return actor, client
-
     def _job(self, spec: RunSpec, history: History, actor: Any) -> RankJob:
         """Return what every group of ranks of this submission trains."""
         job = RankJob(
@@ -168,71 +149,13 @@ class Driver:
         from train_fn.ray_train.nodes import node_reader
         from train_fn.ray_train.warm_pool import warm_first_group
 
-        look = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
+        read_nodes = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
         try:
-            warm_first_group(look, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers)
+            warm_first_group(
+                read_nodes, worker_resources(job.spec.scaling, job.use_gpu), job.max_workers
+            )
         except Exception as exc:  # the ranks then start cold
             logger.warning("the first ranks' processes were not started ahead: %s", exc)
-
-    def _fit_until_decided(
-        self, job: RankJob, history: History, client: ActorJournalClient
-    ) -> Outcome:
-        """Call Ray's ``fit`` until it has an outcome, since Ray does not retry when its controller
-        is lost or fails."""
-        recovery: RecoveryNote | None = None
-        if not history.finished:
-            what = "the driver of the submission before this one was lost"
-            loss = weigh_loss(client, self._settings, job.spec, history, what)
-            if loss.given_up is not None:
-                return loss.given_up
-            history, recovery = loss.history, loss.recovery
-        while True:
-            outcome, what = self._fit(job, history, recovery)
-            if outcome is not None and outcome.replaced:
-                raise replaced(self._run_dir, None, self._submission)
-            if outcome is not None and outcome.decided:
-                return outcome
-            history = self._history_so_far(client)
-            loss = weigh_loss(client, self._settings, job.spec, history, what)
-            if loss.given_up is not None:
-                return loss.given_up
-            history, recovery = loss.history, loss.recovery
-
-    def _fit(
-        self, job: RankJob, history: History, recovery: RecoveryNote | None
-    ) -> tuple[Outcome | None, str]:
-        """Run one Train controller to its end. Return its outcome, and what happened if it has
-        none."""
-        from train_fn.ray_train.checkpoint_list import repair_snapshot_file
-        from train_fn.ray_train.stale_placement_groups import remove_placement_groups
-        from train_fn.ray_train.trainer import EverstepTrainer
-
-        # A driver that slept must not remove what its successor has set up.
-        require_newest(self._run_dir, self._submission)
-        repair_snapshot_file(self._run_dir)
-        remove_placement_groups(job.run_dir.run_id)
-        engine = Engine(
-            job=job,
-            settings=self._settings,
-            history=history,
-            driver=DriverProcess.own(),
-            recovery=recovery,
-            rank_env=rank_env(job.spec, self._settings),
-            controller_env=ray_train_env(self._settings),
-        )
-        trainer = EverstepTrainer(engine)
-        what = "the Train controller ended without an outcome"
-        try:
-            trainer.fit()
-        except Exception as exc:
-            what = f"{type(exc).__name__}: {exc}"
-        return trainer.outcome, what
-
-    def _history_so_far(self, client: ActorJournalClient) -> History:
-        client.flush(FINAL_FLUSH_S)
-        history = read_history(self._run_dir)
-        last_attempt = newest_attempt(self._run_dir, self._submission, history.last_attempt)
-        return dataclasses.replace(history, last_attempt=last_attempt)
 
     def _save_newest(
         self, spec: RunSpec, outcome: Outcome, client: ActorJournalClient
@@ -245,39 +168,14 @@ class Driver:
             spec,
             outcome,
             client,
-            lambda: self._history_so_far(client),
+            lambda: history_so_far(self._run_dir, self._submission, client),
         )
 
-    def _finish(
-        self,
-        outcome: Outcome,
-        saved: LastSave | None,
-        stopping: Stopping,
-        client: ActorJournalClient,
-        followers: list[JournalFollower],
-    ) -> None:
-        """Write ``finished``, the journal's last event. Raises RuntimeError if it did not become
-        durable."""
-        kept = saved.summary if saved is not None else None
-        name, reason = ending(
-            outcome, overdue=stopping.overdue, by_itself=stopping.asked is None, kept=kept
-        )
-        client.emit(
-            EventKind.FINISHED, {"outcome": name, "reason": reason, "step": outcome.last_step}
-        )
-        logger.info(
-            "the run ended: %s%s",
-            name,
-            f", {reason['code']}: {reason['message']}" if reason else "",
-        )
-        if not client.close(FINAL_FLUSH_S):
-            raise RuntimeError(
-                f"the journal did not take the last events within {FINAL_FLUSH_S:g} s; is the "
-                "storage writable?"
-            )
-        deadline = time.monotonic() + LAST_POINTS_S
-        for follower in followers:
-            follower.close(max(0.1, deadline - time.monotonic()))
+
+def _close_followers(followers: list[JournalFollower]) -> None:
+    deadline = time.monotonic() + LAST_POINTS_S
+    for follower in followers:
+        follower.close(max(0.1, deadline - time.monotonic()))
 
 
 def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
@@ -288,15 +186,3 @@ def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
 
         made.append(MlflowTracking(run_dir, submission, uri, os.environ))
     return made
-
-
-def _facts() -> dict[str, Any]:
-    from train_fn.node.versions import versions
-
-    context = ray.get_runtime_context()
-    return {
-        "ray_job_id": context.get_job_id(),
-        "driver_pid": os.getpid(),
-        "driver_node_id": context.get_node_id(),
-        "versions": versions(),
-    }
