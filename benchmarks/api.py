@@ -158,7 +158,7 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
     await asyncio.sleep(2.0)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
-    told = await _append_events(
+    num_events = await _append_events(
         RunDir(open_storage(str(service.home / "storage")), run_id), seconds
     )
     await asyncio.wait(tasks, timeout=HEARD_S)
@@ -166,37 +166,45 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert len(heard) == told * FOLLOWERS, f"{len(heard)} of {told * FOLLOWERS} events were heard"
+    expected = num_events * FOLLOWERS
+    assert len(heard) == expected, f"{len(heard)} of {expected} events were heard"
     rss_mb = usage.memory_info().rss / 1e6
     longest = {"longest_s": round(max(late), 3), "p99_s": round(percentile(late, 0.99), 3)}
-    return {**longest, "events": told, "cores": round(cores, 2), "rss_mb": round(rss_mb, 1)}
+    return {**longest, "events": num_events, "cores": round(cores, 2), "rss_mb": round(rss_mb, 1)}
 
 
 async def _append_events(run_dir: RunDir, seconds: float) -> int:
-    """What a driver tells that trains for so long and then has succeeded; how often metrics were in
-    it."""
-    told, give_up = 0, time.perf_counter() + seconds
+    """Append the events of a run that trains for so long and then succeeds. Return how many of them
+    have metrics."""
+    num_sent, give_up = 0, time.perf_counter() + seconds
 
     def event(kind: EventKind, **data: Any) -> JournalEvent:
         return JournalEvent(
-            kind=kind, at=time.time(), submission=1, attempt=1, data=data, source="x", source_n=told
+            kind=kind,
+            at=time.time(),
+            submission=1,
+            attempt=1,
+            data=data,
+            source="x",
+            source_n=num_sent,
         )
 
     with JournalWriter(run_dir, 1) as journal:
         while time.perf_counter() < give_up:
-            told += 1
+            num_sent += 1
             metrics = event(
                 EventKind.METRICS,
-                points=[{"step": told, "at": time.time(), "values": {"loss": 0.5}}],
+                points=[{"step": num_sent, "at": time.time(), "values": {"loss": 0.5}}],
             )
             await asyncio.to_thread(journal.append, [metrics])
             await asyncio.sleep(0.1)
-        told += 1
+        num_sent += 1
         # The next one to be followed finds the cluster free.
         await asyncio.to_thread(
-            journal.append, [event(EventKind.FINISHED, outcome="succeeded", reason=None, step=told)]
+            journal.append,
+            [event(EventKind.FINISHED, outcome="succeeded", reason=None, step=num_sent)],
         )
-    return told - 1
+    return num_sent - 1
 
 
 async def _follow(service: Replica, run_id: str, late: list[float], heard: list[int]) -> None:

@@ -99,7 +99,7 @@ def _checkpoint(step: int, at: float) -> dict[str, Any]:
 
 
 def _insert(database: Database, made: Sequence[RunRow]) -> None:
-    passed, told = [], []
+    passed, status_events = [], []
     for run in made:
         for seq, (before, after) in enumerate(
             zip((None, *_LIFE), (*_LIFE, run.status), strict=True), start=1
@@ -110,7 +110,7 @@ def _insert(database: Database, made: Sequence[RunRow]) -> None:
                 | {"reason_code": None, "reason_message": None}
             )
             data = {"from": before, "to": after, "reason": None}
-            told.append(
+            status_events.append(
                 {
                     "run_id": run.id,
                     "seq": seq,
@@ -132,4 +132,4 @@ def _insert(database: Database, made: Sequence[RunRow]) -> None:
         ]
         connection.execute(insert(run_tags), labels)
         connection.execute(insert(transitions), passed)
-        connection.execute(insert(events), told)
+        connection.execute(insert(events), status_events)

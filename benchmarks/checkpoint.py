@@ -135,7 +135,7 @@ def _context(directory: Path, rank: int, ranks: int) -> WorkerContext:
     return dataclasses.replace(alone, world_size=ranks, local_rank=rank, local_world_size=ranks)
 
 
-def told(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -217,7 +217,7 @@ def measure_training(options: Options, training: Training) -> dict[str, Any]:
             pairs.append((cycles[False], cycles[True]))
             synchronous_s.append(synchronous)
         left_s = (options.repeats - number) * (time.perf_counter() - began)
-        told(f"training: pair {number} of {options.repeats}, {left_s:.0f} s left")
+        say(f"training: pair {number} of {options.repeats}, {left_s:.0f} s left")
     size_bytes = training.context.checkpoints.list()[-1].size_bytes
     writes_s = [
         data["write_s"] for data in training.journal.of_kind(EventKind.CHECKPOINT_COMMITTED)
@@ -381,7 +381,7 @@ def memory_figures(options: Options) -> dict[str, Any]:
             resident_mb.append(process.memory_info().rss / 1e6)
         if number % max(1, options.many // 10) == 0:
             left_s = (time.perf_counter() - began) / number * (options.many - number)
-            told(f"memory: {number} of {options.many} saves, {left_s:.0f} s left")
+            say(f"memory: {number} of {options.many} saves, {left_s:.0f} s left")
     second = resident_mb[len(resident_mb) // 2 :]
     tenth = max(1, len(second) // 5)
     slope = (

@@ -37,8 +37,8 @@ NODE_BACK_S = 10.0
 STEPS_BEFORE = 300
 """Steps before the clock starts: past start-up, which a run pays once."""
 LAST_STEP_S = 120.0
-"""Longest wait for a step after the end; a side that makes none in so long is down, and has told
-all it did."""
+"""Longest wait for a step after the end. A side that makes none in so long is down, and has
+reported all its steps."""
 RECENT_S = 3.0
 """A process that made a step within so long is a rank that runs."""
 
@@ -75,7 +75,7 @@ class Side(Protocol):
     def add_node(self) -> None:
         """Put another node in the place of one that was killed."""
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What it says of itself, beside the figures that all have in common."""
 
 
@@ -156,7 +156,7 @@ def measure(side: Side, kills: Sequence[Kill], minutes: int) -> dict[str, Any]:
         "steps_kept": num_kept,
         "steps_done_again": num_again,
         "kills": done,
-        **side.told(),
+        **side.facts(),
     }
 
 
@@ -188,7 +188,7 @@ class Everstep:
     def add_node(self) -> None:
         self._service.refill()
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         self._run.refresh()
         failures = [
             {
@@ -233,7 +233,7 @@ class Lines:
             if line["rank"] == 0
         ]
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {}
 
     def running(self) -> list[int]:

@@ -96,7 +96,7 @@ async def tail(num_events: int) -> dict[str, Any]:
         async with world(home, "http://127.0.0.1:1") as here:
             for _ in range(3):
                 [run_id] = fill(here, 1, RunStatus.RUNNING)
-                told = [
+                written = [
                     JournalEvent(
                         kind=EventKind.METRICS,
                         at=here.now,
@@ -114,7 +114,7 @@ async def tail(num_events: int) -> dict[str, Any]:
                     for n in range(num_events)
                 ]
                 with JournalWriter(RunDir(here.storage, run_id), 1) as journal:
-                    journal.append(told)
+                    journal.append(written)
                 reader, began = JournalTail(here.storage, here.events), time.perf_counter()
                 row = here.get(run_id)
                 while row.journal_n < num_events:

@@ -12,8 +12,8 @@ Point = tuple[int, float]
 def attempts_of(run: RunHandle) -> dict[Point, int]:
     """Every step done, with the attempt that did it.
 
-    What an attempt reports of the time before its own start are steps of the one before it, told
-    again in case they were never heard of: by the clock of the rank whose state it goes on from.
+    An attempt reports steps of the one before it again, since they may never have arrived. Their
+    times lie before its own start, by the clock of the rank whose state it resumes from.
     """
     found: dict[Point, int] = {}
     first: dict[int, int] = {}

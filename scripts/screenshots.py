@@ -101,13 +101,13 @@ def finished_demo() -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "everstep.cli.main", "--json", "demo", "--keep"]
         done = subprocess.run([*command, "--out", out], stdout=subprocess.PIPE, check=True)
-        told = json.loads(done.stdout.splitlines()[-1])
+        demo = json.loads(done.stdout.splitlines()[-1])
         try:
-            yield told["url"], (Path(told["home"]) / "token").read_text().strip(), told["run"]["id"]
+            yield demo["url"], (Path(demo["home"]) / "token").read_text().strip(), demo["run"]["id"]
         finally:
-            os.kill(told["pid"], signal.SIGTERM)
+            os.kill(demo["pid"], signal.SIGTERM)
             deadline = time.monotonic() + STOP_TIMEOUT_S
-            while Path(f"/proc/{told['pid']}").exists() and time.monotonic() < deadline:
+            while Path(f"/proc/{demo['pid']}").exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
 
 

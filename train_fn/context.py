@@ -1,5 +1,7 @@
-"""What a rank knows about its place in a run; built by worker.py under Ray, by tests and standalone
-runs by hand."""
+"""What a rank knows about its place in a run.
+
+`ray_train/rank_training.py` builds it under Ray, `standalone/rank.py` without.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from storage.run_names import CheckpointName
 
 
 class JournalClient(Protocol):
-    """The way from a rank to the run's journal. Nothing here ever blocks a step."""
+    """A rank's client of the run's journal. No method but ``flush`` blocks."""
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
-        """Hand over one event; a background thread delivers it, in order, in batches."""
+        """Queue one event. A background thread delivers all in order, in batches."""
 
     @property
     def stop_requested(self) -> Stop | None:
-        """What the user asked for, as far as this rank has heard."""
+        """Return the user's stop request, as far as this rank knows."""
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything handed over so far is durable; False when that took too long."""
+        """Wait until every event so far is durable. Return False if that took too long."""
 
 
 @dataclass(frozen=True)
@@ -53,28 +55,28 @@ class WorkerContext:
     device: torch.device
     journal: JournalClient
     report_checkpoint: Callable[[str, dict[str, float]], None]
-    """Have Ray Train told, beside training, of a committed checkpoint: its directory's name and
-    metrics; all ranks at one step."""
+    """Report a committed checkpoint to Ray Train in the background, by its directory's name and its
+    metrics. All ranks call this at the same step."""
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
-    """The newest profile that was asked for, as far as this rank has heard; never blocks."""
+    """Return the newest profile that was ordered, as far as this rank knows; never blocks."""
 
     hears_journal: Callable[[float], bool] = lambda timeout_s: True
-    """Whether the journal has said lately that no newer attempt has begun; it is asked for so long
-    where it has not."""
+    """Return whether the journal has confirmed lately that no newer attempt has begun. If not,
+    wait so long for its answer."""
     journaled_step: Callable[[], float] = lambda: inf
-    """The newest step that the journal knows of, as far as this rank has heard; never blocks."""
+    """Return the newest step that is in the journal, as far as this rank knows; never blocks."""
     steps_before: int = 0
     """Steps that earlier attempts are known to have done; set for a user's script only."""
     report_state_bytes: Callable[[int], None] = lambda num_bytes: None
-    """Hears how large the state is that the rank would leave on its node."""
+    """Report how large a snapshot of the state would be."""
     report_kept: Callable[[int], None] = lambda step: None
-    """Hears of the step whose state was left on this node while the rank waits for its peers."""
+    """Report the step of a snapshot that was left while the rank waits for its peers."""
     is_let_go: Callable[[], bool] = lambda: False
-    """Whether the attempt was given up although this rank's peers may live: it leaves its step, and
-    keeps its state, as if they were gone. Asked once a step."""
+    """Return whether the attempt was given up although this rank's peers may live. The rank then
+    leaves its step, and keeps its state, as if they were gone. Called once a step."""
     on_replaced: Callable[[str], None] = lambda why: None
-    """What follows once the storage says that a newer attempt, or submission, has begun; under a
-    driver the process ends."""
+    """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
+    ends the process."""
     checkpoints: CheckpointStore = field(init=False, repr=False, compare=False)
     """The run's checkpoints. Restoring and saving share this store: retention must not count as
     sound what restoring found to be corrupt."""
@@ -83,5 +85,5 @@ class WorkerContext:
         object.__setattr__(self, "checkpoints", CheckpointStore(self.run_dir))
 
     def checkpoint_name(self, step: int) -> CheckpointName:
-        """Of the checkpoint of a step that this attempt writes."""
+        """Return the name of a checkpoint of this attempt."""
         return CheckpointName(step, self.submission, self.attempt)

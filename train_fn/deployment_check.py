@@ -85,8 +85,8 @@ class ClusterCheck:
         return actor.remote(node_id, self._facts[node_id]["ip"])
 
     def _answers(self, calls: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Answers by node; whoever gives none in time, or fails, is told as a problem and not asked
-        again."""
+        """Return the answers by node. A node that fails, or does not answer in time, gets a problem
+        and is not called again."""
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else None
         answers = {}
         for node_id, ref in calls.items():

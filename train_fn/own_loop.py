@@ -55,7 +55,7 @@ class OwnLoop:
     protection: Protection | None = None
     """None if it does not call ``es.protect``."""
     has_begun: bool = False
-    """Whether the run was told where the function continues without a protected state."""
+    """Whether it was reported where the function continues without a protected state."""
 
 
 present: OwnLoop | None = None

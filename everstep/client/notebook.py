@@ -34,8 +34,8 @@ def run_html(run: Run) -> str:
     if run.restarts:
         rows.append(("restarts", f"{run.restarts}, {run.steps_lost} steps lost"))
     cells = "".join(
-        f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{told}</td></tr>'
-        for what, told in rows
+        f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{text}</td></tr>'
+        for what, text in rows
     )
     return f"<table>{cells}</table>"
 

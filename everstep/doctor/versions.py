@@ -18,10 +18,13 @@ def version_findings(
     wrong = 0
     for what in _MUST_AGREE:
         versions = _versions_of(what, nodes)
-        told = [*versions.values(), *([service.versions["everstep"]] if what == "everstep" else [])]
-        if len(set(told)) <= 1:
+        all_versions = [
+            *versions.values(),
+            *([service.versions["everstep"]] if what == "everstep" else []),
+        ]
+        if len(set(all_versions)) <= 1:
             continue
-        usual = Counter(told).most_common(1)[0][0]
+        usual = Counter(all_versions).most_common(1)[0][0]
         odd = [
             f"{names[node_id]} has {version or 'none'}"
             for node_id, version in versions.items()

@@ -24,12 +24,12 @@ async def with_last_lines(
     """Return the failures, the newest 20 with at most ``limit`` last lines; without lines if the
     storage does not respond."""
     newest = failures[-_FAILURES:] if limit else ()
-    told = await asyncio.gather(
+    logged = await asyncio.gather(
         *(_last_lines(context, run_id, failure, limit) for failure in newest)
     )
     completed = [
         each.model_copy(update={"last_lines": lines})
-        for each, lines in zip(newest, told, strict=True)
+        for each, lines in zip(newest, logged, strict=True)
     ]
     return (*failures[: len(failures) - len(newest)], *completed)
 
@@ -42,11 +42,11 @@ def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
     # The lost driver is either the one that reports it, after it lost its controller, or the one of
     # the previous submission.
     before = failure.at.timestamp()
-    told = [
+    by_submission = [
         last_rank_lines(run_dir, submission, failure.attempt, None, limit, before)
         for submission in (failure.submission - 1, failure.submission)
     ]
-    return [line for lines in told for line in lines][-limit:]
+    return [line for lines in by_submission for line in lines][-limit:]
 
 
 async def _last_lines(

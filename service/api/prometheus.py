@@ -137,9 +137,9 @@ async def get_figures(request: Request, context: Context, caller: Caller) -> Res
             f"{caller.project}; use another token",
         )
     figures: Figures = request.app.state.figures
-    told = await context.database_call(generate_latest, figures.registry)
+    text = await context.database_call(generate_latest, figures.registry)
     return Response(
-        told + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST
+        text + generate_latest(context.figures.registry), media_type=CONTENT_TYPE_LATEST
     )
 
 

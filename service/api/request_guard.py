@@ -122,7 +122,9 @@ class AuditMiddleware:
             raise
         finally:
             begin_entry(None)
-            if not recorded and (entry.seq is None or entry.told != (entry.target, entry.status)):
+            if not recorded and (
+                entry.seq is None or entry.written_as != (entry.target, entry.status)
+            ):
                 await self._record(entry)
 
     async def _record(self, entry: AuditEntry) -> None:

@@ -35,7 +35,7 @@ class AuditEntry:
     status: int = 200
     seq: int | None = None
     """Position in the log; None until it is written."""
-    told: tuple[str | None, int] | None = None
+    written_as: tuple[str | None, int] | None = None
     """Target and status with which it was written."""
 
     def columns(self, at: float) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class AuditStore:
         result = connection.execute(_INSERT, entry.columns(self._clock()))
         key = result.inserted_primary_key
         assert key is not None
-        told, seq = (entry.target, entry.status), int(key[0])
+        written_as, seq = (entry.target, entry.status), int(key[0])
 
         def committed() -> None:
-            entry.seq, entry.told = seq, told
+            entry.seq, entry.written_as = seq, written_as
 
         return committed
 
@@ -104,8 +104,8 @@ class AuditStore:
             with self._database.write() as connection:
                 key = connection.execute(_INSERT, entry.columns(self._clock())).inserted_primary_key
             assert key is not None
-            entry.seq, entry.told = int(key[0]), (entry.target, entry.status)
-        elif entry.told != (entry.target, entry.status):
+            entry.seq, entry.written_as = int(key[0]), (entry.target, entry.status)
+        elif entry.written_as != (entry.target, entry.status):
             answered = update(audit_log).where(audit_log.c.seq == entry.seq)
             with self._database.write() as connection:
                 connection.execute(answered.values(target=entry.target, status=entry.status))

@@ -43,14 +43,14 @@ def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
         if run.reason_code is None
         else {"code": run.reason_code, "message": run.reason_message}
     )
-    told = {
+    facts = {
         "run_id": run.id,
         "name": run.name,
         "project": run.project,
         "status": run.status.value,
         "reason": reason,
     }
-    body = json.dumps({**told, "step": run.step, "seq": seq, "at": at})
+    body = json.dumps({**facts, "step": run.step, "seq": seq, "at": at})
     return Notification(run.id, seq, asked.url, body, at, at, 0)
 
 
@@ -70,18 +70,18 @@ class NotificationStore:
                 for row in connection.execute(query.order_by(notifications.c.next_at).limit(_DUE))
             ]
 
-    def forget(self, told: Notification) -> None:
+    def forget(self, notification: Notification) -> None:
         """Delete a notification that was delivered, or for which retries have ended."""
         with self._database.write() as connection:
-            connection.execute(delete(notifications).where(*_key(told)))
+            connection.execute(delete(notifications).where(*_key(notification)))
 
-    def postpone(self, told: Notification, until: float) -> None:
+    def postpone(self, notification: Notification, until: float) -> None:
         """Retry at ``until``."""
         with self._database.write() as connection:
             connection.execute(
                 update(notifications)
-                .where(*_key(told))
-                .values(next_at=until, num_tries=told.num_tries + 1)
+                .where(*_key(notification))
+                .values(next_at=until, num_tries=notification.num_tries + 1)
             )
 
     def count(self) -> int:
@@ -89,5 +89,5 @@ class NotificationStore:
             return len(connection.execute(select(notifications.c.seq)).all())
 
 
-def _key(told: Notification) -> tuple[Any, Any]:
-    return notifications.c.run_id == told.run_id, notifications.c.seq == told.seq
+def _key(notification: Notification) -> tuple[Any, Any]:
+    return notifications.c.run_id == notification.run_id, notifications.c.seq == notification.seq

@@ -49,7 +49,7 @@ PROFILE: Final = Order(
 def record(
     database: Database, run: RunRow, order: Order, data: dict[str, Any], now: float
 ) -> EventRow:
-    """Record a request to the ranks of ``run``, before anybody is told of it.
+    """Record a request to the ranks of ``run``, before it is sent.
 
     Args:
         database: the database.

@@ -159,7 +159,7 @@ class RunChanges(RunQueries):
                 {"stop_requested": "pause", "stop_requested_at": self._clock(), "preempted_by": by}
             )
             writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": "pause"})
-            writer.change_status(RunStatus.STOPPING, preempted(writer.told(by)))
+            writer.change_status(RunStatus.STOPPING, preempted(writer.visible_id(by)))
             return writer.save()
 
     def shrink(self, run_id: str, submission: int, to: int, by: str) -> RunRow:
@@ -175,7 +175,7 @@ class RunChanges(RunQueries):
             writer.append(
                 EventKind.WORKERS_LIMITED,
                 self._clock(),
-                {"limit": to, "by": writer.told(by) or "of another project"},
+                {"limit": to, "by": writer.visible_id(by) or "of another project"},
             )
             return writer.save()
 

@@ -95,7 +95,7 @@ class RunWriter:
         for point in points:
             self._points[point.name, point.step] = point
 
-    def told(self, run_id: str) -> str | None:
+    def visible_id(self, run_id: str) -> str | None:
         """Return another run's id if this run's users may see it; None if it belongs to another
         project."""
         project = self._connection.execute(
@@ -124,7 +124,7 @@ class RunWriter:
         before, preempted_by = self.run.status, self.run.preempted_by
         check_legal(self.run.id, before, to)
         if to == RunStatus.PAUSED and preempted_by is not None:
-            reason = preempted(self.told(preempted_by))
+            reason = preempted(self.visible_id(preempted_by))
         columns: dict[str, Any] = {
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,

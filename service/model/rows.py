@@ -139,7 +139,7 @@ class NodeMarkRow(Row):
 
     @property
     def mark(self) -> NodeMark | None:
-        """What drivers are told; None where the node may take ranks."""
+        """Return the mark that drivers read; None if the node may take ranks."""
         if self.state == "open":
             return None
         return NodeMark(self.node_id, self.state, self.reason, self.by, self.at, self.deadline)

@@ -110,11 +110,11 @@ def _add_evidence(found: list[Failure], event: EventRow) -> None:
     """Add what a node's kernel reported later to the failure of that rank."""
     for number, failure in reversed(list(enumerate(found))):
         if (failure.attempt, failure.first_rank) == (event.attempt, event.data.get("rank")):
-            told = {name: event.data.get(name) for name in ("oom_line", "oom_kills")}
+            kernel_facts = {name: event.data.get(name) for name in ("oom_line", "oom_kills")}
             was_lost = failure.verdict is Verdict.WORKER_LOST
             found[number] = _with(
                 failure,
-                evidence=failure.evidence | told,
+                evidence=failure.evidence | kernel_facts,
                 verdict=Verdict.OUT_OF_MEMORY if was_lost else failure.verdict,
             )
             return

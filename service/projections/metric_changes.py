@@ -20,8 +20,8 @@ def metrics(run: RunRow, event: EventRow) -> Changes:
     limit = NameLimit(latest)
     rows = []
     for point in points:
-        for told, value in point["values"].items():
-            name = told[:METRIC_NAME_CHARS]
+        for full_name, value in point["values"].items():
+            name = full_name[:METRIC_NAME_CHARS]
             if name not in limit.known and limit.refused([name]):
                 continue
             rows.append(MetricPoint(name, int(point["step"]), float(point["at"]), value))
@@ -77,7 +77,7 @@ def _epoch_at(run: RunRow, epoch: int) -> int:
     """Return the epoch in progress; the last one stays in progress to the end.
 
     A user's own loop is not bound by the spec's ``train.epochs``. Its own end is known once it has
-    told how many steps it makes.
+    reported how many steps it makes.
     """
     if not run.stored_spec.runs_own_function:
         return min(epoch, run.stored_spec.train.epochs - 1)

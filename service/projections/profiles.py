@@ -55,13 +55,13 @@ def _news(event: EventRow) -> dict[str, Any]:
         case EventKind.PROFILE_STARTED:
             return {"state": ProfileState.STARTED, "first_step": data["step"]}
         case EventKind.PROFILE_DONE:
-            told = tuple(AllReduce.model_validate(each) for each in data["all_reduces"])
+            all_reduces = tuple(AllReduce.model_validate(each) for each in data["all_reduces"])
             return {
                 "state": ProfileState.DONE,
                 "steps": data["steps"],
                 "step_s": data["step_s"],
                 "size_bytes": data["size_bytes"],
-                "all_reduces": told,
+                "all_reduces": all_reduces,
             }
         case _:
             return {"state": ProfileState.FAILED, "problem": str(data.get("problem"))}

@@ -41,7 +41,7 @@ def stragglers(
             found.append(open_ones[event.data["rank"]])
         else:
             _end([open_ones.pop(event.data["rank"], {})], event.at)
-    told = tuple(Straggler.model_validate(each) for each in found)
+    stragglers = tuple(Straggler.model_validate(each) for each in found)
     gpus = _gpus(gpu_use)
     if newest is None:
         return StragglerReport(
@@ -51,7 +51,7 @@ def stragglers(
             step_s=None,
             ranks=(),
             nodes=(),
-            stragglers=told,
+            stragglers=stragglers,
             gpus=gpus,
         )
     ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
@@ -62,7 +62,7 @@ def stragglers(
         step_s=newest.data["step_s"],
         ranks=ranks,
         nodes=_by_node(ranks),
-        stragglers=told,
+        stragglers=stragglers,
         gpus=gpus,
     )
 

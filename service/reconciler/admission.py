@@ -214,8 +214,8 @@ class Queue:
 
     def _wait(self, run: RunFacts, needs: dict[str, float], why: str) -> None:
         self._num_detailed += 1
-        told = why if self._num_detailed <= DETAILED else "others are before it"
-        self.admissions.append(Admission(run.id, waiting(run, needs, told)))
+        detail = why if self._num_detailed <= DETAILED else "others are before it"
+        self.admissions.append(Admission(run.id, waiting(run, needs, detail)))
 
     def _reserve(self, run: RunFacts) -> None:
         """Reserve room for the first run that does not fit, so that later starts cannot starve it.

@@ -109,7 +109,7 @@ class Executor:
         for problem in filter(None, problems):
             raise problem
 
-    def told(self) -> Delivered:
+    def deliveries(self) -> Delivered:
         """Return what this process delivered to drivers."""
         return Delivered(self.delivered, self.limits)
 
@@ -224,7 +224,7 @@ class Executor:
         await asyncio.to_thread(
             RunDir(self._storage, run_id).write_workers_limit, run.workers_limit
         )
-        self.limits = {told for told in self.limits if told[0] != run_id}
+        self.limits = {limit for limit in self.limits if limit[0] != run_id}
         await asyncio.to_thread(self._runs.unshrink, run_id, submission)
         log.info("a shrunk run may grow again", run_id=run_id)
 

@@ -102,7 +102,7 @@ class Reconciler:
         )
         tail = JournalTail(storage, events, figures)
         self._observer = Observer(
-            runs, node_marks, projects, tail, ray, self._executor.told, gate, clock
+            runs, node_marks, projects, tail, ray, self._executor.deliveries, gate, clock
         )
         self._node_care = NodeCare(
             node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock

@@ -23,7 +23,10 @@ log = structlog.get_logger(__name__)
 
 
 def storage_status(storage: Storage, runs: RunStore, gate: StorageGate) -> StorageStatus:
-    """Look at all of it. Raises DatabaseError; trouble of the storage is told as the problem."""
+    """Compare the storage with the database. An error of the storage is returned as the problem.
+
+    Raises DatabaseError.
+    """
     gate.forget()
     problem, known = gate.problem(), runs.storage.get()
     found: str | None = None

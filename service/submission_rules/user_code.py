@@ -153,11 +153,11 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
                 )
         elif name in REQUIRED_METHODS and members.complete and name not in members.others:
             needed = ", ".join(REQUIRED_METHODS)
-            told = (
+            message = (
                 f"{_place(found.path, node)}: class {node.name} has no method {name}; a task "
                 f"needs {needed}"
             )
-            faults.append(FieldError(where, told))
+            faults.append(FieldError(where, message))
     return faults
 
 

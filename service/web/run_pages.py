@@ -217,7 +217,7 @@ async def get_events(
     """Show events as text, oldest first; minor events are left out."""
     page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _SHOWN)
     events = [event_answer(row) for row in page.rows]
-    told = [(event, text) for event in events if (text := event_words.event(event))]
+    shown = [(event, text) for event in events if (text := event_words.event(event))]
     next_after = page.rows[-1].seq if page.more else None
     return await run_page(
         request,
@@ -225,7 +225,7 @@ async def get_events(
         context,
         caller,
         run,
-        events=told,
+        events=shown,
         after=after,
         next_after=next_after,
     )

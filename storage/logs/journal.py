@@ -77,9 +77,9 @@ def read_journal(
                         raise not_an_event(run_dir, submission, line, exc) from exc
                     damage.add(line, exc)
                     continue
-                told = damage.before(event)
+                lost = damage.before(event)
                 position = line.end
-                events += told if tells else []
+                events += lost if tells else []
                 if event is not None and is_wanted:
                     events.append(event)
                     num_bytes += len(line.data)
@@ -93,8 +93,8 @@ def read_journal(
             retried = True
     if is_over and damage.end is not None:
         position = damage.end
-        told = damage.before(None)
-        events += told if tells else []
+        lost = damage.before(None)
+        events += lost if tells else []
     return events, str(position)
 
 

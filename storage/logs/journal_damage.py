@@ -33,7 +33,7 @@ class Damage:
     def before(self, event: JournalEvent | None) -> list[JournalEvent]:
         """Return the events that replace those lost before ``event``, or before the journal's end
         if None; often none."""
-        told: list[JournalEvent] = []
+        lost: list[JournalEvent] = []
         if self.end is not None:
             count = len(self._lines)
             if event is not None and self._last_n is not None:
@@ -41,13 +41,13 @@ class Damage:
                 # lines.
                 count = min(event.n - self._last_n - 1, _MOST_LOST)
             first = event.n - count if event is not None else (self._last_n or 0) + 1
-            told = [
+            lost = [
                 self._event(first + index, event or self._last) for index in range(max(0, count))
             ]
             self._lines, self._problem, self.end = [], "", None
         if event is not None:
             self._last, self._last_n = event, event.n
-        return told
+        return lost
 
     def _event(self, n: int, beside: JournalEvent | None) -> JournalEvent:
         data = {

@@ -88,9 +88,9 @@ def read_origin(
         )
         return origin, adopted(state, origin)
     wanted = f"checkpoint {resume_from.step} of run {resume_from.run_id}"
-    told = "; ".join(problems) or "it is not there, perhaps deleted since"
+    why = "; ".join(problems) or "it is not there, perhaps deleted since"
     raise ForkRefused(
-        f"{wanted}, which this run begins from, cannot be used: {told}. Submit it again from "
+        f"{wanted}, which this run begins from, cannot be used: {why}. Submit it again from "
         "another step"
     )
 

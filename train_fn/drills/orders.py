@@ -1,5 +1,7 @@
-"""Drills in the driver: what an operator's order hits or why it is refused, each order once, and
-told before anything is broken."""
+"""Drills in the driver: choose what an operator's order hits, or refuse it.
+
+Each order is carried out once. Its event is durable before anything is broken.
+"""
 
 from __future__ import annotations
 

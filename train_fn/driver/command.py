@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None, *, train: str = TRAIN) -> int:
         logger.error("%s", exc)
         return EXIT_REPLACED
     except SystemExit:
-        logger.warning("the driver was told to end; it leaves without finishing its run")
+        logger.warning("the driver was asked to end; it exits without finishing its run")
         log.close()
         os._exit(EXIT_TERMINATED)
     except StorageError as exc:

@@ -41,7 +41,7 @@ class Progress:
     training: Training | None = None
     """None until ``prepare`` has built it."""
     reported_checkpoint: int = 0
-    """Step of the newest checkpoint that Ray Train was told about; 0 for none."""
+    """Step of the newest checkpoint that was reported to Ray Train; 0 for none."""
     own_s: float = 0.0
     """Seconds of this rank's own work in the last step."""
     rescue: Rescue | None = None

@@ -71,8 +71,9 @@ def visible_gpu(index: int) -> str:
 
 
 def look_at_gpu(gpu: str, kernel_log: Path = KERNEL_LOG) -> dict[str, Any]:
-    """Return name, PCI id, temperature, memory errors and Xids of a GPU, as far as they are told;
-    ``problem`` says why nothing is."""
+    """Return name, PCI id, temperature, memory errors and Xids of a GPU, as far as they are known.
+
+    ``problem`` says why nothing is known."""
     try:
         found = _ask(gpu, _BASE | _HEALTH) or _ask(gpu, _BASE) or {}
     except (OSError, subprocess.TimeoutExpired) as exc:

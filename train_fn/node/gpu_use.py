@@ -1,4 +1,4 @@
-"""How busy a rank's GPU is, and how full: looked at beside training, and told now and then."""
+"""Sample how busy and how full a rank's GPU is, on a thread, and report it now and then."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The network interface that collectives are told to use, looked at before they wait for peers that
-cannot come that way."""
+"""Check the network interface that collectives are set to use, before they wait for peers that
+cannot connect through it."""
 
 from __future__ import annotations
 

@@ -160,11 +160,11 @@ def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int,
                 and seconds > NOTICEABLE_S
                 and seconds > far_slower * statistics.median(others)
             ):
-                told = (
+                problem = (
                     f"{name} takes {seconds:.3f} s, {seconds / statistics.median(others):.0f} "
                     "times what the others need"
                 )
-                problems.setdefault(rank, []).append(told)
+                problems.setdefault(rank, []).append(problem)
     return problems
 
 

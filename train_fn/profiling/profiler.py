@@ -129,7 +129,7 @@ class StepProfiler:
             with tempfile.TemporaryDirectory(prefix="everstep-profile-") as directory:
                 raw, ready = Path(directory, "raw.json"), Path(directory, "trace.json.gz")
                 recorded.export_chrome_trace(str(raw))
-                told = _prepared(raw, ready, sizes)
+                summary = _prepared(raw, ready, sizes)
                 self._upload(order, ready)
                 size_bytes = ready.stat().st_size
         except Exception as exc:
@@ -138,7 +138,7 @@ class StepProfiler:
             return
         self._ctx.journal.emit(
             EventKind.PROFILE_DONE,
-            {"id": order.id, "rank": order.rank, "size_bytes": size_bytes, **told},
+            {"id": order.id, "rank": order.rank, "size_bytes": size_bytes, **summary},
         )
 
     def _upload(self, order: ProfileOrder, ready: Path) -> None:
@@ -162,13 +162,13 @@ class StepProfiler:
 
 
 def _prepared(raw: Path, ready: Path, sizes: Sequence[int]) -> dict[str, Any]:
-    """The trace named, packed and summed up by a process of its own: reading megabytes of JSON here
-    would hold training up."""
+    """Name, pack and sum up the trace in a process of its own: reading megabytes of JSON here would
+    delay training. Return the summary."""
     command = [sys.executable, "-I", trace_file.__file__, str(raw), str(ready), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PREPARE_S, check=False)
     if done.returncode:
         raise RuntimeError(
             (done.stderr.strip().splitlines() or ["the trace could not be prepared"])[-1]
         )
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary

@@ -1,8 +1,7 @@
-"""A profiler's trace made ready to be kept: all-reduces named by bucket, packed, and summed up.
+"""Prepare a profiler's trace for storage: name its all-reduces by bucket, pack it, and sum it up.
 
-Run as a file, ``python -I trace_file.py RAW READY [BUCKET_BYTES …]``, with nothing but the standard
-library: it is started beside a rank that trains, and writes the summary as JSON to its standard
-output.
+Run as a file, ``python -I trace_file.py RAW READY [BUCKET_BYTES …]``. It uses only the standard
+library, starts beside a rank that trains, and writes the summary as JSON to standard output.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ def prepare(raw: Path, ready: Path, bucket_sizes: Sequence[int]) -> dict[str, An
     Args:
         raw: A trace in Chrome's format.
         ready: What to write.
-        bucket_sizes: Bytes of DDP's buckets, in the order in which backward fills them; none where
-            nothing is exchanged.
+        bucket_sizes: Bytes of DDP's buckets, in the order in which backward fills them; empty if
+            the ranks exchange nothing.
 
     Returns:
-        What is told of it: ``steps``, ``step_s`` (their mean) and ``all_reduces``.
+        Its summary: ``steps``, ``step_s`` (their mean) and ``all_reduces``.
 
     Raises:
         ValueError: The trace is too large.
     """
     if raw.stat().st_size > MOST_BYTES:
         raise ValueError(
-            f"the trace has {raw.stat().st_size / 1e6:.0f} MB, which is too much to be looked at; "
-            "ask for fewer steps"
+            f"the trace has {raw.stat().st_size / 1e6:.0f} MB, the limit is "
+            f"{MOST_BYTES / 1e6:.0f} MB; ask for fewer steps"
         )
     trace = json.loads(raw.read_bytes())
     events: list[Event] = trace["traceEvents"]
     found = sorted(_all_reduces(events), key=lambda event: float(event["ts"]))
-    told = _by_bucket(found, bucket_sizes)
+    by_bucket = _by_bucket(found, bucket_sizes)
     with gzip.open(ready, "wt", compresslevel=6, encoding="utf-8") as stream:
         json.dump(trace, stream, separators=(",", ":"))
     # On a GPU a step's span is there twice, also on the device's own track.
@@ -64,11 +63,11 @@ def prepare(raw: Path, ready: Path, bucket_sizes: Sequence[int]) -> dict[str, An
         if str(event.get("name", "")).startswith(STEP) and event.get("cat") == "user_annotation"
     ]
     step_s = statistics.mean(event["dur"] for event in spans) / 1e6 if spans else None
-    return {"steps": len(spans), "step_s": step_s, "all_reduces": told}
+    return {"steps": len(spans), "step_s": step_s, "all_reduces": by_bucket}
 
 
 def _all_reduces(events: Sequence[Event]) -> Iterator[Event]:
-    """NCCL's kernels, which are the time on the device, or gloo's spans."""
+    """Yield NCCL's kernels, which measure time on the device, or gloo's spans."""
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -92,8 +91,10 @@ def _size_bytes(event: Event) -> int:
 
 
 def _by_bucket(events: Sequence[Event], bucket_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """What each bucket's all-reduces took; their events are named by it. Buckets are exchanged in
-    order, once a step, and told from all else by their size."""
+    """Return how long each bucket's all-reduces took, and name their events by it.
+
+    Buckets are exchanged in order, once a step, and recognised by their size.
+    """
     seconds: dict[int | None, list[float]] = {}
     largest: dict[int | None, int] = {}
     waited_for = list(enumerate(bucket_sizes))

@@ -75,7 +75,7 @@ class History:
         elif event.kind is EventKind.FINISHED:
             changes["finished"] = True
         elif event.kind is EventKind.JOURNAL_DAMAGED:
-            others = tuple(told for told in self.damage if told != event.data)
+            others = tuple(damage for damage in self.damage if damage != event.data)
             changes["damage"] = (
                 others if event.source.startswith("driver") else (*others, event.data)
             )

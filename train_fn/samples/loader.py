@@ -91,8 +91,8 @@ class KeyedDataset(Dataset[Loaded]):
     @property
     def fingerprint(self) -> str:
         """Return the data set's own fingerprint, or else its class and length."""
-        told = getattr(self.dataset, "fingerprint", None)
-        return str(told or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
+        own = getattr(self.dataset, "fingerprint", None)
+        return str(own or f"{type(self.dataset).__qualname__}/{len(self.dataset)}")
 
     def guarantee(self) -> str:
         return (

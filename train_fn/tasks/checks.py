@@ -1,5 +1,4 @@
-"""What a task hands over, checked where it is handed over: a fault is told with the file and line
-of the method that made it."""
+"""Check what a task's methods return. An error names the file and line of the method."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Users' code on a node: unpacked once, kept for every later attempt, and imported with faults told
-by file and line."""
+"""Unpack users' code once per node, keep it for later attempts, and import it. Errors name the file
+and line."""
 
 from __future__ import annotations
 

@@ -126,6 +126,6 @@ def _pip(*arguments: str) -> str:
             "index in reach?"
         ) from exc
     if done.returncode:
-        told = "; ".join(done.stderr.strip().splitlines()[-_LINES_SHOWN:])
-        raise BadTask(f"runtime_env.pip: pip failed on this node: {told}")
+        output = "; ".join(done.stderr.strip().splitlines()[-_LINES_SHOWN:])
+        raise BadTask(f"runtime_env.pip: pip failed on this node: {output}")
     return done.stdout

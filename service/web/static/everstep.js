@@ -143,7 +143,7 @@
       }, ms);
     }
 
-    function told(message) {
+    function onEvent(message) {
       heard();
       const event = JSON.parse(message.data);
       after = event.seq;
@@ -160,7 +160,7 @@
       if (ended || source || document.hidden) return;
       source = new EventSource(`${live.dataset.stream}?after=${after}`);
       source.onopen = heard;
-      source.onmessage = told;
+      source.onmessage = onEvent;
       source.onerror = () => {
         away();
         if (source.readyState !== EventSource.CLOSED) return;
