@@ -60,9 +60,9 @@ class WorkerContext:
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
     """Return the newest profile that was ordered, as far as this rank knows; never blocks."""
 
-    hears_journal: Callable[[float], bool] = lambda timeout_s: True
-    """Return whether the journal has confirmed lately that no newer attempt has begun. If not,
-    wait so long for its answer."""
+    holds_lease: Callable[[float], bool] = lambda timeout_s: True
+    """Return whether the journal has confirmed lately that no newer attempt has begun. If not, wait
+    up to so many seconds for its reply."""
     journaled_step: Callable[[], float] = lambda: inf
     """Return the newest step that is in the journal, as far as this rank knows; never blocks."""
     steps_before: int = 0
@@ -71,7 +71,7 @@ class WorkerContext:
     """Report how large a snapshot of the state would be."""
     report_kept: Callable[[int], None] = lambda step: None
     """Report the step of a snapshot that was left while the rank waits for its peers."""
-    is_let_go: Callable[[], bool] = lambda: False
+    is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
     on_replaced: Callable[[str], None] = lambda why: None

@@ -66,7 +66,7 @@ def train(ctx: WorkerContext) -> Stop | None:
             section, _, number = strike.place.partition(".")
             if number:
                 _SECTIONS[section](_Steps(strike, int(number)), strike.step)
-                ctx = replace(ctx, hears_journal=lambda timeout_s: False)
+                ctx = replace(ctx, holds_lease=lambda timeout_s: False)
             else:
                 _PLACES[strike.place](strike)
     return attempt.train(ctx)

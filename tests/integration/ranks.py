@@ -48,7 +48,7 @@ class Job:
     killed_telling: int | None = None
     """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is
     committed."""
-    let_go: tuple[int, int] | None = None
+    abandon: tuple[int, int] | None = None
     """(rank, steps done): that rank hears that the attempt was given up, while its peers live."""
     stopped: tuple[Stop, int] | None = None
     """(stop, steps done): rank 0 hears of a stop then."""
@@ -119,9 +119,9 @@ class ListJournal:
     def first_step(self) -> int:
         return self.step
 
-    def is_let_go(self) -> bool:
+    def is_abandoned(self) -> bool:
         """The loop asks once a step, before it asks whether to stop."""
-        return self._job.let_go == (self._rank, self.first_step() + self._asked)
+        return self._job.abandon == (self._rank, self.first_step() + self._asked)
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -177,7 +177,7 @@ def _notice_death(processes: list[Any], base: Path) -> None:
     (base / _LOST).touch()
 
 
-def _let_go_when_lost(lost: Path) -> None:
+def _abandon_when_lost(lost: Path) -> None:
     from train_fn.step.nccl import abort_collectives
 
     while not lost.exists():
@@ -212,7 +212,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         os.environ.update(job.silent.env())
         claim_cpu()
         lost = Path(base, _LOST)
-        threading.Thread(target=_let_go_when_lost, args=(lost,), daemon=True).start()
+        threading.Thread(target=_abandon_when_lost, args=(lost,), daemon=True).start()
     dist.init_process_group(
         group_backend(torch.device("cpu")),
         init_method=f"file://{base}/rendezvous",
@@ -236,7 +236,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,
-        is_let_go=journal.is_let_go,
+        is_abandoned=journal.is_abandoned,
     )
     _follow_restores(journal)
     try:

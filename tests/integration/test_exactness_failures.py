@@ -71,7 +71,7 @@ def test_ranks_whose_attempt_is_given_up_leave_their_states_although_all_live(
     whole, broken = make_run_dir(tmp_path, "run_whole"), make_run_dir(tmp_path, "run_broken")
     spec = make_spec()
     reference = train_to_end(Job(whole, spec, 3), tmp_path)
-    left = run_ranks(Job(broken, spec, 3, let_go=(1, 11)), tmp_path)
+    left = run_ranks(Job(broken, spec, 3, abandon=(1, 11)), tmp_path)
     errors = errors_of(left)
     assert [error.kind for error in errors] == [ErrorKind.COLLECTIVE] * 3
     assert [error.snapshot_step for error in errors] == [11] * 3

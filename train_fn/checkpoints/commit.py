@@ -97,7 +97,7 @@ class Committer:
         with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
             write_files(writer, state, safetensors=safetensors, on_write=self._on_write)
             self._tried = writer.name
-            if not ctx.hears_journal(0.0):
+            if not ctx.holds_lease(0.0):
                 self._require_newest()
             return writer.commit(world_size=ctx.world_size, **manifest_facts(state))
 
@@ -121,7 +121,7 @@ class Committer:
         """Delete the checkpoints that retention releases. Return their names."""
         ctx, spec = self._ctx, self._ctx.spec.checkpoint
         best_by = (spec.best_metric, spec.best_mode) if spec.best_metric is not None else None
-        if not ctx.hears_journal(CONFIRM_S):
+        if not ctx.holds_lease(CONFIRM_S):
             logger.warning("the journal does not answer; old checkpoints stay until it does")
             return ()
         try:

@@ -141,7 +141,7 @@ class ActorJournalClient:
                     timeout_s,
                 )
 
-    def hears(self, timeout_s: float) -> bool:
+    def holds_lease(self, timeout_s: float) -> bool:
         """Return whether the journal has replied to a call that is at most ``LEASE_S`` old. If not,
         wait up to ``timeout_s`` seconds for a reply first.
 

@@ -77,7 +77,7 @@ def _last_backward(training: Training, loss: torch.Tensor) -> None:
     Raise PeersGone if the attempt was given up.
     """
     replica, progress = training.replica, training.progress
-    if training.ctx.is_let_go():
+    if training.ctx.is_abandoned():
         raise PeersGone("this attempt was given up; another one follows")
     stop, committed, save = training.saver.decisions(progress.reported_checkpoint)
     replica.volatile.start()

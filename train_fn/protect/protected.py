@@ -141,7 +141,7 @@ class Protected:
     def _settle(self, training: Training) -> None:
         """Read what the ranks said of the last commit, before anything of it changes. A collective:
         every rank has run its backward pass."""
-        if training.ctx.is_let_go():
+        if training.ctx.is_abandoned():
             raise PeersGone("this attempt was given up; another one follows")
         training.commits.read()
         if training.shadows is None:

@@ -28,7 +28,7 @@ _ASK_S = 1.0
 """Timeout in seconds for reading the newest step from the journal."""
 
 
-class Chronicle:
+class AttemptLog:
     """Report the attempts of one submission to its journal. One thread uses this, but ``evidence``
     may be called from another."""
 

@@ -12,7 +12,7 @@ import ray
 from storage.run_control import STOPS, Stop
 from train_fn.journal.collected_log import collect_log
 from train_fn.node.silent_peers import watch_peers
-from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.checkpoint_list import ListTrimmer
 from train_fn.ray_train.driver_watch import FLUSH_S, DriverWatch
 from train_fn.ray_train.failure_policy import EvidencePolicy
@@ -44,22 +44,24 @@ class EverstepController(TrainController):  # type: ignore[misc]
         os.environ.update(engine.controller_env)
         self._engine = engine
         self._settings = engine.settings
-        self._chronicle = Chronicle(engine)
-        self._journal = self._chronicle.journal
+        self._attempt_log = AttemptLog(engine)
+        self._journal = self._attempt_log.journal
         self._stopped: Stop | None = None
         self._polled_at = float("-inf")
         """When the ranks were last polled, in monotonic seconds."""
         job = engine.job
         self._driver = DriverWatch(engine, self._journal, self._has_group)
-        self._hangs = HangBreaker(self._settings, job.spec.recovery.hang_timeout_s, self._chronicle)
+        self._hangs = HangBreaker(
+            self._settings, job.spec.recovery.hang_timeout_s, self._attempt_log
+        )
         self._nodes = LiveNodes(self._settings, job.run_dir.storage)
         self._placement = Placement(job.run_dir.run_id)
         self._sizes = self._new_sizes(train_run_context.scaling_config)
         self._yielding = YieldRequest(
-            self._settings, self._sizes, self._chronicle, lambda: self._driver.is_leaving
+            self._settings, self._sizes, self._attempt_log, lambda: self._driver.is_leaving
         )
         self.worker_group_cls = GroupFactory(
-            engine, self._chronicle, self._placement, self._nodes, self._on_new, self._on_started
+            engine, self._attempt_log, self._placement, self._nodes, self._on_new, self._on_started
         )
         self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
@@ -98,7 +100,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return EvidencePolicy(
             failure_config,
             self._engine,
-            self._chronicle,
+            self._attempt_log,
             self._sizes,
             self._nodes,
             self.worker_group_cls,
@@ -141,7 +143,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             failed=final.reason if final and not paused else None,
             message=final.message if final else None,
             last_step=self._journal.last_step,
-            attempts=self._chronicle.attempt,
+            attempts=self._attempt_log.attempt,
         )
 
     # -- the control loop
@@ -209,14 +211,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def _shutdown_worker_group(self) -> None:
         """Shut the group down, and report the end of its attempt unless the next driver does."""
-        if self._chronicle.is_open and not self._driver.is_leaving:
-            self._chronicle.recovery = None
+        if self._attempt_log.is_open and not self._driver.is_leaving:
+            self._attempt_log.recovery = None
             if isinstance(self.get_state(), ShuttingDownState):
-                self._chronicle.ended("stopped" if self._stopped else "finished")
+                self._attempt_log.ended("stopped" if self._stopped else "finished")
             elif self._sizes.draining:
                 self._failures.note_preemption(self._worker_group, self._yielding.asked_at)
             else:
-                self._chronicle.ended("resized")
+                self._attempt_log.ended("resized")
         super()._shutdown_worker_group()
 
     # -- called by its parts
@@ -232,5 +234,5 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._sizes.draining = frozenset()
 
     def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
-        self._chronicle.started(workers)
+        self._attempt_log.started(workers)
         self._pool.note_ranks(group.processes_by_node())

@@ -10,7 +10,7 @@ from typing import Any
 
 from everstep.wire import Verdict
 from train_fn import clock as head_clock
-from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.group_factory import GroupFactory
 from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.oom_probe import DELAY_S, ask_node
@@ -47,7 +47,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
     Args:
         failure_config: Ray's.
         engine: the spec's budgets, and the settings.
-        chronicle: where failures are reported, and the earlier ones.
+        attempt_log: where failures are reported, and the earlier ones.
         sizes: delays the next start.
         nodes: excludes a node whose device failed.
         groups: has the newest group, even if its start failed.
@@ -59,7 +59,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self,
         failure_config: Any,
         engine: Engine,
-        chronicle: Chronicle,
+        attempt_log: AttemptLog,
         sizes: LiveScalingPolicy,
         nodes: LiveNodes,
         groups: GroupFactory,
@@ -69,7 +69,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         super().__init__(failure_config)
         self._spec = engine.job.spec
         self._settings = engine.settings
-        self._chronicle = chronicle
+        self._attempt_log = attempt_log
         self._sizes = sizes
         self._nodes = nodes
         self._groups = groups
@@ -108,10 +108,10 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             for rank, worker in enumerate(group.get_workers())
         )
         evidence = Evidence(
-            self._chronicle.attempt, asked_at, reports, self._chronicle.last_step(reports)
+            self._attempt_log.attempt, asked_at, reports, self._attempt_log.last_step(reports)
         )
         decision = Decision(True, budget_of(Verdict.PREEMPTION), "moved away before the deadline")
-        self._chronicle.failed(evidence, judge(evidence), decision)
+        self._attempt_log.failed(evidence, judge(evidence), decision)
 
     def _decide(self, error: Any) -> Any:
         noticed_at = head_clock.now()
@@ -124,24 +124,24 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         running = self._is_running()
         reports = self._reports(running)
         evidence = Evidence(
-            attempt=self._chronicle.attempt,
+            attempt=self._attempt_log.attempt,
             noticed_at=noticed_at,
             ranks=reports,
-            last_step=self._chronicle.last_step(reports),
-            worked_s=self._chronicle.worked_s(noticed_at),
+            last_step=self._attempt_log.last_step(reports),
+            worked_s=self._attempt_log.worked_s(noticed_at),
             control_error=None if isinstance(error, WorkerGroupError) else str(error),
         )
         judgement = judge(evidence)
         self._decision = decide(
             judgement,
-            self._chronicle.failures,
+            self._attempt_log.failures,
             self._spec.recovery,
             no_progress_limit=self._settings.no_progress_limit,
             backoff_max_s=self._settings.backoff_max_s,
             checkpoint=self._spec.checkpoint,
             dispensable=self._sizes.dispensable,
         )
-        self._chronicle.failed(evidence, judgement, self._decision)
+        self._attempt_log.failed(evidence, judgement, self._decision)
         if self._decision.leave_out is not None:
             self._nodes.exclude([self._decision.leave_out])
         if reports and judgement.first_rank is None and judgement.verdict in _OF_A_PATH:
@@ -169,7 +169,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         ):
             return
         place = {"rank": judgement.first_rank, "node_id": node_id, "pid": pid}
-        report = functools.partial(self._chronicle.evidence, self._chronicle.attempt, place)
+        report = functools.partial(self._attempt_log.evidence, self._attempt_log.attempt, place)
         kills_before = self._groups.last.oom_kills.get(pid)
         find_rank = functools.partial(self._rank_on, node_id)
         asking = ask_node(

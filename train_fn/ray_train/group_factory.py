@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.link_checks import LinkChecks
 from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.placement import Placement
@@ -21,7 +21,7 @@ class GroupFactory:
 
     Args:
         engine: the parameters of every attempt.
-        chronicle: numbers the attempts.
+        attempt_log: numbers the attempts.
         placement: the run's bundles.
         nodes: the nodes to choose from.
         on_new: called before a group is created.
@@ -31,14 +31,14 @@ class GroupFactory:
     def __init__(
         self,
         engine: Engine,
-        chronicle: Chronicle,
+        attempt_log: AttemptLog,
         placement: Placement,
         nodes: LiveNodes,
         on_new: Callable[[], None],
         on_started: Callable[[EverstepWorkerGroup, list[Any]], None],
     ) -> None:
         self._engine = engine
-        self._chronicle = chronicle
+        self._attempt_log = attempt_log
         self._placement = placement
         self._nodes = nodes
         self._on_new = on_new
@@ -55,12 +55,12 @@ class GroupFactory:
         self._on_new()
         settings = self._engine.settings
         launch = RankLaunch(
-            self._chronicle.next_attempt(),
+            self._attempt_log.next_attempt(),
             time.time(),
             dict(self._engine.rank_env),
-            self._chronicle.recovery,
+            self._attempt_log.recovery,
             last_step=(
-                self._chronicle.last_step(()) if self._engine.job.spec.runs_script else None
+                self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
             silent_peer_s=settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,

@@ -73,7 +73,7 @@ class GroupShutdown:
                 # Its peers wait for it in collectives, and would wait forever.
                 ray.kill(worker.actor)
             elif report.node_alive and not report.died:
-                worker.actor.let_go.remote()
+                worker.actor.abandon.remote()
                 self._wait_for(rank)
 
     def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.settings import RecoverySettings
@@ -20,11 +20,11 @@ class HangBreaker:
     """
 
     def __init__(
-        self, settings: RecoverySettings, hang_timeout_s: float | None, chronicle: Chronicle
+        self, settings: RecoverySettings, hang_timeout_s: float | None, attempt_log: AttemptLog
     ) -> None:
         self._settings = settings
         self._hang_timeout_s = hang_timeout_s
-        self._chronicle = chronicle
+        self._attempt_log = attempt_log
         self._watch = self._new_watch()
 
     @property
@@ -35,8 +35,8 @@ class HangBreaker:
     def check(self, group: EverstepWorkerGroup) -> None:
         """Kill the ranks that hold up the others once nothing has moved for too long. Call this
         with every turn of the control loop."""
-        progress = self._chronicle.journal.take_progress()
-        if progress is None or progress.attempt != self._chronicle.attempt:
+        progress = self._attempt_log.journal.take_progress()
+        if progress is None or progress.attempt != self._attempt_log.attempt:
             return
         overdue_s = self._watch.overdue_s(progress, time.monotonic())
         if overdue_s is None:

@@ -73,9 +73,9 @@ class RankJournal:
         """Wait until all events are durable. Return False after the timeout."""
         return self._client.flush(timeout_s)
 
-    def hears(self, timeout_s: float) -> bool:
+    def holds_lease(self, timeout_s: float) -> bool:
         """Return whether the journal has lately confirmed that this attempt is the newest."""
-        return self._client.hears(timeout_s)
+        return self._client.holds_lease(timeout_s)
 
     def journaled_step(self) -> float:
         """Return the newest step that the journal has."""

@@ -40,7 +40,7 @@ state_bytes = 0
 """Size of the state that the rank would leave on its node."""
 kept_step: int | None = None
 """Step whose state was left on this node before the training thread was freed; None for none."""
-_let_go = threading.Event()
+_abandoned = threading.Event()
 _news = threading.Event()
 """A report waits to be taken, or ``_trained`` is set."""
 _trained = threading.Event()
@@ -61,7 +61,7 @@ def prepare(launch: RankLaunch) -> None:
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     _yield_asked.clear()
-    _let_go.clear()
+    _abandoned.clear()
     _news.clear()
     _trained.clear()
     take_precedence()
@@ -85,15 +85,15 @@ def ask_to_yield() -> None:
     _yield_asked.set()
 
 
-def let_go() -> None:
+def abandon() -> None:
     """Make the loop leave its step: a peer is gone, or is assumed to be.
 
     NCCL's collectives are aborted. Gloo's fail by themselves if a peer has died. If the peer lives
     and was only cut off from the head, the loop leaves at its next step. Return at once: an abort
     may take long, and this process must answer calls meanwhile.
     """
-    _let_go.set()
-    threading.Thread(target=abort_collectives, name="let-go", daemon=True).start()
+    _abandoned.set()
+    threading.Thread(target=abort_collectives, name="abort-collectives", daemon=True).start()
 
 
 def report_end_of(training: threading.Thread) -> None:
@@ -141,9 +141,9 @@ def yield_asked() -> bool:
     return _yield_asked.is_set()
 
 
-def is_let_go() -> bool:
+def is_abandoned() -> bool:
     """Return whether the attempt was given up."""
-    return _let_go.is_set()
+    return _abandoned.is_set()
 
 
 def note_report() -> None:

@@ -176,12 +176,12 @@ def _context(
         journal=journal,
         report_checkpoint=reports.add,
         profile_ordered=journal.profile_ordered,
-        hears_journal=journal.hears,
+        holds_lease=journal.holds_lease,
         journaled_step=journal.journaled_step,
         steps_before=launch.last_step or 0,
         report_state_bytes=rank_process.note_state_bytes,
         report_kept=rank_process.note_kept,
-        is_let_go=rank_process.is_let_go,
+        is_abandoned=rank_process.is_abandoned,
         on_replaced=lambda why: _leave_at_once(),
     )
 

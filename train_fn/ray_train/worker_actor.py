@@ -108,9 +108,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Ask the training function to save and exit at the next step that all ranks agree on."""
         rank_process.ask_to_yield()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Make the training function leave its step, since a peer is gone or assumed to be."""
-        rank_process.let_go()
+        rank_process.abandon()
 
     def stack(self) -> str:
         """Return the Python stacks of this rank, with the training thread's last."""

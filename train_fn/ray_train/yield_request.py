@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from train_fn.ray_train.attempt_log import Chronicle
+from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.settings import RecoverySettings
@@ -25,7 +25,7 @@ class YieldRequest:
     Args:
         settings: the timeout.
         sizes: says whether another size is wanted, and which nodes drain.
-        chronicle: has the size of the group.
+        attempt_log: has the size of the group.
         is_leaving: returns whether the run goes on in another submission.
     """
 
@@ -33,12 +33,12 @@ class YieldRequest:
         self,
         settings: RecoverySettings,
         sizes: LiveScalingPolicy,
-        chronicle: Chronicle,
+        attempt_log: AttemptLog,
         is_leaving: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._sizes = sizes
-        self._chronicle = chronicle
+        self._attempt_log = attempt_log
         self._is_leaving = is_leaving
         self._since: float | None = None
         """When the pending request was made, in monotonic seconds; None without one."""
@@ -81,7 +81,7 @@ class YieldRequest:
             "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
         )
         logger.info(
-            "asking %d ranks to save and exit for %s", self._chronicle.world_size, followers
+            "asking %d ranks to save and exit for %s", self._attempt_log.world_size, followers
         )
         self._since = now
         self.asked_at = time.time()

@@ -146,9 +146,7 @@ def test_a_rank_that_does_not_hear_the_journal_commits_by_the_storage_s_word_and
     has, none does."""
     ctx = make_context(tmp_path, keep_latest=1)
     replaced: list[str] = []
-    ctx = dataclasses.replace(
-        ctx, hears_journal=lambda timeout_s: False, on_replaced=replaced.append
-    )
+    ctx = dataclasses.replace(ctx, holds_lease=lambda timeout_s: False, on_replaced=replaced.append)
     record_restored(ctx.run_dir, 1, 0, "fresh", attempt=1)
     claim_attempt(ctx.run_dir, (1, 1))
     state = make_state()

@@ -265,15 +265,15 @@ def test_an_answer_counts_from_when_it_was_asked_for_and_for_a_while(
 ) -> None:
     way = Faulty(JournalServer(run_dir, 1))
     client = ActorJournalClient(way, "rank-0.a001", 1, interval_s=0.005, beat_s=0.01)
-    assert client.hears(timeout_s=20)
+    assert client.holds_lease(timeout_s=20)
     with way.lock:  # a question is under way, which is answered late
         asked = client._asked_at
         monkeypatch.setattr(client_module, "LEASE_S", 0.2)
         wait_for(lambda: time.monotonic() > asked + 0.5, 60, "the lease's end")
-        assert not client.hears(timeout_s=0.0)
-        assert not client.hears(timeout_s=0.05)
+        assert not client.holds_lease(timeout_s=0.0)
+        assert not client.holds_lease(timeout_s=0.05)
         way.lose_calls = 2
-    assert client.hears(timeout_s=20)
+    assert client.holds_lease(timeout_s=20)
     assert client.close(timeout_s=20)
 
 

@@ -21,10 +21,10 @@ class Stuck:
         self.attempt = 2
         self.cut_off = False
         self.reasons: list[str] = []
-        chronicle: Any = SimpleNamespace(
+        attempt_log: Any = SimpleNamespace(
             attempt=2, journal=SimpleNamespace(take_progress=self._progress)
         )
-        self.breaker = HangBreaker(RecoverySettings(quiet_poll_s=1.0), 30.0, chronicle)
+        self.breaker = HangBreaker(RecoverySettings(quiet_poll_s=1.0), 30.0, attempt_log)
         monkeypatch.setattr(hang_breaker, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def _progress(self) -> Progress:

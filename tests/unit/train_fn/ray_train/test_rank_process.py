@@ -79,6 +79,6 @@ def test_a_rank_that_lets_go_answers_meanwhile(monkeypatch: pytest.MonkeyPatch) 
         ended.wait(30)
 
     monkeypatch.setattr(rank_process, "abort_collectives", abort)
-    rank_process.let_go()
+    rank_process.abandon()
     assert begun.wait(10), "in a thread of its own"
     ended.set()

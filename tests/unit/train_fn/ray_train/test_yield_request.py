@@ -40,10 +40,10 @@ class Turns:
             draining=frozenset({"b"}),
             must_have_left=lambda now: self.leave_by is not None and self.leave_by <= now,
         )
-        chronicle: Any = SimpleNamespace(world_size=2)
+        attempt_log: Any = SimpleNamespace(world_size=2)
         self.group = Group()
         self.request = YieldRequest(
-            RecoverySettings(yield_timeout_s=60.0), self.sizes, chronicle, lambda: self.is_leaving
+            RecoverySettings(yield_timeout_s=60.0), self.sizes, attempt_log, lambda: self.is_leaving
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(yield_request, "time", clock)
