@@ -169,14 +169,14 @@ class Teller:
                 "total_bytes": 85_100_000_000,
                 "allocated_bytes": 27_900_000_000,
             }
-            told = {
+            gpu_use = {
                 "rank": rank,
                 "node_id": node_id,
                 "name": "NVIDIA A100-SXM4-80GB",
                 **use,
                 "seconds": 60.0,
             }
-            self.tell(self.journal.event(EventKind.GPU_USE, **told))
+            self.tell(self.journal.event(EventKind.GPU_USE, **gpu_use))
         slow = {
             "rank": rank,
             "node_id": node_id,

@@ -128,13 +128,13 @@ def _stop_node(service: ServiceProcess, node_id: str) -> str | None:
     if not found:
         return None
     raylet = psutil.Process(found[0]["raylet_pid"])
-    told = _stop_for_a_while(
+    stopped = _stop_for_a_while(
         [raylet.pid, *(child.pid for child in raylet.children(recursive=True))],
         f"node {node_id[:8]}",
     )
     if node_id not in {node["node_id"] for node in service.cluster()["nodes"]}:
         service.refill()
-    return told
+    return stopped
 
 
 def _kill_node(service: ServiceProcess, node_id: str) -> str | None:

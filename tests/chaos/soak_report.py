@@ -47,12 +47,12 @@ def write_report(record: Record, path: Path | None) -> str:
         "|---|---|---|---|",
     ]
     for fault, count in sorted(record.struck.items()):
-        told = ", ".join(
+        verdicts = ", ".join(
             f"{verdict} {times}"
             for (of, verdict), times in sorted(record.verdicts.items())
             if of == fault
         )
-        lines.append(f"| {fault} | {count} | {told or '-'} | {record.steps_lost[fault]} |")
+        lines.append(f"| {fault} | {count} | {verdicts or '-'} | {record.steps_lost[fault]} |")
     lines += ["", "| invariant | violations |", "|---|---|"]
     for name, words in INVARIANTS.items():
         lines.append(

@@ -179,14 +179,14 @@ def check_seed(
 def _failures(run: RunHandle) -> list[dict[str, Any]]:
     """What the run says of its failures, for the record of a seed."""
     restored = [event for event in run.events() if event.kind == "restored"]
-    told = []
+    failures = []
     for failure in run.failures():
         ranks = [
             (rank["state"], rank["step"], rank["snapshot_step"])
             for rank in (failure.evidence or {}).get("ranks", ())
         ]
         went_on = next((event.data for event in restored if event.attempt > failure.attempt), {})
-        told.append(
+        failures.append(
             {
                 "verdict": failure.verdict,
                 "step": failure.step,
@@ -195,7 +195,7 @@ def _failures(run: RunHandle) -> list[dict[str, Any]]:
                 "from": (went_on.get("step"), went_on.get("source"), went_on.get("rejected")),
             }
         )
-    return told
+    return failures
 
 
 def _check_steps(run: RunHandle, world: int) -> None:

@@ -160,7 +160,7 @@ class Plane:
         self._server.crash()
         # A replica that stands still, or has just begun, need not say so.
         up = [replica for replica in self.replicas if replica.process.poll() is None]
-        told = [
+        answers = [
             httpx.get(f"{each.url}/readyz", timeout=PATIENCE_S, trust_env=False)
             for each in up
             if each.is_listening()
@@ -168,7 +168,7 @@ class Plane:
         time.sleep(DATABASE_AWAY_S)
         self._server.restart()
         assert all(
-            answer.status_code == 503 and answer.json()["database"] == "down" for answer in told
+            answer.status_code == 503 and answer.json()["database"] == "down" for answer in answers
         ), "it says which is away"
 
 
@@ -219,11 +219,11 @@ def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(kind: str, rounds: 
             plane.stop_clients(threads)
         plane.wait_until_ready()
         check(plane, http)
-        told = (
+        summary = (
             f"{len(plane.history.created)} runs and {len(plane.history.cancelled)} cancels "
             "acknowledged"
         )
-        print(f"{dict(plane.faults)}; {told}; {dict(plane.history.statuses)}")
+        print(f"{dict(plane.faults)}; {summary}; {dict(plane.history.statuses)}")
 
 
 def check(plane: Plane, http: httpx.Client) -> None:

@@ -21,5 +21,5 @@ def test_a_gpu_that_works_is_busy_and_its_memory_is_counted() -> None:
     look = look_at(device)
     assert look.allocated_bytes >= 2 * x.numel() * 4
     assert look.allocated_bytes <= look.used_bytes <= look.total_bytes
-    told = [each for each in busy if each is not None]
-    assert not told or max(told) > 0.5, "NVML may be silent, but must not call a busy GPU idle"
+    known = [each for each in busy if each is not None]
+    assert not known or max(known) > 0.5, "NVML may be silent, but must not call a busy GPU idle"

@@ -37,7 +37,7 @@ def train(ctx: WorkerContext) -> Stop | None:
             {"step": step, "epoch": 0, "source": "snapshot", "checkpoint": None, "rejected": []},
         )
         ctx.journal.emit(EventKind.TRAINING_STARTED, {"total_steps": int(tags["steps"])})
-    told = f": {os.environ[tags['tell']]}" if "tell" in tags else ""
+    suffix = f": {os.environ[tags['tell']]}" if "tell" in tags else ""
     try:
         while step < int(tags["steps"]):
             stop = _agreed_stop(ctx)
@@ -47,12 +47,12 @@ def train(ctx: WorkerContext) -> Stop | None:
             if ctx.world_rank == 1 and step == int(tags.get("device_fails_at", -1)):
                 raise torch.AcceleratorError("CUDA error: unspecified launch failure")
             if ctx.world_rank == 0 and step == int(tags.get("raise_at", -1)):
-                raise ValueError(f"the data of step {step} is spoilt{told}")
+                raise ValueError(f"the data of step {step} is spoilt{suffix}")
             while ctx.world_rank == 1 and ctx.attempt == 1 and step == int(tags.get("hang_at", -1)):
                 time.sleep(0.01)
             ddp(torch.randn(4, 8)).sum().backward()
             step += 1
-            print(f"step {step}{told}")
+            print(f"step {step}{suffix}")
             if ctx.world_rank == 0:
                 ctx.journal.emit(
                     EventKind.METRICS,
@@ -61,8 +61,10 @@ def train(ctx: WorkerContext) -> Stop | None:
             time.sleep(float(tags["step_ms"]) / 1000)
     except BaseException as exc:
         _save(ctx, step)
-        told = describe_error(exc, ctx.world_rank)
-        error = StepFailed(dataclasses.replace(told, step=step, phase="step", snapshot_step=step))
+        described = describe_error(exc, ctx.world_rank)
+        error = StepFailed(
+            dataclasses.replace(described, step=step, phase="step", snapshot_step=step)
+        )
         traceback.clear_frames(exc.__traceback__)
     if error is not None:
         del ddp

@@ -35,8 +35,11 @@ def test_a_deadline_passes_while_the_service_is_away(own_service: ServiceProcess
             None,
         )
 
-    told = wait_for(finished, DEADLINE_S + 60, "the driver's last word").data
-    assert (told["outcome"], told["reason"]["code"]) == ("failed", "deadline_exceeded")
+    finished_data = wait_for(finished, DEADLINE_S + 60, "the driver's last word").data
+    assert (finished_data["outcome"], finished_data["reason"]["code"]) == (
+        "failed",
+        "deadline_exceeded",
+    )
     own_service.start()
     wait_for(lambda: run.refresh().status == "FAILED", 120, "the end in the service's history")
     assert run.reason is not None and run.reason.code == "deadline_exceeded"

@@ -111,9 +111,9 @@ def test_a_drain_without_other_room_frees_the_node_and_the_run_goes_on_once_it_m
         "--wait",
         "--json",
     ]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["state"] == "DRAINED"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["state"] == "DRAINED"
     wait_for(lambda: run.refresh().reason is not None, 120, "a reason to wait")
     assert run.reason is not None and run.reason.code == "waiting_for_capacity"
     client.nodes.uncordon(leaving)

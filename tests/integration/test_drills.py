@@ -132,8 +132,8 @@ def test_the_command_drills_and_tells(drilled: ServiceProcess) -> None:
         "--json",
     ]
     env = {**os.environ, "EVERSTEP_HOME": str(drilled.home)}
-    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout)["report"]["verdict"] == "worker_lost"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["report"]["verdict"] == "worker_lost"
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")

@@ -115,12 +115,12 @@ def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begi
         return 0
 
     run.wait_for(lambda: newest() == 50, "Ray Train's word of the first checkpoint")
-    told = [50]
+    steps = [50]
 
     def is_told_of_more() -> bool:
-        if (found := newest()) > told[-1]:
-            told.append(found)
-        return len(told) == 3
+        if (found := newest()) > steps[-1]:
+            steps.append(found)
+        return len(steps) == 3
 
     run.wait_for(
         is_told_of_more,
@@ -135,14 +135,14 @@ def test_ray_train_takes_reports_at_once_though_it_asks_ranks_seldom(begin: Begi
         return {event.data["step"]: event.at for event in run.of(EventKind.CHECKPOINT_COMMITTED)}
 
     run.wait_for(
-        lambda: committed_at().keys() >= set(told),
+        lambda: committed_at().keys() >= set(steps),
         "the journal's word of them, which may come after Ray's",
     )
     committed = committed_at()
     assert all(
         committed[later] - committed[earlier] > REPORT_EVERY_S / 2
-        for earlier, later in pairwise(told)
-    ), told
+        for earlier, later in pairwise(steps)
+    ), steps
     assert not any("SynchronizationActor" in title for _, title in run.cluster_actors()), (
         "nobody meets there"
     )

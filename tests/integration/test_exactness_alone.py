@@ -203,9 +203,9 @@ def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> N
     )
     [started] = outcome.of_kind(EventKind.TRAINING_STARTED)
     assert started["snapshots"] == "published"
-    [told] = outcome.of_kind(EventKind.SNAPSHOTS)
-    assert (told["step"], told["snapshots"]) == (1, "none")
-    assert "does not fit" in told["problem"]
+    [event] = outcome.of_kind(EventKind.SNAPSHOTS)
+    assert (event["step"], event["snapshots"]) == (1, "none")
+    assert "does not fit" in event["problem"]
 
 
 def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_a_slow_hook_at_an_epoch_s_end_has_the_time_of_an_evaluation(tmp_path: P
     assert done == [(EventKind.EPOCH_HOOK_DONE, 60.0), (EventKind.EPOCH_HOOK_DONE, 3600.0)], (
         "the second precedes the last save"
     )
-    told = outcome.of_kind(EventKind.EPOCH_HOOK_DONE)
-    assert [data["epoch"] for data in told] == [0, 1]
-    assert all(data["seconds"] >= SECOND_RANK_S for data in told), (
+    hooks = outcome.of_kind(EventKind.EPOCH_HOOK_DONE)
+    assert [data["epoch"] for data in hooks] == [0, 1]
+    assert all(data["seconds"] >= SECOND_RANK_S for data in hooks), (
         "rank 0 waits until the hook has returned on all ranks"
     )
     points = [point for data in outcome.of_kind(EventKind.METRICS) for point in data["points"]]

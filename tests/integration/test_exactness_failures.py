@@ -87,11 +87,11 @@ def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_pat
     run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:shorter_on_second_rank"
     errors = errors_of(run_ranks(Job(run_dir, own_task_spec(0), 2, setup=setup), tmp_path))
     assert {(error.type, error.kind) for error in errors} == {("DataChanged", ErrorKind.USER)}
-    told = (
+    message = (
         "the training data differs between nodes (rank 0: Lines/90, rank 1: Lines/89); make it "
         "the same on all"
     )
-    assert {error.message for error in errors} == {told}
+    assert {error.message for error in errors} == {message}
 
 
 def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(
@@ -126,10 +126,10 @@ def test_the_last_checkpoint_is_told_though_the_rank_died_once_it_was_committed(
     again = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
     [restored] = again.of_kind(EventKind.RESTORED)
     assert restored["step"] == LAST_STEP, "nothing is left to do but to tell"
-    told = [
+    reported = [
         (data["step"], data["digest"]) for data in again.of_kind(EventKind.CHECKPOINT_COMMITTED)
     ]
-    assert told == [(manifest.step, manifest.digest) for manifest in committed], (
+    assert reported == [(manifest.step, manifest.digest) for manifest in committed], (
         "none of these ranks' journals outlives them"
     )
     assert store.list() == committed

@@ -54,8 +54,8 @@ def test_a_part_that_breaks_or_stalls_fails_and_the_next_one_runs(
     assert first.endswith(f"see {output / 'missing.log'}")
     assert second.startswith("FAIL    memory_of_a_dead") and "did not end within 0 s" in second
     assert third.startswith("FAIL    visible_devices")
-    told = json.loads((output / "verdicts.json").read_text())
-    assert [each["word"] for each in told] == ["FAIL"] * 3
+    verdicts = json.loads((output / "verdicts.json").read_text())
+    assert [each["word"] for each in verdicts] == ["FAIL"] * 3
 
 
 def test_no_part_begins_once_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,9 +118,11 @@ def test_a_package_finds_torchrun_s_environment_and_is_cancelled_at_once(
     run = begin(started, cluster, tmp_path, package(), code, min_workers=2)
     run.wait_for(lambda: sum(m == "ray True" for m in messages(run, 1)) == 2, "both ranks")
     found = messages(run, 1)
-    told = [m for m in found if m.startswith("parts 2 LOCAL_RANK=")]
-    assert len(told) == 2
-    assert all(m.endswith("TORCHELASTIC_RESTART_COUNT=0 EVERSTEP_ATTEMPT=1 __main__") for m in told)
+    lines = [m for m in found if m.startswith("parts 2 LOCAL_RANK=")]
+    assert len(lines) == 2
+    assert all(
+        m.endswith("TORCHELASTIC_RESTART_COUNT=0 EVERSTEP_ATTEMPT=1 __main__") for m in lines
+    )
     assert found.count("elastic True True") == 2
     run.run_dir.request_stop(1, "cancel")
     assert run.wait_for_end() == 0, run.describe()

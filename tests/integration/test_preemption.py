@@ -47,12 +47,12 @@ def test_a_lower_run_shrinks_then_pauses_and_comes_back_by_itself() -> None:
         ended = len(low.samples().epochs)
         assert ended > paused_at // STEPS_PER_EPOCH, "it went on after its pause"
         assert_every_sample_counted_once(low, epochs=ended)
-        told = [
+        limits = [
             (event.data["limit"], event.data["by"])
             for event in low.events()
             if event.kind == "workers_limited"
         ]
-        assert told == [(1, urgent.id), (None, None)]
+        assert limits == [(1, urgent.id), (None, None)]
 
 
 def test_a_run_whose_driver_does_not_answer_is_cancelled_all_the_same() -> None:

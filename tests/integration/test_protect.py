@@ -88,10 +88,10 @@ def test_it_grows_and_shrinks_on_the_same_global_batches(tmp_path: Path) -> None
     assert steps[:3] == [0, 9, 18] and 18 < steps[3] <= 27
     for name, value in whole.values.items():
         np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)
-    told = {each["epoch"]: each for each in events(job, EventKind.EPOCH_COMPLETED)}
+    epochs = {each["epoch"]: each for each in events(job, EventKind.EPOCH_COMPLETED)}
     alone = {each["epoch"]: each for each in events(twin, EventKind.EPOCH_COMPLETED)}
-    assert set(told) == set(alone) == {0, 1, 2, 3}
-    for epoch, facts in told.items():
+    assert set(epochs) == set(alone) == {0, 1, 2, 3}
+    for epoch, facts in epochs.items():
         assert (facts["used_once"], facts["duplicates"], facts["missing"]) == (200, 0, 0)
         assert facts["digest"] == alone[epoch]["digest"]
 

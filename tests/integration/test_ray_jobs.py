@@ -119,9 +119,9 @@ async def test_a_driver_finds_the_cluster_the_token_and_no_runtime_env(
     )
     await ray.submit("run_env-s001", f"python {script}", {"run_id": "run_env"})
     await until(ray, "run_env-s001", JobStatus.SUCCEEDED)
-    told = json.loads(found.read_text())
-    assert told["python"] == told["worker"]
-    assert json.loads(told["env"]) == {}
+    facts = json.loads(found.read_text())
+    assert facts["python"] == facts["worker"]
+    assert json.loads(facts["env"]) == {}
 
 
 async def test_what_is_not_there_and_what_is_wrong_have_their_own_errors(

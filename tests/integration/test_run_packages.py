@@ -91,9 +91,9 @@ def test_a_version_that_the_index_does_not_have_is_told(service: ServiceProcess)
             run.wait(timeout_s=180)
     failure = failed.value.failure
     assert failure is not None and failure.verdict == "user_error"
-    told = str(failure.exception)
-    assert "runtime_env.pip: pip failed on this node: " in told
-    assert f"No matching distribution found for {PACKAGE}>=99" in told
+    message = str(failure.exception)
+    assert "runtime_env.pip: pip failed on this node: " in message
+    assert f"No matching distribution found for {PACKAGE}>=99" in message
 
 
 def test_what_the_operator_does_not_allow_is_refused_by_its_field(service: ServiceProcess) -> None:

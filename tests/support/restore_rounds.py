@@ -101,9 +101,9 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
     object.__setattr__(ctx, "attempt", attempt)
     object.__setattr__(ctx, "journal", Claims(directory / "claims", pipe, (submission, attempt)))
     state = make_state()
-    told = told_in(directory / "claims")
+    reported = told_in(directory / "claims")
     manifest, found, _ = ctx.checkpoints.read_newest(
-        partial(load_checkpoint, ctx.run_dir), reported=told
+        partial(load_checkpoint, ctx.run_dir), reported=reported
     )
     if manifest is not None:
         assert found is not None
@@ -133,12 +133,12 @@ def live(directory: Path, submission: int, attempt: int, expected: int, pipe: in
 
 def told_in(claims: Path) -> set[CheckpointName]:
     """What was said to be committed, and not to be deleted since."""
-    told: set[str] = set()
+    names: set[str] = set()
     for line in claims.read_text().splitlines() if claims.exists() else []:
         kind, name, _ = json.loads(line)
         if kind != EventKind.CHECKPOINT_FAILED:
-            (told.add if kind == EventKind.CHECKPOINT_COMMITTED else told.discard)(name)
-    return {name for name in map(CheckpointName.parse, told) if name is not None}
+            (names.add if kind == EventKind.CHECKPOINT_COMMITTED else names.discard)(name)
+    return {name for name in map(CheckpointName.parse, names) if name is not None}
 
 
 def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
@@ -155,13 +155,15 @@ def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
                 ) from exc
         else:
             sound.append(CheckpointName(manifest.step, manifest.submission, manifest.attempt))
-    told = [json.loads(line) for line in claims.read_text().splitlines()] if claims.exists() else []
-    if errors := [error for kind, _, error in told if kind == EventKind.CHECKPOINT_FAILED]:
+    entries = (
+        [json.loads(line) for line in claims.read_text().splitlines()] if claims.exists() else []
+    )
+    if errors := [error for kind, _, error in entries if kind == EventKind.CHECKPOINT_FAILED]:
         raise SystemExit(f"a save failed: {errors[0]}")
-    deleted = {name for kind, name, _ in told if kind == EventKind.CHECKPOINT_DELETED}
+    deleted = {name for kind, name, _ in entries if kind == EventKind.CHECKPOINT_DELETED}
     claimed = [
         name
-        for kind, name, _ in told
+        for kind, name, _ in entries
         if kind == EventKind.CHECKPOINT_COMMITTED and name not in deleted | damaged
     ]
     newest = max(

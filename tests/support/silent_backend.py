@@ -85,8 +85,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> SilentGroup
 
 
 def _told_options() -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(os.environ.get(_OPTIONS_VARIABLE, "{}"))
-    return told
+    options: dict[str, Any] = json.loads(os.environ.get(_OPTIONS_VARIABLE, "{}"))
+    return options
 
 
 def _stays(thing: object) -> None:

@@ -153,8 +153,8 @@ def record_restored(
     data = {"step": step, "epoch": 0, "source": source, "checkpoint": None, "rejected": []}
     with JournalWriter(run_dir, submission) as journal:
         if attempt:
-            told = event(1, EventKind.RESTORED, source=f"rank-0.a{attempt:03d}", data=data)
-            journal.append([replace(told, attempt=attempt)])
+            event_row = event(1, EventKind.RESTORED, source=f"rank-0.a{attempt:03d}", data=data)
+            journal.append([replace(event_row, attempt=attempt)])
         else:
             journal.append(
                 [event(1, EventKind.SUBMISSION_STARTED), event(2, EventKind.RESTORED, data=data)]

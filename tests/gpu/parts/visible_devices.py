@@ -62,9 +62,9 @@ def problems_as_a_rank(device_type: str, visible: str, directory: Path) -> list[
         device = torch.device("cuda", index)
         torch.ones(1, device=device)
         used = torch.cuda.get_device_properties(device).pci_bus_id
-        told = str(look_at_gpu(own).get("pci"))
-        if f":{used:02x}:" not in told.lower():
-            problems.append(f"torch uses the GPU on bus {used:02x}, nvidia-smi tells of {told}")
+        pci = str(look_at_gpu(own).get("pci"))
+        if f":{used:02x}:" not in pci.lower():
+            problems.append(f"torch uses the GPU on bus {used:02x}, nvidia-smi tells of {pci}")
     return problems
 
 

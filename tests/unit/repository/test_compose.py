@@ -119,8 +119,8 @@ def test_every_part_is_confined(services: dict[str, dict[str, Any]]) -> None:
 def names_of(certificate: bytes) -> set[str]:
     """What it is valid for, in openssl's words."""
     command = ["openssl", "x509", "-noout", "-ext", "subjectAltName"]
-    told = subprocess.run(command, input=certificate, capture_output=True, check=True)
-    return set(told.stdout.decode().splitlines()[1].strip().split(", "))
+    done = subprocess.run(command, input=certificate, capture_output=True, check=True)
+    return set(done.stdout.decode().splitlines()[1].strip().split(", "))
 
 
 def test_secrets_come_by_files_that_the_script_makes(

@@ -139,14 +139,14 @@ def hung(journal: Journal, detect_s: float) -> list[JournalEvent]:
     failed = FAILURE | {"verdict": "hang", "detect_s": detect_s}
     seconds.append(journal.event(EventKind.FAILURE, at=noon + 15, **failed))
     seconds.append(journal.event(EventKind.ATTEMPT_ENDED, at=noon + 15, cause="hang", last_step=2))
-    told = {
+    recovery = {
         "detect_s": detect_s,
         "recovery_s": 1.0,
         "steps_lost": 0,
         "world_size_before": 2,
         "world_size_after": 2,
     }
-    seconds.append(journal.event(EventKind.RECOVERED, at=noon + 15.8, phases={}, **told))
+    seconds.append(journal.event(EventKind.RECOVERED, at=noon + 15.8, phases={}, **recovery))
     seconds.append(
         journal.event(
             EventKind.METRICS,

@@ -20,8 +20,8 @@ SEEN = []
 def server():
     SEEN.append("up")
     yield SEEN
-    with open(os.environ["TORN_DOWN"], "a") as told:
-        told.write("parent" if os.getpid() == PARENT else "child")
+    with open(os.environ["TORN_DOWN"], "a") as file:
+        file.write("parent" if os.getpid() == PARENT else "child")
 
 PARENT = os.getpid()
 

@@ -33,11 +33,11 @@ class Telling(http.server.BaseHTTPRequestHandler):
     """Answers with the headers that it was sent."""
 
     def do_GET(self) -> None:
-        told = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
+        headers = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(headers)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(headers)
 
     def log_message(self, *_: object) -> None:
         return
@@ -108,11 +108,11 @@ def test_grafana_sees_no_token(grafana: httpx.Client) -> None:
 
 
 def test_several_headers_of_cookies_are_cleaned_together(grafana: httpx.Client) -> None:
-    told = grafana.get(
+    answer = grafana.get(
         "/",
         headers=[
             ("Cookie", "a=1; everstep_session=secret"),
             ("Cookie", "b=2; everstep_session=secret"),
         ],
     )
-    assert "secret" not in told.text
+    assert "secret" not in answer.text

@@ -27,16 +27,16 @@ class Named(http.server.BaseHTTPRequestHandler):
     """Answers with the address that it was asked at."""
 
     def do_GET(self) -> None:
-        told = (
+        body = (
             b'{"status": "alive"}'
             if self.path == "/healthz"
             else str(self.server.server_address[0]).encode()
         )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         return

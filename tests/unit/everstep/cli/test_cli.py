@@ -283,11 +283,11 @@ async def test_why_tells_failures_in_words(api: ApiService) -> None:
     run_id = await finish(
         api, "failed", {"code": "system_failures_exhausted", "message": "too many"}
     )
-    told = (await everstep("why", run_id)).stdout
-    assert "system_failures_exhausted: too many" in told
-    assert "rank 1 on node node-2-l died at step 7 (attempt 1, verdict worker_lost)" in told
-    assert "cause: ActorDiedError: killed by signal 9" in told
-    assert "2 -> 1 rank, 0 steps lost, detected after 0.2 s, training again after 1.2 s" in told
+    output = (await everstep("why", run_id)).stdout
+    assert "system_failures_exhausted: too many" in output
+    assert "rank 1 on node node-2-l died at step 7 (attempt 1, verdict worker_lost)" in output
+    assert "cause: ActorDiedError: killed by signal 9" in output
+    assert "2 -> 1 rank, 0 steps lost, detected after 0.2 s, training again after 1.2 s" in output
     value = json.loads((await everstep("why", run_id, "--json")).stdout)
     assert value["status"] == "FAILED" and value["reason"]["message"] == "too many"
     assert value["failures"][0]["verdict"] == "worker_lost"
@@ -317,12 +317,12 @@ async def test_goodput_and_stragglers_in_tables(api: ApiService) -> None:
             journal.event(EventKind.STRAGGLER, **slow),
         ],
     )
-    told = (await everstep("stragglers", run_id)).stdout
+    output = (await everstep("stragglers", run_id)).stdout
     assert (
-        "rank 1 on node node-2-l slows the others down since" in told
-        and "it works 60 ms in a step, a peer 10 ms" in told
+        "rank 1 on node node-2-l slows the others down since" in output
+        and "it works 60 ms in a step, a peer 10 ms" in output
     )
-    assert "60.0 ms" in told and told in (await everstep("stragglers", run_id)).stdout
+    assert "60.0 ms" in output and output in (await everstep("stragglers", run_id)).stdout
     assert (
         json.loads((await everstep("stragglers", run_id, "--json")).stdout)["ranks"][1]["skew"]
         == 6.0
@@ -539,8 +539,8 @@ def test_control_c_leaves_the_run_and_says_so(server: ScriptedServer) -> None:
         assert "accuracy 0.5" in cli.stdout.readline()
         cli.send_signal(signal.SIGINT)
         assert cli.wait(60) == 130
-        told = cli.stderr.read()
-    assert f"everstep cancel {RUN_ID}" in told and "Traceback" not in told
+        output = cli.stderr.read()
+    assert f"everstep cancel {RUN_ID}" in output and "Traceback" not in output
     assert all(request.method == "GET" for request in server.requests)
 
 

@@ -121,9 +121,9 @@ def test_a_checkpoint_of_schema_version_1_is_verified_by_its_own_digests(target:
 
 
 def test_every_byte_is_told(target: Path) -> None:
-    told: list[int] = []
-    receive_checkpoint(iter([TAR[:700], TAR[700:900], TAR[900:]]), target, None, told.append)
-    assert told == [700, 200, len(TAR) - 900]
+    sizes: list[int] = []
+    receive_checkpoint(iter([TAR[:700], TAR[700:900], TAR[900:]]), target, None, sizes.append)
+    assert sizes == [700, 200, len(TAR) - 900]
 
 
 def test_the_current_directory_and_an_empty_one_may_be_the_target(

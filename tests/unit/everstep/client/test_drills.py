@@ -117,10 +117,10 @@ async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json:
         "seconds": 1.0,
     }
     api.apply(run.id, [journal.event(EventKind.EPOCH_COMPLETED, **epoch)])
-    told = await telling
-    assert told.exit_code == 0, told.output
+    result = await telling
+    assert result.exit_code == 0, result.output
     if as_json:
-        found = json.loads(told.stdout)
+        found = json.loads(result.stdout)
         assert (found["id"], found["state"], found["report"]["parity"]["in_parity"]) == (
             drill.id,
             "recovered",
@@ -135,7 +135,7 @@ async def test_the_command_waits_and_prints_the_report(api: ApiService, as_json:
         "process 101 on node node-2",
         "in parity: mean 0.5",
     ):
-        assert words in told.stdout, words
+        assert words in result.stdout, words
     watched = (await everstep("show", run.id)).stdout
     assert "RUNNING" in watched
 
@@ -151,8 +151,8 @@ async def test_a_drill_that_comes_to_nothing_is_exit_code_1(api: ApiService) -> 
         "problem": "rank 0 is on the cluster's head",
     }
     api.apply(run.id, [journal.event(EventKind.DRILL_FAILED, **refused)])
-    told = await telling
-    assert told.exit_code == 1 and "rank 0 is on the cluster's head" in told.stdout
+    result = await telling
+    assert result.exit_code == 1 and "rank 0 is on the cluster's head" in result.stdout
 
 
 async def test_the_command_need_not_wait_and_refuses_what_is_none(api: ApiService) -> None:

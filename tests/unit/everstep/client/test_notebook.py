@@ -99,18 +99,18 @@ async def test_the_documentation_s_examples_run(
 ) -> None:
     async with ApiService(tmp_path) as api:
         api.announce(monkeypatch)
-        told: dict[str, Any] = {}
+        names: dict[str, Any] = {}
 
         def read() -> None:
             for number, example in enumerate(examples()):
-                exec(compile(example, f"{SDK.name}, example {number + 1}", "exec"), told)
+                exec(compile(example, f"{SDK.name}, example {number + 1}", "exec"), names)
 
         reading = asyncio.create_task(asyncio.to_thread(read))
         while not (api.runs.live() or reading.done()):  # noqa: ASYNC110  the other thread has no event for it
             await asyncio.sleep(0.01)
         await _train(api, api.runs.live()[0].id)
         await reading
-        assert told["run"].status is RunStatus.SUCCEEDED
+        assert names["run"].status is RunStatus.SUCCEEDED
 
 
 async def _train(api: ApiService, run_id: str) -> None:

@@ -257,7 +257,7 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(
     api: ApiService, client: Client, tmp_path: Path
 ) -> None:
     run, manifests = await checkpointed(api, client)
-    told: list[int] = []
+    sizes: list[int] = []
 
     def story() -> None:
         assert [(each.step, each.digest) for each in run.checkpoints()] == [
@@ -269,7 +269,7 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(
             (10, manifests[0]),
         ):
             out = run.download_checkpoint(
-                which, str(tmp_path / "out" / str(which)), on_bytes=told.append
+                which, str(tmp_path / "out" / str(which)), on_bytes=sizes.append
             )  # type: ignore[arg-type]
             assert (out / "model.pt").read_bytes() == b"weights" * 100_000
             assert (out / "manifest.json").read_bytes() == manifest.to_bytes()
@@ -286,7 +286,7 @@ async def test_checkpoints_are_fetched_by_step_latest_and_best(
         assert not (tmp_path / "none").exists()
 
     await asyncio.to_thread(story)
-    assert sum(told) > 3 * 700_000
+    assert sum(sizes) > 3 * 700_000
 
 
 async def test_a_checkpoint_that_is_damaged_in_storage_is_called_so(
@@ -326,12 +326,12 @@ async def test_a_download_goes_on_where_its_connection_broke(
             response.iter_raw = breaking  # type: ignore[assignment]
             yield response
 
-    told: list[int] = []
+    sizes: list[int] = []
 
     def story() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport.Transport, "stream", broken)
-            out = run.download_checkpoint("latest", tmp_path / "out", on_bytes=told.append)
+            out = run.download_checkpoint("latest", tmp_path / "out", on_bytes=sizes.append)
         assert (out / "model.pt").read_bytes() == b"weights" * 100_000
         assert (out / "manifest.json").read_bytes() == manifests[1].to_bytes()
 
@@ -341,7 +341,7 @@ async def test_a_download_goes_on_where_its_connection_broke(
     await asyncio.to_thread(story)
     assert asked == [None, "bytes=200000-", "bytes=400000-", "bytes=600000-"]
     store = CheckpointStore(RunDir(api.storage, run.id))
-    assert sum(told) == store.archive(manifests[1].name).size_bytes
+    assert sum(sizes) == store.archive(manifests[1].name).size_bytes
 
 
 async def test_a_checkpoint_of_the_same_step_that_took_another_s_place_is_fetched_anew(

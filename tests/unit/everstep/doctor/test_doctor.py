@@ -353,10 +353,10 @@ async def test_doctor_starts_a_check_waits_and_says_what_is_wrong(
         at=at, nodes=(node("head"), node("b", interface=None)), all_reduce=None
     )
     result, _ = await asyncio.gather(everstep("doctor", "--json"), finish(service, ray, report))
-    told = json.loads(result.stdout)
-    assert (result.exit_code, told["ok"]) == (1, False), result.output
+    printed = json.loads(result.stdout)
+    assert (result.exit_code, printed["ok"]) == (1, False), result.output
     assert ("network", "problem") in {
-        (finding["check"], finding["level"]) for finding in told["findings"]
+        (finding["check"], finding["level"]) for finding in printed["findings"]
     }
     assert {entry.name for entry in service.storage.files.list("cluster/checks")} == set(
         ray.submissions

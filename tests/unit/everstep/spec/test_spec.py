@@ -462,16 +462,16 @@ def test_what_is_to_be_quoted_is_said_as_it_was_written(tmp_path: Path) -> None:
         "name: 2024\ntags: {v: 1.10, w: 0x1f, 7: a, on: yes, none: }\nenv: {DEBUG: 1, TRACE: "
         "True}\n"
     )
-    told = faults(
+    found = faults(
         apply_overrides(with_code(read_spec(str(path)), None, None, None)[0], ["train.epochs=2"])
     )
-    assert told["tags.v"] == 'must be text, but the value 1.10 is a number; quote it: "1.10"'
-    assert told["tags.w"].endswith('quote it: "0x1f"')
-    assert told["tags.7"] == 'must be text, but the key 7 is a number; quote it: "7"'
-    assert told["tags.none"] == 'must be text, but is empty; write "" for empty text, or remove it'
-    assert told["env.DEBUG"].endswith('the value 1 is a number; quote it: "1"')
-    assert told["env.TRACE"].endswith('the value True is a boolean; quote it: "True"')
-    assert told["name"].endswith('quote it: "2024"') and "tags.on" not in told
+    assert found["tags.v"] == 'must be text, but the value 1.10 is a number; quote it: "1.10"'
+    assert found["tags.w"].endswith('quote it: "0x1f"')
+    assert found["tags.7"] == 'must be text, but the key 7 is a number; quote it: "7"'
+    assert found["tags.none"] == 'must be text, but is empty; write "" for empty text, or remove it'
+    assert found["env.DEBUG"].endswith('the value 1 is a number; quote it: "1"')
+    assert found["env.TRACE"].endswith('the value True is a boolean; quote it: "True"')
+    assert found["name"].endswith('quote it: "2024"') and "tags.on" not in found
     as_json = faults({"name": "a", "tags": {"v": 1.1, "w": True}})
     assert as_json["tags.v"].endswith('quote it: "1.1"') and as_json["tags.w"].endswith(
         'quote it: "true"'
@@ -479,7 +479,7 @@ def test_what_is_to_be_quoted_is_said_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_resources_are_told_in_ray_s_letters() -> None:
-    told = faults(
+    found = faults(
         spec(
             scaling={
                 "resources_per_worker": {
@@ -493,9 +493,9 @@ def test_resources_are_told_in_ray_s_letters() -> None:
             }
         )
     )
-    assert {name.rpartition(".")[2] for name in told} == {"cpu", "gpus", "Memory"}
-    assert told["scaling.resources_per_worker.cpu"].endswith("did you mean CPU?")
-    assert told["scaling.resources_per_worker.gpus"].endswith("did you mean GPU?")
+    assert {name.rpartition(".")[2] for name in found} == {"cpu", "gpus", "Memory"}
+    assert found["scaling.resources_per_worker.cpu"].endswith("did you mean CPU?")
+    assert found["scaling.resources_per_worker.gpus"].endswith("did you mean GPU?")
     old = RunSpec.model_validate(spec(scaling={"resources_per_worker": {"cpu": 2}}))
     assert old.scaling.resources_per_worker == {"cpu": 2}, (
         "a run that was once taken with it is read"

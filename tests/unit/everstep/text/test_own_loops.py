@@ -30,8 +30,8 @@ def event(kind: EventKind, **data: Any) -> Event:
 
 
 def test_why_says_how_long_may_be_done_again_and_claims_no_steps() -> None:
-    told = failure.story(Failure.of(event(EventKind.FAILURE, **FAILED)))[-1]
-    assert "at most 12.0 s of work done again" in told and "lost" not in told
+    line = failure.story(Failure.of(event(EventKind.FAILURE, **FAILED)))[-1]
+    assert "at most 12.0 s of work done again" in line and "lost" not in line
     assert events.event(event(EventKind.RECOVERED, **RECOVERED)) == (
         "recovered in 2.0 s: 2 -> 2 ranks"
     )

@@ -106,14 +106,14 @@ def test_the_kind_is_what_the_rank_said_and_else_what_older_drivers_wrote(
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "what"),
     [
         ("loader_lost", "a loader process of rank 1 on node node-2 died at step 7"),
         (None, "rank 1 on node node-2 died at step 7"),
     ],
 )
-def test_a_lost_worker_says_what_was_lost(kind: str | None, told: str) -> None:
+def test_a_lost_worker_says_what_was_lost(kind: str | None, what: str) -> None:
     evidence = {} if kind is None else {"kind": kind}
     data = {"verdict": "worker_lost", "first_rank": 1, "node_id": "node-2", "step": 7}
     found = failure_words.headline(Failure.of(event(**data, evidence=evidence)))
-    assert found.startswith(f"{told} (")
+    assert found.startswith(f"{what} (")

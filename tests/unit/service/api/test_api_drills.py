@@ -38,7 +38,7 @@ async def listed(api: ApiService, run_id: str) -> list[Drill]:
 
 
 def start(api: ApiService, journal: Journal, run_id: str, drill: Drill, **data: Any) -> None:
-    told = {
+    started = {
         "id": drill.id,
         "kind": drill.kind.value,
         "rank": drill.rank,
@@ -46,7 +46,7 @@ def start(api: ApiService, journal: Journal, run_id: str, drill: Drill, **data: 
         "pid": 101,
         "checkpoint": None,
     }
-    api.apply(run_id, [journal.event(EventKind.DRILL_STARTED, **told | data)])
+    api.apply(run_id, [journal.event(EventKind.DRILL_STARTED, **started | data)])
 
 
 def recover(

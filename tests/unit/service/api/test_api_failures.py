@@ -81,7 +81,7 @@ async def test_the_last_lines_of_the_rank_that_failed_first(api: ApiService) -> 
         "line 29",
     ]
     assert (await failures(api, run_id, "?lines=0"))[0].last_lines == ()
-    told = "\n".join([failure_words.headline(found), *failure_words.story(found)])
+    text = "\n".join([failure_words.headline(found), *failure_words.story(found)])
     for words in (
         "rank 1 on node node-2-l died at step 7",
         "evidence: Worker exit type: SYSTEM_ERROR, worker exit detail: connection error code 2.",
@@ -90,7 +90,7 @@ async def test_the_last_lines_of_the_rank_that_failed_first(api: ApiService) -> 
         "INFO line 29",
         "training again after 1.4 s (most of it: start, 1.0 s)",
     ):
-        assert words in told
+        assert words in text
 
 
 async def test_a_driver_that_was_lost_speaks_by_its_last_lines(api: ApiService) -> None:
@@ -142,9 +142,9 @@ async def test_what_the_kernel_says_afterwards_changes_the_verdict(api: ApiServi
         101,
     )
     assert second.verdict == "worker_lost"
-    told = "\n".join([failure_words.headline(first), *failure_words.story(first)])
+    text = "\n".join([failure_words.headline(first), *failure_words.story(first)])
     assert (
-        "rank 1 on node node-2-l ran out of memory at step 7" in told and f"kernel: {line}" in told
+        "rank 1 on node node-2-l ran out of memory at step 7" in text and f"kernel: {line}" in text
     )
     assert "the OOM killer ended rank" in (event_words.event(_newest(api, run_id)) or "")
 

@@ -249,8 +249,8 @@ def last_line(result: Result) -> str:
 
 
 async def test_the_command_line_cordons_and_shows_it(api: ApiService) -> None:
-    told = await everstep("cordon", "ot", "--reason", "noisy \x1b[31m fan")
-    assert told.exit_code == 0 and last_line(told) == "other host is CORDONED"
+    result = await everstep("cordon", "ot", "--reason", "noisy \x1b[31m fan")
+    assert result.exit_code == 0 and last_line(result) == "other host is CORDONED"
     shown = (await everstep("cluster")).stdout
     [line] = [line for line in shown.splitlines() if line.startswith("other")]
     assert (

@@ -259,9 +259,9 @@ async def test_nothing_that_is_sent_becomes_a_header(api: ApiService) -> None:
         b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nIdempotency-Key: a\rX-Injected: "
         b"1\r\nContent-Length: 0\r\n\r\n"
     )
-    told = await reader.readuntil(b"\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
     writer.close()
-    assert told.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401")) and b"x-injected" not in told.lower()
+    assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401")) and b"x-injected" not in head.lower()
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\tb", "ä"])

@@ -70,7 +70,7 @@ async def test_what_happened_is_counted_once(api: ApiService) -> None:
     )
     api.clock.now += 3
     seen.applied(run, a_hard_life(journal))
-    told = await figures(api)
+    values = await figures(api)
     expected = {
         'everstep_queue_seconds_sum{project="default"}': 20,
         'everstep_steps_total{project="default"}': 3,
@@ -89,7 +89,7 @@ async def test_what_happened_is_counted_once(api: ApiService) -> None:
         "everstep_event_lag_seconds_sum": 3,
         'everstep_ranks{project="default"}': 2,
     }
-    assert {name: told[name] for name in expected} == expected
+    assert {name: values[name] for name in expected} == expected
 
 
 async def test_the_oldest_queued_run_and_the_time_by_bucket(api: ApiService) -> None:
@@ -98,12 +98,12 @@ async def test_the_oldest_queued_run_and_the_time_by_bucket(api: ApiService) -> 
     await api.create(project="slow")
     await api.running(project="fast")
     api.clock.now += 10
-    told = await figures(api)
-    assert told['everstep_queue_oldest_seconds{project="slow"}'] == 100
-    assert told['everstep_queue_oldest_seconds{project="fast"}'] == 0
-    assert told['everstep_run_time_seconds{bucket="queued",project="slow"}'] == 110
-    assert told['everstep_run_time_seconds{bucket="productive",project="fast"}'] == 10
-    assert told['everstep_goodput_ratio{project="fast"}'] == 1
+    values = await figures(api)
+    assert values['everstep_queue_oldest_seconds{project="slow"}'] == 100
+    assert values['everstep_queue_oldest_seconds{project="fast"}'] == 0
+    assert values['everstep_run_time_seconds{bucket="queued",project="slow"}'] == 110
+    assert values['everstep_run_time_seconds{bucket="productive",project="fast"}'] == 10
+    assert values['everstep_goodput_ratio{project="fast"}'] == 1
 
 
 async def test_a_token_of_one_project_sees_its_own_time_only(api: ApiService) -> None:

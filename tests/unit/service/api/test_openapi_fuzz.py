@@ -86,9 +86,9 @@ def run_id(context: ApiContext) -> str:
     context.storage_gate.check()  # as a service does before it has any run
     context.runs.claim_submission(made, 0)
     journal = Journal()
-    told = [*journal.start(), journal.steps(1, 2), journal.checkpoint(2, accuracy=0.5)]
-    told.append(journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.5}))
-    context.events.apply_journal(made, 1, told, "c")
+    history = [*journal.start(), journal.steps(1, 2), journal.checkpoint(2, accuracy=0.5)]
+    history.append(journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.5}))
+    context.events.apply_journal(made, 1, history, "c")
     return made
 
 

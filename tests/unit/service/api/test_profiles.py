@@ -48,12 +48,12 @@ def record(api: ApiService, run_id: str, journal: Journal, profile_id: str) -> N
     named = {"id": profile_id, "rank": 1}
     run_dir = RunDir(api.storage, run_id)
     run_dir.files.write(run_dir.trace_path(profile_id), b"\x1f\x8b the trace")
-    told = {**named, "steps": 3, "step_s": 0.01, "size_bytes": 12, "all_reduces": ALL_REDUCES}
+    done = {**named, "steps": 3, "step_s": 0.01, "size_bytes": 12, "all_reduces": ALL_REDUCES}
     api.apply(
         run_id,
         [
             journal.event(EventKind.PROFILE_STARTED, **named, step=12),
-            journal.event(EventKind.PROFILE_DONE, **told),
+            journal.event(EventKind.PROFILE_DONE, **done),
         ],
     )
 

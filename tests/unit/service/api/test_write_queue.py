@@ -79,14 +79,14 @@ async def test_submissions_share_a_commit_and_each_has_its_own_answer(api: ApiSe
     # first, one repeats or differs.
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses in ([200, 201, 201, 201, 409], [201, 201, 201, 409, 409])
-    told = [answer.json() for answer in answers if answer.is_success]
-    assert all([change["to"] for change in run["transitions"]] == ["QUEUED"] for run in told)
-    assert {run["id"] for run in told} == {
+    created = [answer.json() for answer in answers if answer.is_success]
+    assert all([change["to"] for change in run["transitions"]] == ["QUEUED"] for run in created)
+    assert {run["id"] for run in created} == {
         run["id"] for run in (await api.get("/v1/runs"))["items"]
     }
     audit = (await api.get("/v1/audit"))["items"]
     assert sorted(entry["status"] for entry in audit) == statuses
-    assert {entry["target"] for entry in audit} - {None} == {run["id"] for run in told}
+    assert {entry["target"] for entry in audit} - {None} == {run["id"] for run in created}
 
 
 async def test_a_commit_that_fails_is_told_to_everybody_who_waits_for_it(api: ApiService) -> None:

@@ -87,11 +87,11 @@ def test_time_without_progress_is_never_productive(detect_s: float | None) -> No
         steps((4, 17), (5, 18)),
     ]
     found = buckets(history, 18)
-    told = 12.8 if detect_s is None else detect_s
+    detecting_s = 12.8 if detect_s is None else detect_s
     assert found["productive"] == pytest.approx(3 + 1)
-    assert found.get("detecting", 0) == pytest.approx(told) and found[
+    assert found.get("detecting", 0) == pytest.approx(detecting_s) and found[
         "restarting"
-    ] == pytest.approx(1.2 + 12.8 - told)
+    ] == pytest.approx(1.2 + 12.8 - detecting_s)
 
 
 def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:

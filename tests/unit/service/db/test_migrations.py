@@ -56,11 +56,11 @@ def test_replicas_that_start_at_once_migrate_one_after_the_other(
 def test_a_migration_may_stand_still_for_longer_than_a_request(
     postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, told = text("SHOW idle_in_transaction_session_timeout"), []
+    asked, timeouts = text("SHOW idle_in_transaction_session_timeout"), []
     upgrade = command.upgrade
 
     def look_and_upgrade(config: Config, revision: str) -> None:
-        told.append(config.attributes["connection"].execute(asked).scalar_one())
+        timeouts.append(config.attributes["connection"].execute(asked).scalar_one())
         upgrade(config, revision)
 
     monkeypatch.setattr(command, "upgrade", look_and_upgrade)
@@ -68,9 +68,9 @@ def test_a_migration_may_stand_still_for_longer_than_a_request(
         database = Database(url)
         database.migrate()
         with database.write() as connection:
-            told.append(connection.execute(asked).scalar_one())
+            timeouts.append(connection.execute(asked).scalar_one())
         database.close()
-    assert told == ["1min", "4s"]
+    assert timeouts == ["1min", "4s"]
 
 
 def test_projects_of_before_are_known(tmp_path: Path) -> None:

@@ -147,12 +147,12 @@ def test_the_epochs_of_a_users_own_loop_are_not_bound_by_the_spec() -> None:
     own = replace(run_row(), spec=parse_spec({"name": "own", "code": code}).model_dump(mode="json"))
     unknown = project(own, event(EventKind.EPOCH_COMPLETED, epoch=6)).columns
     assert unknown == {"epoch": 7}
-    told = replace(own, total_steps=80, steps_per_epoch=10)
+    known = replace(own, total_steps=80, steps_per_epoch=10)
     for epoch, shown in ((6, 7), (7, 7)):
-        ended = project(told, event(EventKind.EPOCH_COMPLETED, epoch=epoch)).columns
+        ended = project(known, event(EventKind.EPOCH_COMPLETED, epoch=epoch)).columns
         assert ended == {"epoch": shown}
     points = [{"step": 35, "at": NOON, "values": {"loss": 1.0}}]
-    assert project(told, event(EventKind.METRICS, points=points)).columns["epoch"] == 3
+    assert project(known, event(EventKind.METRICS, points=points)).columns["epoch"] == 3
 
 
 @pytest.mark.parametrize("name", ["accuracy", "val_accuracy"])

@@ -290,9 +290,9 @@ def test_a_run_hears_of_another_project_s_run_only_that_it_is_one(
         [limited] = EventStore(database, clock).of_kinds(shrunk.id, {EventKind.WORKERS_LIMITED})
         stopping = runs.preempt(paused.id, 1, urgent.id)
         assert stopping.reason_message is not None
-        told = (str(limited.data["by"]), stopping.reason_message)
-        assert [urgent.id in text for text in told] == [named, named] and (
-            named or "another project" in told[1]
+        texts = (str(limited.data["by"]), stopping.reason_message)
+        assert [urgent.id in text for text in texts] == [named, named] and (
+            named or "another project" in texts[1]
         )
 
 

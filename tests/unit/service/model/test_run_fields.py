@@ -37,7 +37,7 @@ def test_the_answer_says_every_field_of_a_run() -> None:
     run = row(spec())
     answer = run_json(run, [], "http://ray", NOON, "http://here")
     assert set(answer) == set(Run.model_fields)
-    told = replace(
+    changed = replace(
         run,
         name="other",
         attempt=3,
@@ -47,7 +47,7 @@ def test_the_answer_says_every_field_of_a_run() -> None:
         steps_lost=2,
         started_at=NOON + 1,
     )
-    read = run_answer(told, [], None, NOON)
+    read = run_answer(changed, [], None, NOON)
     assert (read.name, read.attempt, read.step, read.metrics) == ("other", 3, 7, {"loss": 0.5})
     assert (read.guarantee, read.steps_lost) == ("each sample once", 2)
     assert read.started_at is not None and read.started_at.timestamp() == NOON + 1

@@ -45,7 +45,7 @@ class Receiver:
 
 
 @pytest.fixture
-def told(runs: RunStore) -> Callable[..., str]:
+def ended_run(runs: RunStore) -> Callable[..., str]:
     """Make a run that ends cancelled; its id."""
 
     def make(**fields: object) -> str:
@@ -63,10 +63,10 @@ def notifier(
 
 
 async def test_an_end_is_told_once_and_signed(
-    database: Database, clock: ManualClock, told: Callable[..., str]
+    database: Database, clock: ManualClock, ended_run: Callable[..., str]
 ) -> None:
-    run_id, receiver = told(notify={"url": URL}), Receiver()
-    told(), told(notify={"url": URL, "on": ["FAILED"]})
+    run_id, receiver = ended_run(notify={"url": URL}), Receiver()
+    ended_run(), ended_run(notify={"url": URL, "on": ["FAILED"]})
     for _ in range(2):
         await notifier(database, clock, receiver).work()
     [request] = receiver.requests
@@ -89,9 +89,9 @@ async def test_an_end_is_told_once_and_signed(
 
 @pytest.mark.parametrize("status", [None, 302, 500])
 async def test_it_is_tried_again_and_given_up_after_a_day(
-    status: int | None, database: Database, clock: ManualClock, told: Callable[..., str]
+    status: int | None, database: Database, clock: ManualClock, ended_run: Callable[..., str]
 ) -> None:
-    told(notify={"url": URL})
+    ended_run(notify={"url": URL})
     receiver, store = Receiver(), NotificationStore(database, clock)
     receiver.status, began = status, clock.now
     while store.count():
@@ -103,15 +103,15 @@ async def test_it_is_tried_again_and_given_up_after_a_day(
         "redirects are not followed"
     )
     receiver.status = 200
-    told(notify={"url": URL})
+    ended_run(notify={"url": URL})
     await notifier(database, clock, receiver).work()
     assert store.count() == 0
 
 
 async def test_what_is_no_longer_allowed_is_not_called(
-    database: Database, clock: ManualClock, told: Callable[..., str]
+    database: Database, clock: ManualClock, ended_run: Callable[..., str]
 ) -> None:
-    told(notify={"url": URL})
+    ended_run(notify={"url": URL})
     receiver = Receiver()
     await notifier(database, clock, receiver, NOBODY).work()
     assert receiver.requests == [] and NotificationStore(database, clock).count() == 0
@@ -148,10 +148,10 @@ async def test_a_spec_may_name_allowed_origins_only(tmp_path: Path) -> None:
             "code": archive,
             "resume_from": {"run_id": "run_1"},
         }
-        told = (
+        errors = (
             await api.http.post("/v1/runs", json=wrong | {"runtime_env": {"pip": ["einops"]}})
         ).json()["errors"]
-        assert [".".join(error["loc"]) for error in told] == [
+        assert [".".join(error["loc"]) for error in errors] == [
             "runtime_env",
             "notify.url",
             "code.archive",

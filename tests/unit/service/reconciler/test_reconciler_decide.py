@@ -110,13 +110,13 @@ def test_a_stop_is_delivered_then_forced_then_recorded(stop: Any, end: RunStatus
         RunStatus.STOPPING, stop=stop, stop_at=NOW - 1, job=JobFact.ALIVE, tail=TailFact.DRAINED
     )
     assert decided(stopping) == (DeliverStop("run_a", 1, stop),)
-    told = replace(stopping, stop_delivered=True)
-    assert decided(told) == ()
-    late = replace(told, stop_at=NOW - STOP_GRACE_S[stop] - 1)
+    delivered = replace(stopping, stop_delivered=True)
+    assert decided(delivered) == ()
+    late = replace(delivered, stop_at=NOW - STOP_GRACE_S[stop] - 1)
     assert decided(late) == (EndJob("run_a-s001"),)
-    [ended] = decided(replace(told, job=JobFact.ENDED))
+    [ended] = decided(replace(delivered, job=JobFact.ENDED))
     assert isinstance(ended, ChangeStatus) and ended.to == end
-    assert decided(replace(told, job=JobFact.ENDED, tail=TailFact.BEHIND)) == (), (
+    assert decided(replace(delivered, job=JobFact.ENDED, tail=TailFact.BEHIND)) == (), (
         "the driver may have said how it ended"
     )
 

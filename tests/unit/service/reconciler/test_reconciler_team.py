@@ -110,11 +110,11 @@ async def test_an_elastic_run_shrinks_for_another_one_and_grows_again(
     for _ in range(2):
         await here.reconciler.tick()
     assert here.get(low.id).shrunk is None and run_dir.workers_limit() is None
-    told = [
+    limits = [
         (event.data["limit"], event.data["by"])
         for event in here.events.of_kinds(low.id, {EventKind.WORKERS_LIMITED})
     ]
-    assert told == [(1, urgent.id), (None, None)]
+    assert limits == [(1, urgent.id), (None, None)]
 
 
 async def test_one_replica_reconciles_and_one_that_stood_still_does_no_harm(

@@ -489,8 +489,10 @@ async def test_of_many_runs_that_fail_at_once_each_failure_is_taken(
     service up for minutes."""
     for _ in range(3):
         here.create()
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unhandled.append(context)
+    )
 
     async def fail(*_: object) -> None:
         raise DatabaseUnavailable("away")
@@ -500,4 +502,4 @@ async def test_of_many_runs_that_fail_at_once_each_failure_is_taken(
         await here.reconciler.tick()
     gc.collect()
     await asyncio.sleep(0)
-    assert told == []
+    assert unhandled == []

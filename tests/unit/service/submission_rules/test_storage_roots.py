@@ -124,9 +124,9 @@ def test_a_storage_that_cannot_create_exclusively_is_told_of_at_the_start(
     monkeypatch.setattr(Storage, "probe", away)
     with capture_logs() as lines, pytest.raises(CannotStart, match="no network here"):
         opened(Settings(home=tmp_path, storage_uri=uri))
-    told = [line for line in lines if "only where there is none" in line["event"]]
-    assert bool(told) is is_told
-    assert [line["storage"] for line in told] == [uri] * is_told
+    warnings = [line for line in lines if "only where there is none" in line["event"]]
+    assert bool(warnings) is is_told
+    assert [line["storage"] for line in warnings] == [uri] * is_told
 
 
 def test_roots_come_from_arguments_or_the_environment(

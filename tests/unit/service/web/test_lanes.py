@@ -10,10 +10,10 @@ from service.web import curves
 from service.web.lanes import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
 
 
-def history(*told: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
+def history(*entries: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:
     return [
         EventRow(seq, at, kind, 1, attempt, data)
-        for seq, (at, kind, attempt, data) in enumerate(told, 1)
+        for seq, (at, kind, attempt, data) in enumerate(entries, 1)
     ]
 
 
@@ -48,14 +48,14 @@ def test_a_failure_stops_every_rank_when_it_happened_and_blames_the_first() -> N
 
 
 def test_a_group_whose_driver_died_ends_where_the_next_begins_and_finished_ones_stay() -> None:
-    told = [
+    entries = [
         (10.0, EventKind.ATTEMPT_STARTED, 1, workers(0)),
         (15.0, EventKind.SUBMISSION_STARTED, 0, {}),
         (20.0, EventKind.ATTEMPT_STARTED, 2, workers(0)),
         (30.0, EventKind.FINISHED, 2, {"outcome": "succeeded"}),
         (30.1, EventKind.STATUS, 0, {"to": "SUCCEEDED"}),
     ]
-    found = lanes(history(*told), now=1000)
+    found = lanes(history(*entries), now=1000)
     assert found is not None and found.end == 30
     assert [(part.start, part.end) for part in found.lanes[0].segments] == [(10, 15), (20, 30)]
     assert lanes([], now=5) is None
@@ -72,10 +72,10 @@ def test_of_many_ranks_the_lowest_are_drawn_and_those_that_failed() -> None:
 
 
 def test_of_many_attempts_the_newest_are_drawn() -> None:
-    told = [
+    entries = [
         (float(at), EventKind.ATTEMPT_STARTED, at, workers(0, 1)) for at in range(1, MOST_SEGMENTS)
     ]
-    found = lanes(history(*told), now=MOST_SEGMENTS)
+    found = lanes(history(*entries), now=MOST_SEGMENTS)
     assert found is not None and found.end == MOST_SEGMENTS
     assert sum(len(lane.segments) for lane in found.lanes) == MOST_SEGMENTS
     assert found.num_attempts_left_out == MOST_SEGMENTS - 1 - MOST_SEGMENTS // 2

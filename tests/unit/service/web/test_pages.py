@@ -169,8 +169,8 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
         (5, "attempt 2: node_lost of rank 1")
     ]
     assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
-    told = text_of(await browser.page(f"/runs/{run_id}/events"))
-    assert "attempt 2 with 1 rank" in told and "failure: node_lost of rank 1" in told
+    shown = text_of(await browser.page(f"/runs/{run_id}/events"))
+    assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
 
 
 async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(

@@ -148,19 +148,19 @@ def test_small_pieces_reach_the_storage_together_and_large_ones_as_they_are(
     local_dir: RunDir,
 ) -> None:
     store = CheckpointStore(local_dir)
-    told: list[int] = []
+    positions: list[int] = []
     small, large = (
         [bytes([number % 256]) * 700 for number in range(2000)],
         bytes(range(256)) * 20_000,
     )
     with store.begin(50, 1, 1) as writer:
-        with writer.write_file("a.pt", lambda: told.append(file.tell())) as file:
+        with writer.write_file("a.pt", lambda: positions.append(file.tell())) as file:
             for piece in small:
                 file.write(piece)
-            assert len(told) == 1
+            assert len(positions) == 1
             file.write(large)
         manifest = writer.commit(epoch=0, parent=None, world_size=1, sample_digest=None, metrics={})
-    assert len(told) == 3
+    assert len(positions) == 3
     assert store.read_file(manifest.name, "a.pt") == b"".join(small) + large
 
 

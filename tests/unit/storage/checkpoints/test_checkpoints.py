@@ -210,9 +210,9 @@ def test_trouble_of_the_storage_is_not_damage(
 def test_verifying_tells_every_block_and_can_be_broken_off(local_dir: RunDir) -> None:
     store = CheckpointStore(local_dir)
     manifest = save(local_dir, 50, files={"model.pt": b"m" * 2_500_000, "state": b"s" * 100})
-    told: list[int] = []
-    store.verify(manifest.name, told.append)
-    assert sum(told) == manifest.size_bytes and max(told) <= 1 << 20
+    sizes: list[int] = []
+    store.verify(manifest.name, sizes.append)
+    assert sum(sizes) == manifest.size_bytes and max(sizes) <= 1 << 20
 
     def stop(num_bytes: int) -> None:
         raise InterruptedError

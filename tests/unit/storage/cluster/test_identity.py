@@ -389,8 +389,8 @@ class TestReconciler:
             await here.reconciler.tick()
         row = here.get(run.id)
         assert (row.status, row.submission) == (RunStatus.SUCCEEDED, 3)
-        told = [(one.kind, one.submission) for one in here.events.after(run.id, 0, 100)]
-        assert ("submission_started", 2) in told and ("finished", 3) in told
+        events = [(one.kind, one.submission) for one in here.events.after(run.id, 0, 100)]
+        assert ("submission_started", 2) in events and ("finished", 3) in events
 
     async def test_an_operator_who_means_it_goes_on_with_an_empty_storage(
         self, here: World, ray: FakeRay, tmp_path: Path
@@ -410,8 +410,10 @@ class TestReconciler:
         row = here.get(run_id)
         assert (row.status, row.submission, row.latest_checkpoint) == (RunStatus.STARTING, 2, None)
         assert Known(done.storage_id).to_text() in ray.jobs[f"{run_id}-s002"]["entrypoint"]
-        [told] = [one for one in here.events.after(run_id, 0, 100) if one.kind == "storage_adopted"]
-        assert told.data["lost"] is True
+        [adopted] = [
+            one for one in here.events.after(run_id, 0, 100) if one.kind == "storage_adopted"
+        ]
+        assert adopted.data["lost"] is True
         again = adopt_storage(here.storage, here.runs, self.gate(here))
         assert (again.storage_id, again.lost, again.caught_up) == (done.storage_id, (), ())
 

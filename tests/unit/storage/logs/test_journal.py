@@ -389,13 +389,15 @@ def test_no_history_lets_a_rank_tell_of_an_attempt_once_a_newer_one_began(
         number += how != "again" or number == 0
         kind = EventKind.ATTEMPT_STARTED if who == "controller" else EventKind.METRICS
         source = who if who == "controller" else f"{who}.a{attempt:03d}"
-        told = replace(event(number, kind, source=f"{source}.{number}", points=[]), attempt=attempt)
-        if writer.append([told]):
-            expected.append((told.source, attempt))
+        reported = replace(
+            event(number, kind, source=f"{source}.{number}", points=[]), attempt=attempt
+        )
+        if writer.append([reported]):
+            expected.append((reported.source, attempt))
             assert who == "controller" or attempt >= newest
             newest = max(newest, attempt)
         else:
-            assert told.source in {known for known, _ in expected} or (
+            assert reported.source in {known for known, _ in expected} or (
                 who != "controller" and attempt < newest
             )
     assert [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]] == expected

@@ -198,7 +198,7 @@ def test_a_history_with_a_spoilt_line_is_not_silently_short(local_dir: RunDir, l
     assert len(history.failures) == (3 if line % 2 else 4), "an event is lost, and no more"
     [damage] = history.damage
     assert (damage["file"], damage["lines"]) == (str(path), [line + 1])
-    told = JournalEvent(
+    reported = JournalEvent(
         kind=EventKind.JOURNAL_DAMAGED,
         at=2.0,
         submission=2,
@@ -206,7 +206,7 @@ def test_a_history_with_a_spoilt_line_is_not_silently_short(local_dir: RunDir, l
         source="driver.1",
         source_n=1,
     )
-    write(local_dir, [told], submission=2)
+    write(local_dir, [reported], submission=2)
     assert read_history(local_dir).damage == (), "one driver tells it"
 
 
@@ -238,10 +238,10 @@ async def test_the_service_reads_on_and_says_what_is_lost(here: World, ray: Fake
     flip(path, 1)
     await here.reconciler.tick()
     assert here.get(run.id).status == RunStatus.SUCCEEDED
-    told = here.events.after(run.id, 0, 100)
-    [damaged] = [one for one in told if one.kind == EventKind.JOURNAL_DAMAGED]
+    events = here.events.after(run.id, 0, 100)
+    [damaged] = [one for one in events if one.kind == EventKind.JOURNAL_DAMAGED]
     assert (damaged.data["file"], damaged.data["lines"]) == (str(path), [2])
-    [failure] = failures.failures(told)
+    [failure] = failures.failures(events)
     assert (
         failure.verdict == "storage"
         and str(path) in str(failure.exception)

@@ -49,8 +49,8 @@ def test_what_an_attempt_did_before_it_died_is_told_by_the_next(tmp_path: Path) 
         advance(state, step)
         saver.save_now()
     saver.close()
-    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    make_durable(ctx, [data for data in told if data["step"] != 30])
+    reported = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    make_durable(ctx, [data for data in reported if data["step"] != 30])
     ctx = one_rank(ctx.spec, ctx.run_dir, attempt=2)
     saver = Saver(ctx, state, BoundaryCopies(state))
     for step in (50, 60):
@@ -86,8 +86,8 @@ def test_what_was_committed_before_is_not_written_again_but_told_where_nobody_wa
     again.save_now()
     again.close()
     assert ctx.checkpoints.list() == [manifest]
-    told = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
-    assert [(data["name"], data["digest"]) for data in told] == (
+    reported = journal_of(ctx).of_kind(EventKind.CHECKPOINT_COMMITTED)
+    assert [(data["name"], data["digest"]) for data in reported] == (
         [] if is_told else [(manifest.name, manifest.digest)]
     )
 

@@ -61,7 +61,9 @@ class FailingStorage:
         monkeypatch.setattr(CheckpointStore, "begin", begin_or_fail)
 
 
-def told(ctx: WorkerContext, kind: EventKind = EventKind.CHECKPOINT_FAILED) -> list[dict[str, Any]]:
+def reported(
+    ctx: WorkerContext, kind: EventKind = EventKind.CHECKPOINT_FAILED
+) -> list[dict[str, Any]]:
     return journal_of(ctx).of_kind(kind)
 
 
@@ -84,8 +86,8 @@ def test_training_goes_on_and_every_failure_is_told_until_a_save_succeeds(
     )
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
-    train_until(saver, state, lambda: len(told(ctx)) >= 4)
-    failed = told(ctx)
+    train_until(saver, state, lambda: len(reported(ctx)) >= 4)
+    failed = reported(ctx)
     assert [data["failed_in_a_row"] for data in failed[:4]] == [1, 2, 3, 4]
     assert failed[0]["step"] == 10 and failed[0]["error"] == "StorageFull: no space left; free some"
     assert (
@@ -101,8 +103,8 @@ def test_training_goes_on_and_every_failure_is_told_until_a_save_succeeds(
     assert newest.step > failed[-1]["step"] and weight_in(ctx, newest.name) == newest.step
     assert copies.most_held == 1
     storage.error = StorageUnavailable("again")
-    train_until(saver, state, lambda: told(ctx)[-1]["error"].endswith("again"))
-    again = next(data for data in told(ctx) if data["error"].endswith("again"))
+    train_until(saver, state, lambda: reported(ctx)[-1]["error"].endswith("again"))
+    again = next(data for data in reported(ctx) if data["error"].endswith("again"))
     assert again["failed_in_a_row"] == 1, "failures in a row are counted anew after a success"
     saver.close()
 
@@ -111,9 +113,9 @@ def test_a_run_that_asks_for_it_is_paused(tmp_path: Path, monkeypatch: pytest.Mo
     ctx, state = make_context(tmp_path, max_failed_saves=2, on_failed_saves="pause"), make_state()
     FailingStorage(monkeypatch)
     saver = Saver(ctx, state, BoundaryCopies(state))
-    train_until(saver, state, lambda: len(told(ctx)) == 1)
+    train_until(saver, state, lambda: len(reported(ctx)) == 1)
     assert saver.stop is None
-    train_until(saver, state, lambda: len(told(ctx)) >= 2)
+    train_until(saver, state, lambda: len(reported(ctx)) >= 2)
     assert saver.stop == "pause"
     saver.close()
 
@@ -128,7 +130,7 @@ def test_the_best_state_is_tried_again_as_it_was(
     )
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_step(saver, state, 7, is_best=True)
-    train_until(saver, state, lambda: len(told(ctx)) >= 2)
+    train_until(saver, state, lambda: len(reported(ctx)) >= 2)
     storage.error = None
     train_until(saver, state, lambda: saver.newest_committed(0) > 0)
     assert saver.newest_committed(0) == 7 and weight_in(ctx, "step-000000007.s001.a001") == 7
@@ -145,7 +147,7 @@ def test_the_final_checkpoint_is_tried_as_long_as_there_is_patience(
         match=r"step 0 could not be committed, with 0.4 s of patience: no space left",
     ):
         saver.save_now(patience_s=0.4)
-    assert len(told(ctx)) >= 2
+    assert len(reported(ctx)) >= 2
     storage.error = None
     saver.save_now()
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [0]
@@ -163,8 +165,8 @@ def test_a_storage_that_stands_still_counts_as_failed_and_training_goes_on(
     )
     copies = CountedCopies(state)
     saver = Saver(ctx, state, copies)
-    train_until(saver, state, lambda: len(told(ctx)) >= 3)
-    assert told(ctx)[2] == {
+    train_until(saver, state, lambda: len(reported(ctx)) >= 3)
+    assert reported(ctx)[2] == {
         "step": 1,
         "error": "StorageUnavailable: the storage took no byte for 0.05 s",
         "failed_in_a_row": 3,
@@ -203,8 +205,8 @@ def test_a_full_disk_costs_no_step_and_no_checkpoint(small_disk: Path) -> None:
         filler.write(
             bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - (300 << 10))
         )
-    train_until(saver, state, lambda: len(told(ctx)) >= 2)
-    assert told(ctx)[0]["error"].startswith("StorageFull: cannot write"), (
+    train_until(saver, state, lambda: len(reported(ctx)) >= 2)
+    assert reported(ctx)[0]["error"].startswith("StorageFull: cannot write"), (
         "the disk's own words, not those of torch.save"
     )
     store = ctx.checkpoints
@@ -225,10 +227,10 @@ def test_a_disk_that_becomes_read_only_costs_no_step(small_disk: Path) -> None:
     saver = Saver(ctx, state, BoundaryCopies(state))
     train_until(saver, state, lambda: saver.newest_committed(0) == 10)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    train_until(saver, state, lambda: len(told(ctx)) >= 2)
+    train_until(saver, state, lambda: len(reported(ctx)) >= 2)
     assert (
-        told(ctx)[0]["error"].startswith("StorageDenied: cannot")
-        and "Read-only file system" in told(ctx)[0]["error"]
+        reported(ctx)[0]["error"].startswith("StorageDenied: cannot")
+        and "Read-only file system" in reported(ctx)[0]["error"]
     )
     newest, rejected = ctx.checkpoints.newest_valid()
     assert newest is not None and newest.step == 10 and rejected == []
@@ -307,7 +309,7 @@ def test_a_server_that_fails_every_nth_request(
     server.every = every
     train_until(saver, state, lambda: server.num_refused >= 3)
     if every == 1:
-        train_until(saver, state, lambda: len(told(ctx)) >= 1)
+        train_until(saver, state, lambda: len(reported(ctx)) >= 1)
     server.every = None
     saver.save_now()
     saver.close()
@@ -337,8 +339,8 @@ def test_a_server_that_never_answers_stops_no_step(
         )
         state = make_state()
         saver = Saver(ctx, state, BoundaryCopies(state))
-        train_until(saver, state, lambda: len(told(ctx)) >= 1)
-    assert told(ctx)[0]["error"].startswith("StorageUnavailable: cannot") and state.step > 10
+        train_until(saver, state, lambda: len(reported(ctx)) >= 1)
+    assert reported(ctx)[0]["error"].startswith("StorageUnavailable: cannot") and state.step > 10
     saver.close()
 
 
@@ -358,7 +360,7 @@ def test_a_commit_whose_answer_is_lost_is_found_and_told(
     monkeypatch.setattr(LocalFiles, "promote", promote_and_lose)
     saver = Saver(ctx, state, BoundaryCopies(state))
     saver.save_now()
-    assert [data["step"] for data in told(ctx)] == [0]
-    assert [data["step"] for data in told(ctx, EventKind.CHECKPOINT_COMMITTED)] == [0]
+    assert [data["step"] for data in reported(ctx)] == [0]
+    assert [data["step"] for data in reported(ctx, EventKind.CHECKPOINT_COMMITTED)] == [0]
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [0]
     saver.close()

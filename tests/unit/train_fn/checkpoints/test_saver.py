@@ -119,15 +119,15 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
 ) -> None:
     ctx, state = make_context(tmp_path, keep_latest=9), make_state()
     saver = Saver(ctx, state, BoundaryCopies(state))
-    told = 0
+    reported = 0
     for step in (10, 20, 30, 40):
         monkeypatch.setattr(saver_module, "REPORT_EVERY_S", 0.0 if step == 40 else 3600.0)
         train_step(saver, state, step)
         assert saver.wait_idle(time.monotonic() + 60)
-        newest = saver.newest_to_report(told)
+        newest = saver.newest_to_report(reported)
         assert newest == {10: 10, 20: 0, 30: 0, 40: 40}[step]
-        told = newest or told
-    assert saver.newest_to_report(told) == 0 == saver.newest_committed(told), (
+        reported = newest or reported
+    assert saver.newest_to_report(reported) == 0 == saver.newest_committed(reported), (
         "what was told is no news"
     )
     names = [str(CheckpointName(step, 1, 1)) for step in (10, 20, 30, 40)]

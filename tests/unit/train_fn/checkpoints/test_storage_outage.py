@@ -17,7 +17,7 @@ import pytest
 from everstep.wire.events import EventKind
 from tests.support.saves import make_context, make_state, weight_in
 from tests.support.service_process import free_port, wait_for
-from tests.unit.train_fn.checkpoints.test_save_failures import told, train_until
+from tests.unit.train_fn.checkpoints.test_save_failures import reported, train_until
 from train_fn.checkpoints import save_failures, save_slot
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
@@ -81,8 +81,8 @@ def test_a_frozen_filesystem_stops_no_step(
     train_until(saver, state, lambda: saver.newest_committed(0) > 0)
     disk.freeze()
     before = state.step
-    train_until(saver, state, lambda: len(told(ctx)) >= 3)
-    assert told(ctx)[-1]["error"] == "StorageUnavailable: the storage took no byte for 0.2 s"
+    train_until(saver, state, lambda: len(reported(ctx)) >= 3)
+    assert reported(ctx)[-1]["error"] == "StorageUnavailable: the storage took no byte for 0.2 s"
     assert state.step > before + 50, "training went on"
     disk.thaw()
     train_until(saver, state, lambda: saver.newest_committed(0) > before + 50)
@@ -164,11 +164,11 @@ def test_a_server_that_dies_in_the_middle_of_saves_and_comes_back(
     train_until(saver, state, lambda: saver.newest_committed(0) > 3)
     server.kill()  # a save of each step is always under way
     before = state.step
-    train_until(saver, state, lambda: len(told(ctx)) >= 2)
+    train_until(saver, state, lambda: len(reported(ctx)) >= 2)
     assert state.step > before + 50, "training went on"
-    assert all(data["error"].startswith("Storage") for data in told(ctx)), told(ctx)
-    assert told(ctx)[1]["failed_in_a_row"] == 2
-    last = max(data["step"] for data in told(ctx, EventKind.CHECKPOINT_COMMITTED))
+    assert all(data["error"].startswith("Storage") for data in reported(ctx)), reported(ctx)
+    assert reported(ctx)[1]["failed_in_a_row"] == 2
+    last = max(data["step"] for data in reported(ctx, EventKind.CHECKPOINT_COMMITTED))
     server.start()
     train_until(saver, state, lambda: saver.newest_committed(last) > last)
     saver.save_now()

@@ -41,8 +41,8 @@ class NotedFaults:
     def note(self, *what: object) -> None:
         if self.problem is not None:
             raise DrillRefused(self.problem)
-        told = bool(of(self.run_dir, EventKind.DRILL_STARTED))
-        self.done.append((*what, "told" if told else "unreported"))
+        is_reported = bool(of(self.run_dir, EventKind.DRILL_STARTED))
+        self.done.append((*what, "reported" if is_reported else "unreported"))
 
     def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
         self.note(signal.Signals(signal_number).name, *(place.pid for place in ranks))
@@ -150,15 +150,15 @@ def test_each_kind_hits_what_it_names_once_it_is_told(
     rig: Rig, kind: DrillKind, done: tuple[object, ...]
 ) -> None:
     rig.order(kind)
-    assert rig.faults.done == [(*done, "told")]
-    [told] = of(rig.run_dir, EventKind.DRILL_STARTED)
-    assert (told.data["id"], told.data["kind"], told.data["rank"], told.attempt) == (
+    assert rig.faults.done == [(*done, "reported")]
+    [started] = of(rig.run_dir, EventKind.DRILL_STARTED)
+    assert (started.data["id"], started.data["kind"], started.data["rank"], started.attempt) == (
         "drill_1",
         kind.value,
         1,
         1,
     )
-    assert told.data["pid"] == (os.getpid() if kind is DrillKind.KILL_DRIVER else 101)
+    assert started.data["pid"] == (os.getpid() if kind is DrillKind.KILL_DRIVER else 101)
 
 
 def test_an_order_is_carried_out_once_by_whatever_driver(rig: Rig) -> None:
@@ -214,7 +214,7 @@ def test_the_newest_checkpoint_is_damaged_while_all_ranks_stand_still(rig: Rig) 
     rig.order(DrillKind.CORRUPT_CHECKPOINT)
     assert rig.faults.done == [
         ("SIGSTOP", 100, 101, 102, "unreported"),
-        ("kill", 100, 101, 102, "told"),
+        ("kill", 100, 101, 102, "reported"),
     ]
     assert of(rig.run_dir, EventKind.DRILL_STARTED)[0].data["checkpoint"] == newer
     with pytest.raises(CorruptCheckpoint):

@@ -161,8 +161,8 @@ class Talking:
         logging.getLogger("user").info("logged %d", index)
         with warnings.catch_warnings():  # as outside of pytest, which would record it
             warnings.simplefilter("always")
-            warnings.showwarning = lambda *told, **_: sys.stderr.write(
-                warnings.formatwarning(*told[:4])
+            warnings.showwarning = lambda *warning, **_: sys.stderr.write(
+                warnings.formatwarning(*warning[:4])
             )
             warnings.warn(f"odd {index}", UserWarning, stacklevel=1)
         if index == self.killed_at:

@@ -92,8 +92,8 @@ def test_what_a_rank_of_a_replaced_attempt_tells_is_refused(
     )
     actor.deliver("rank-0.a002", [event(1, EventKind.METRICS, attempt=2, **points(151))])
     actor.deliver("controller", [event(3, EventKind.EVIDENCE, attempt=1, rank=1)])
-    told = [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]]
-    assert told[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], (
+    lines = [(line.source, line.attempt) for line in read_journal(run_dir, 1)[0]]
+    assert lines[2:] == [("controller", 2), ("rank-0.a002", 2), ("controller", 1)], (
         "the controller may tell of what was"
     )
 

@@ -187,12 +187,12 @@ def test_a_restore_reports_the_best_evaluation_of_its_state(
     with pytest.raises(StepFailed):
         train(first)
     assert train(second) is None
-    told = [
+    best = [
         data["best"]
         for ctx in (first, second)
         for data in journal_of(ctx).of_kind(EventKind.RESTORED)
     ]
-    assert told == [None, {"metric": "val_score", "value": 0.9, "step": 18}]
+    assert best == [None, {"metric": "val_score", "value": 0.9, "step": 18}]
 
 
 def test_a_best_state_whose_save_died_with_its_rank_is_saved_by_the_next_attempt(

@@ -120,11 +120,11 @@ def test_a_step_that_is_not_whole_is_not_taken(
         weights = [parameter.detach().clone() for parameter in replica.parameters]
         failed = leave(ctx, progress, raised.value)
     assert isinstance(failed, StepFailed) and failed.error.snapshot_step == 3
-    told = describe_error(failed, 0)
-    assert (told.kind, told.step, told.collateral) == (ErrorKind.EXCHANGE, 3, False), (
+    error = describe_error(failed, 0)
+    assert (error.kind, error.step, error.collateral) == (ErrorKind.EXCHANGE, 3, False), (
         "no mistake of the user's"
     )
-    assert told.message.startswith("step 4 is not whole and was not taken: ")
+    assert error.message.startswith("step 4 is not whole and was not taken: ")
     assert all(
         torch.equal(parameter, weight)
         for parameter, weight in zip(replica.parameters, weights, strict=True)

@@ -59,7 +59,7 @@ def end_step(reporter: Reporter, state: TrainState) -> None:
     reporter.step_done({"loss": 0.5}, 10)
 
 
-def told(journal: Journal) -> list[int]:
+def reported_steps(journal: Journal) -> list[int]:
     return [point["step"] for point in journal.points]
 
 
@@ -73,12 +73,12 @@ def test_points_are_told_in_order_and_none_waits_longer_than_a_moment(seconds: l
             clock.now += each
             end_step(reporter, state)
             ended[state.step] = clock.now
-            waiting = [step for step in ended if step not in told(journal)]
+            waiting = [step for step in ended if step not in reported_steps(journal)]
             assert all(clock.now - ended[step] < HAND_OVER_S for step in waiting)
-            assert told(journal) == list(range(1, state.step - len(waiting) + 1))
+            assert reported_steps(journal) == list(range(1, state.step - len(waiting) + 1))
         assert len(journal.events) <= 2 + sum(seconds) / HAND_OVER_S
         reporter.close()
-    assert told(journal) == list(range(1, len(seconds) + 1))
+    assert reported_steps(journal) == list(range(1, len(seconds) + 1))
 
 
 def test_what_happens_between_steps_is_told_after_the_steps_before_it() -> None:
@@ -87,7 +87,7 @@ def test_what_happens_between_steps_is_told_after_the_steps_before_it() -> None:
         end_step(reporter, state)
     reporter.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
     kinds = [kind for kind, _ in journal.events]
-    assert told(journal) == [1, 2, 3] and kinds[-1] is EventKind.EPOCH_COMPLETED
+    assert reported_steps(journal) == [1, 2, 3] and kinds[-1] is EventKind.EPOCH_COMPLETED
     assert [entry["kind"] for entry in state.tail] == ["metrics"] * 3 + ["epoch_completed"]
 
 
@@ -124,7 +124,7 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
     again.report_again()
     end_step(again, left)
     again.close()
-    assert sorted(told(journal_of(ctx))) == list(range(101, 602))
+    assert sorted(reported_steps(journal_of(ctx))) == list(range(101, 602))
     assert [data["epoch"] for data in journal_of(ctx).of_kind(EventKind.EPOCH_COMPLETED)] == ended
     for _ in range(MOST_POINTS):
         end_step(survivor, state)
@@ -146,7 +146,7 @@ def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_
     for _ in range(num_steps):
         end_step(reporter, state)
     reporter.close()
-    assert sorted(told(journal)) == list(range(1, 3 + num_steps))
+    assert sorted(reported_steps(journal)) == list(range(1, 3 + num_steps))
     if num_steps:
         assert [point["step"] for point in journal.of_kind(EventKind.METRICS)[0]["points"]] == [3]
 

@@ -19,7 +19,7 @@ class Gpu:
 
     def __init__(self, *looks: Look) -> None:
         self.looks = list(looks)
-        self.told: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
         self.lost = threading.Event()
 
     def look(self, _device: torch.device) -> Look:
@@ -30,7 +30,7 @@ class Gpu:
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         assert kind is EventKind.GPU_USE
-        self.told.append(data)
+        self.samples.append(data)
 
     def watch(self, device: torch.device = CUDA) -> GpuWatch:
         return GpuWatch(
@@ -43,12 +43,13 @@ def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
     with gpu.watch():
         assert gpu.lost.wait(60)
     assert [
-        (told["rank"], told["node_id"], told["busy"], told["used_bytes"]) for told in gpu.told
+        (sample["rank"], sample["node_id"], sample["busy"], sample["used_bytes"])
+        for sample in gpu.samples
     ] == [
         (3, "node-a", 0.5, 70),
         (3, "node-a", None, 60),
     ]
-    assert [(told["total_bytes"], told["allocated_bytes"]) for told in gpu.told] == [
+    assert [(sample["total_bytes"], sample["allocated_bytes"]) for sample in gpu.samples] == [
         (100, 30),
         (100, 40),
     ]

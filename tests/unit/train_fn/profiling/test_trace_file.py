@@ -51,8 +51,8 @@ def prepared(
     """What is told of a trace, and the names of its events."""
     raw, ready = tmp_path / "raw.json", tmp_path / "ready.json.gz"
     raw.write_text(json.dumps({"traceEvents": events}))
-    told = trace_file.prepare(raw, ready, sizes)
-    return told, [
+    summary = trace_file.prepare(raw, ready, sizes)
+    return summary, [
         event["name"] for event in json.loads(gzip.decompress(ready.read_bytes()))["traceEvents"]
     ]
 
@@ -70,9 +70,9 @@ def test_gloo_s_all_reduces_are_told_from_the_small_one_beside_them(tmp_path: Pa
             gloo(begin + 20, 1000, 200),
         ]
         events += [gloo(begin + 15, 16, 5, "double")]
-    told, names = prepared(tmp_path, events, *BUCKETS)
-    assert (told["steps"], told["step_s"]) == (2, 0.0015)
-    assert told["all_reduces"] == [
+    summary, names = prepared(tmp_path, events, *BUCKETS)
+    assert (summary["steps"], summary["step_s"]) == (2, 0.0015)
+    assert summary["all_reduces"] == [
         {"bucket": 0, "size_bytes": 4000, "count": 2, "mean_s": 0.0002, "max_s": 0.0003},
         {"bucket": 1, "size_bytes": 4000, "count": 2, "mean_s": 0.0002, "max_s": 0.0002},
         {"bucket": 2, "size_bytes": 1200, "count": 2, "mean_s": 6e-05, "max_s": 9e-05},
@@ -91,8 +91,8 @@ def test_nccl_s_kernels_are_what_is_counted(tmp_path: Path) -> None:
         nccl(20, 2000, 50, "BFloat16"),
         nccl(30, 600, 9, "Half"),
     ]
-    told, _ = prepared(tmp_path, events, *BUCKETS)
-    assert [(each["bucket"], each["count"], each["max_s"]) for each in told["all_reduces"]] == [
+    summary, _ = prepared(tmp_path, events, *BUCKETS)
+    assert [(each["bucket"], each["count"], each["max_s"]) for each in summary["all_reduces"]] == [
         (0, 1, 7e-05),
         (1, 1, 5e-05),
         (2, 1, 9e-06),
@@ -100,8 +100,8 @@ def test_nccl_s_kernels_are_what_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_peers_has_no_all_reduces(tmp_path: Path) -> None:
-    told, _ = prepared(tmp_path, [span("everstep step 1", 0, 500)])
-    assert told == {"steps": 1, "step_s": 0.0005, "all_reduces": []}
+    summary, _ = prepared(tmp_path, [span("everstep step 1", 0, 500)])
+    assert summary == {"steps": 1, "step_s": 0.0005, "all_reduces": []}
 
 
 def test_a_trace_that_is_too_large_is_refused(

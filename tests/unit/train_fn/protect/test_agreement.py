@@ -19,7 +19,7 @@ COUNTS = st.builds(
 )
 
 
-def told(words: list[Word]) -> list[int]:
+def summed(words: list[Word]) -> list[int]:
     rows = [encoded(word, rank, len(words)) for rank, word in enumerate(words)]
     sums = [sum(column) for column in zip(*rows, strict=True)]
     assert all(-(1 << 63) <= each < 1 << 63 for each in sums)
@@ -31,7 +31,7 @@ def test_ranks_of_one_step_agree_on_their_samples(
     step: int, num_updates: int, counts: list[Count]
 ) -> None:
     words = [Word(step, num_updates, None, count) for count in counts]
-    agreed = decoded(told(words))
+    agreed = decoded(summed(words))
     whole = Count()
     for count in counts:
         whole = whole + count
@@ -44,7 +44,7 @@ def test_ranks_of_one_step_agree_on_their_samples(
 @given(st.lists(st.tuples(STEPS, UPDATES), min_size=2, max_size=5))
 def test_every_rank_finds_a_rank_that_differs(places: list[tuple[int, int]]) -> None:
     words = [Word(*place) for place in places]
-    agreed = decoded(told(words))
+    agreed = decoded(summed(words))
     assert agreed.places == tuple(places)
     for word in words:
         assert (agreed.fault(word, None) is None) == (len(set(places)) == 1)
@@ -52,24 +52,24 @@ def test_every_rank_finds_a_rank_that_differs(places: list[tuple[int, int]]) -> 
 
 def test_a_rank_that_has_left_its_loop_is_found() -> None:
     words = [Word(7, 7), Word(7, 7, has_ended=True)]
-    agreed = decoded(told(words))
+    agreed = decoded(summed(words))
     assert all(agreed.fault(word, None) for word in words)
     both = [Word(7, 7, has_ended=True)] * 2
-    assert decoded(told(both)).fault(both[0], None) is None
+    assert decoded(summed(both)).fault(both[0], None) is None
 
 
 @pytest.mark.parametrize("stop", ["pause", "cancel"])
 def test_a_stop_that_one_rank_heard_of_is_for_all(stop: str) -> None:
     words = [Word(7, 7), Word(7, 7, stop)]  # type: ignore[arg-type]
-    assert decoded(told(words)).stop == stop
-    assert decoded(told([*words, Word(7, 7, "cancel")])).stop == "cancel"
+    assert decoded(summed(words)).stop == stop
+    assert decoded(summed([*words, Word(7, 7, "cancel")])).stop == "cancel"
 
 
 @given(st.dictionaries(st.text(max_size=9), st.floats(), max_size=MOST_VALUES + 3))
 def test_all_ranks_report_what_rank_0_measured(metrics: dict[str, float]) -> None:
     mine = numbers_of(metrics)
     hashed, values = sent(mine)
-    agreed = decoded(told([Word(1, 1, values=values, names_hash=hashed), Word(1, 1)]))
+    agreed = decoded(summed([Word(1, 1, values=values, names_hash=hashed), Word(1, 1)]))
     other = dict.fromkeys(mine, 0.5)
     found = received(other, agreed.names_hash, agreed.values)
     assert found == {name: mine[name] for name in sorted(mine)[:MOST_VALUES]}

@@ -49,8 +49,8 @@ def test_reports_hold_nobody_up_and_come_in_order(
 ) -> None:
     run_dir = RunDir(open_storage(str(tmp_path)), "run_r")
     slow = SlowRay(monkeypatch, tmp_path / "runs/run_r", rank)
-    told: list[int] = []
-    reports = CheckpointReports(run_dir, lambda: told.append(len(slow.reported)))
+    counts: list[int] = []
+    reports = CheckpointReports(run_dir, lambda: counts.append(len(slow.reported)))
     reports.start()
     names = [save(run_dir, step).name for step in (50, 100, 150)]
     for name, metrics in zip(names, ({"loss": 0.5}, {"fails": 1.0}, {"loss": 0.25}), strict=True):
@@ -62,7 +62,7 @@ def test_reports_hold_nobody_up_and_come_in_order(
         f"checkpoints/{names[0]}",
         f"checkpoints/{names[2]}",
     ]
-    assert told == [1, 2], "of each that can be taken, once it can be"
+    assert counts == [1, 2], "of each that can be taken, once it can be"
     assert [report["metrics"] for report in slow.reported] == [{"loss": 0.5}, {"loss": 0.25}]
     for report, name in zip(slow.reported, (names[0], names[2]), strict=True):
         assert report["checkpoint_upload_mode"] is ray.train.CheckpointUploadMode.NO_UPLOAD

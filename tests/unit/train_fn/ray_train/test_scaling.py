@@ -21,7 +21,7 @@ SETTINGS = RecoverySettings(resize_interval_s=0.0, growth_settle_s=0.0, growth_c
 TRAINING, LEFT = SimpleNamespace(finished=False), SimpleNamespace(finished=True)
 
 
-class Told:
+class Journal:
     """Takes what the policy tells, in the journal's place."""
 
     def __init__(self) -> None:
@@ -67,21 +67,21 @@ class Cluster:
 def policy_on(
     cluster: Cluster,
     workers: tuple[int, int],
-    told: Told,
+    journal: Journal,
     limit: Callable[[], int | None] = lambda: None,
 ) -> LiveScalingPolicy:
     config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
-    return LiveScalingPolicy(config, SETTINGS, told, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
+    return LiveScalingPolicy(config, SETTINGS, journal, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def journal() -> Journal:
+    return Journal()
 
 
-def test_a_cordon_moves_and_shrinks_nothing(told: Told) -> None:
+def test_a_cordon_moves_and_shrinks_nothing(journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
-    policy = policy_on(cluster, (1, 2), told)
+    policy = policy_on(cluster, (1, 2), journal)
     cluster.mark("a", cordoned=True)
     for _ in range(3):
         assert isinstance(
@@ -90,9 +90,9 @@ def test_a_cordon_moves_and_shrinks_nothing(told: Told) -> None:
     assert policy.wanted is None and policy.draining == frozenset()
 
 
-def test_a_restart_for_another_reason_leaves_the_cordoned_node(told: Told) -> None:
+def test_a_restart_for_another_reason_leaves_the_cordoned_node(journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
-    policy = policy_on(cluster, (1, 3), told)
+    policy = policy_on(cluster, (1, 3), journal)
     cluster.mark("a", cordoned=True)
     decision = policy.make_decision_for_non_running_worker_group()
     assert isinstance(decision, ResizeDecision) and decision.num_workers == 2
@@ -100,9 +100,9 @@ def test_a_restart_for_another_reason_leaves_the_cordoned_node(told: Told) -> No
     assert policy.make_decision_for_non_running_worker_group().num_workers == 1
 
 
-def test_a_drains_deadline_counts_where_ranks_are(told: Told) -> None:
+def test_a_drains_deadline_counts_where_ranks_are(journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
-    policy = policy_on(cluster, (1, 2), told)
+    policy = policy_on(cluster, (1, 2), journal)
     cluster.mark("c", draining=True, drain_deadline=50.0)
     cluster.mark("a", draining=True)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
@@ -112,9 +112,9 @@ def test_a_drains_deadline_counts_where_ranks_are(told: Told) -> None:
     assert [policy.must_have_left(now) for now in (99.0, 100.0)] == [False, True]
 
 
-def test_a_drain_asks_the_ranks_to_leave_at_once(told: Told) -> None:
+def test_a_drain_asks_the_ranks_to_leave_at_once(journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
-    policy = policy_on(cluster, (1, 2), told)
+    policy = policy_on(cluster, (1, 2), journal)
     cluster.mark("c", draining=True)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted is None, "a node without a rank of this run is no matter"
@@ -128,9 +128,9 @@ def test_a_drain_asks_the_ranks_to_leave_at_once(told: Told) -> None:
     )
 
 
-def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> None:
+def test_ranks_leave_a_draining_node_though_there_is_no_other(journal: Journal) -> None:
     cluster = Cluster.of("ab", ranks="ab")
-    policy = policy_on(cluster, (2, 2), told)
+    policy = policy_on(cluster, (2, 2), journal)
     cluster.mark("a", draining=True)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted == 1
@@ -142,7 +142,7 @@ def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> Non
         isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
         and policy.waiting
     )
-    [(kind, data)] = told.events
+    [(kind, data)] = journal.events
     assert (kind, data["code"], data["missing"]) == (
         EventKind.WAITING,
         "waiting_for_capacity",
@@ -151,10 +151,10 @@ def test_ranks_leave_a_draining_node_though_there_is_no_other(told: Told) -> Non
 
 
 def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_once_it_may(
-    told: Told,
+    journal: Journal,
 ) -> None:
     cluster, limit = Cluster.of("abcd", ranks="abc"), 1
-    policy = policy_on(cluster, (2, 3), told, lambda: limit or None)
+    policy = policy_on(cluster, (2, 3), journal, lambda: limit or None)
     policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
     assert policy.wanted == 2, "never fewer than it needs"
     assert policy.make_decision_for_running_worker_group(cluster.group, LEFT).num_workers == 2
@@ -171,24 +171,24 @@ def test_a_run_that_is_limited_saves_leaves_and_comes_back_smaller_and_grows_onc
     ("workers", "expected"), [((1, 2), ["a", "b", "c"]), ((2, 2), ["a", "b", "c"]), ((3, 3), [])]
 )
 def test_a_node_is_dispensable_if_the_smallest_group_fits_on_the_others(
-    workers: tuple[int, int], expected: list[str], told: Told
+    workers: tuple[int, int], expected: list[str], journal: Journal
 ) -> None:
-    assert policy_on(Cluster.of("abc", ranks="ab"), workers, told).dispensable() == expected
+    assert policy_on(Cluster.of("abc", ranks="ab"), workers, journal).dispensable() == expected
 
 
 @pytest.mark.parametrize("mark", [{"cordoned": True}, {"reachable": False}, {"draining": True}])
-def test_nodes_that_take_no_ranks_replace_none(mark: dict[str, bool], told: Told) -> None:
+def test_nodes_that_take_no_ranks_replace_none(mark: dict[str, bool], journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
     cluster.mark("c", **mark)
-    assert policy_on(cluster, (2, 2), told).dispensable() == ["c"]
+    assert policy_on(cluster, (2, 2), journal).dispensable() == ["c"]
 
 
 def test_nobody_is_dispensable_while_the_nodes_cannot_be_read(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> Any:
         raise RuntimeError("the GCS does not answer")
 
-    policy = policy_on(Cluster.of("abc", ranks="ab"), (1, 2), told)
+    policy = policy_on(Cluster.of("abc", ranks="ab"), (1, 2), journal)
     monkeypatch.setattr(policy, "_read_nodes", fail)
     assert policy.dispensable() == []

@@ -85,7 +85,7 @@ def test_a_process_without_a_group_has_no_counts() -> None:
     assert collective_counts() is None
 
 
-def hang_before_the_third(rank: int, directory: str, told: Any) -> None:
+def hang_before_the_third(rank: int, directory: str, pipe: Any) -> None:
     """Rank 1 does something else while the other two wait for it."""
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=3
@@ -96,8 +96,8 @@ def hang_before_the_third(rank: int, directory: str, told: Any) -> None:
     if rank != 1:
         dist.all_reduce(numbers, async_op=True)
     time.sleep(0.5)
-    told.send(collective_counts())
-    told.recv()
+    pipe.send(collective_counts())
+    pipe.recv()
 
 
 def test_real_ranks_over_gloo_record_who_did_not_come(tmp_path: Path) -> None:

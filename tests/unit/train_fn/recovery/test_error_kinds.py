@@ -144,8 +144,8 @@ def test_a_disk_that_the_user_s_code_fills_is_the_user_s_and_named() -> None:
     assert "No space left on device: '/dev/full'; the disk is full" in error.message
     assert Path(__file__).name not in error.message, "a file that was only read"
     named = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.bin")
-    told = describe_error(raised_in(named), 0).message
-    assert told.count("/data/cache/a.bin") == 1 and "the disk is full. Free" in told
+    message = describe_error(raised_in(named), 0).message
+    assert message.count("/data/cache/a.bin") == 1 and "the disk is full. Free" in message
     quota = describe_error(OSError(errno.EDQUOT, "Disk quota exceeded"), 0)
     assert quota.kind is ErrorKind.USER and "the disk is full" in quota.message
     assert "disk is full" not in describe_error(OSError(errno.EIO, "Input/output error"), 0).message
@@ -290,6 +290,6 @@ def test_what_ray_wraps_is_of_its_cause_s_kind() -> None:
 
 
 def test_only_ray_s_account_of_a_death_is_read_by_its_words() -> None:
-    told = "The actor died.\nWorker exit type: NODE_OUT_OF_MEMORY"
-    assert kind_of_death(told) is ErrorKind.OUT_OF_MEMORY
+    message = "The actor died.\nWorker exit type: NODE_OUT_OF_MEMORY"
+    assert kind_of_death(message) is ErrorKind.OUT_OF_MEMORY
     assert kind_of_death("Worker exit type: SYSTEM_ERROR") is None and kind_of_death(None) is None

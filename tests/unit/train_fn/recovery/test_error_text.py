@@ -96,7 +96,7 @@ def why(error: RankError) -> list[str]:
     """The lines that ``everstep why`` prints of a rank's error."""
     evidence = Evidence(1, 1.0, (RankReport(1, "node", 7, error=error),), 3)
     judgement = judge(evidence)
-    told = failure_of(
+    failed = failure_of(
         evidence, judgement, Decision(False, "user_errors", "stop"), detect_s=None, world_size=2
     )
     event = JournalEvent(
@@ -104,12 +104,12 @@ def why(error: RankError) -> list[str]:
         at=1.0,
         submission=1,
         attempt=1,
-        data=told.event_data(),
+        data=failed.event_data(),
         source="controller",
         source_n=1,
     )
     fault = Failure.of(event)
-    assert fault == told.model_copy(update={"submission": 1}), "nothing is lost on the way"
+    assert fault == failed.model_copy(update={"submission": 1}), "nothing is lost on the way"
     assert fault.verdict is Verdict.USER_ERROR
     return [failure_words.headline(fault), *failure_words.story(fault)]
 
@@ -260,8 +260,8 @@ def test_advice_of_ddp_that_does_not_apply_gives_way_to_ours(
 
 def test_other_messages_stay_but_for_sentences_about_ddp() -> None:
     assert plain_message("a\n  b\nc") == "a\n  b\nc"
-    told = "The shapes differ. You may pass find_unused_parameters=True to DDP! Look at layer 3."
-    assert plain_message(told) == "The shapes differ. Look at layer 3."
+    message = "The shapes differ. You may pass find_unused_parameters=True to DDP! Look at layer 3."
+    assert plain_message(message) == "The shapes differ. Look at layer 3."
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_steps_that_wait_to_be_entered_come_to_the_same(steps: list[tuple[int, i
         total = Count(5 - num_missing, 0, num_missing, sample_hash)
         commit(waiting, step, total)
         commit(asked, step, total)
-        told = asked.state_dict()
+        saved = asked.state_dict()
         asked = Ledger()
-        asked.load_state_dict(told)
+        asked.load_state_dict(saved)
         if ends_epoch:
             assert waiting.close_epoch() == asked.close_epoch()
     assert waiting.state_dict() == asked.state_dict()
@@ -219,19 +219,19 @@ def test_totals_of_any_number_of_ranks_are_exact(
         Count(3 + rank, rank, 2 * rank, sample_hash)
         for rank, sample_hash in enumerate(hashes[:world_size])
     ]
-    told = []
+    sent = []
     for rank, counted in enumerate(counts):
         carrier = Carrier(Peers(rank, world_size, torch.device("cpu")))
         carrier.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
-        told.append(
+        sent.append(
             carrier.gradient("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size)
         )
-    sums = np.zeros_like(told[0])
+    sums = np.zeros_like(sent[0])
     for rank in range(world_size):
-        sums += told[rank % len(told)]
+        sums += sent[rank % len(sent)]
     found = carrier.totals_of(sums.data)
     facts = found.facts
-    shares = [len(range(rank, world_size, len(told))) for rank in range(len(told))]
+    shares = [len(range(rank, world_size, len(sent))) for rank in range(len(sent))]
     assert found.weight == world_size * weight
     assert found.counted() == sum(
         (
@@ -243,7 +243,7 @@ def test_totals_of_any_number_of_ranks_are_exact(
         ),
         Count(),
     )
-    assert facts.num_nonfinite == (shares[1] if len(told) > 1 else 0)
+    assert facts.num_nonfinite == (shares[1] if len(sent) > 1 else 0)
     assert found.nonfinite_rank == (1 if facts.num_nonfinite == 1 else None)
     assert (facts.stop, facts.checkpoint_step, facts.save) == ("cancel", 2**40 * shares[0], False)
 
@@ -268,5 +268,5 @@ def test_a_device_adds_losses_and_weights_up_as_the_host_does(
         of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight
         host.add(torch.tensor(0.5), of_task)
         device._on_device.append((torch.tensor(0.5), of_task))
-    told = device._numbers_on_device()
-    assert told.tolist() == host.gradient()[: len(told)].tolist()
+    numbers = device._numbers_on_device()
+    assert numbers.tolist() == host.gradient()[: len(numbers)].tolist()

@@ -78,7 +78,7 @@ def steps(ctx: WorkerContext) -> list[int]:
     return [label.step for label in snapshot_store(ctx).labels()]
 
 
-def told(ctx: WorkerContext) -> list[dict[str, Any]]:
+def snapshot_events(ctx: WorkerContext) -> list[dict[str, Any]]:
     return journal_of(ctx).of_kind(EventKind.SNAPSHOTS)
 
 
@@ -169,7 +169,7 @@ def test_steps_that_go_on_meanwhile_do_not_show_in_what_is_published(tmp_path: P
             met.update(assert_whole(store))
     publisher.close()
     assert assert_whole(store) == sorted(steps(ctx))[-2:]
-    assert told(ctx) == []
+    assert snapshot_events(ctx) == []
 
 
 @pytest.mark.usefixtures("at_every_step")
@@ -255,7 +255,7 @@ def test_other_ranks_and_groups_on_several_nodes_publish_nothing(
     publisher.offer()
     publisher.close()
     assert steps(ctx) == []
-    assert told(ctx) == []
+    assert snapshot_events(ctx) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -279,13 +279,13 @@ def test_what_does_not_fit_is_told_once_and_again_when_it_does(
     for step in (1, 2, 3):
         publish(publisher, state, step)
     assert steps(ctx) == []
-    [problem] = told(ctx)
+    [problem] = snapshot_events(ctx)
     assert (problem["step"], problem["snapshots"]) == (1, "none")
     assert "does not fit the 1000 bytes" in problem["problem"]
     free[0] = 1 << 30
     publish(publisher, state, 4)
     publisher.close()
-    assert told(ctx)[1:] == [{"step": 4, "snapshots": "published", "problem": None}]
+    assert snapshot_events(ctx)[1:] == [{"step": 4, "snapshots": "published", "problem": None}]
 
 
 def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(
@@ -296,7 +296,7 @@ def test_survivors_that_could_leave_nothing_are_told_of_while_they_train(
     publisher = make_publisher(ctx, make_state())
     publisher.offer()
     publisher.offer()
-    assert [data["snapshots"] for data in told(ctx)] == ["none"]
+    assert [data["snapshots"] for data in snapshot_events(ctx)] == ["none"]
 
 
 def test_room_for_two_states_is_enough_for_ever(

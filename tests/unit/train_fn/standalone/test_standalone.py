@@ -217,12 +217,12 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
                 == "stopped by an error; step 4 is kept as checkpoint step-000000004.s001.a001"
             )
     assert [manifest.step for manifest in CheckpointStore(parts).list()] == [4]
-    told = [
+    committed = [
         event.data["step"]
         for event in read_journal(parts, 1, None, 1000)[0]
         if event.kind is EventKind.CHECKPOINT_COMMITTED
     ]
-    assert told == [4]
+    assert committed == [4]
     # it goes on from the checkpoint alone
     shutil.rmtree(shared_memory_root() / "parts", ignore_errors=True)
     assert run_local(spec, storage.uri, "parts").code == 0

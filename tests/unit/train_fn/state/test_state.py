@@ -147,9 +147,9 @@ def test_events_travel_with_the_state(older: bool) -> None:
     state.tail.others.append(other)
     for entry in entries:
         state.tail.add_point(entry, lambda: inf)
-    told = through_a_file(copy_to_cpu(state.state_dict()))
+    loaded = through_a_file(copy_to_cpu(state.state_dict()))
     resumed.load_state_dict(
-        told | {"version": 1, "tail": [other, *entries[-64:]]} if older else told
+        loaded | {"version": 1, "tail": [other, *entries[-64:]]} if older else loaded
     )
     assert list(resumed.tail) == [other, *entries[-64:]], "many steps push out no end of an epoch"
     resumed.tail.add_point({**entries[-1], "data": {"step": 70, "values": {}}}, lambda: inf)

@@ -28,10 +28,10 @@ class Watched:
 
     def __init__(self, shares: list[int]) -> None:
         self.now, self.step = 0.0, 0
-        self.told: list[tuple[EventKind, dict[str, Any]]] = []
+        self.events: list[tuple[EventKind, dict[str, Any]]] = []
         nodes = [f"node-{rank}" for rank in range(len(shares))]
         self.watch = StragglerWatch(
-            lambda kind, data: self.told.append((kind, data)), nodes, shares, lambda: self.now
+            lambda kind, data: self.events.append((kind, data)), nodes, shares, lambda: self.now
         )
 
     def train(self, seconds: float, *own_s: float) -> None:
@@ -46,13 +46,13 @@ class Watched:
     def stragglers(self) -> list[tuple[int, str, bool]]:
         return [
             (data["rank"], data["node_id"], data["slow"])
-            for kind, data in self.told
+            for kind, data in self.events
             if kind is EventKind.STRAGGLER
         ]
 
     @property
     def times(self) -> list[dict[str, Any]]:
-        return [data for kind, data in self.told if kind is EventKind.RANK_TIMES]
+        return [data for kind, data in self.events if kind is EventKind.RANK_TIMES]
 
 
 def test_a_rank_that_takes_50_ms_longer_is_named_until_it_does_no_more() -> None:
@@ -122,8 +122,8 @@ def test_every_rank_s_time_travels_with_the_totals() -> None:
     peers = Peers(1, 3, CPU)
     carrier = Carrier(peers)
     carrier.add(torch.tensor(1.0), 1)
-    told = carrier.gradient(own_s=0.25)
-    assert carrier.totals_of((told / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
+    gradient = carrier.gradient(own_s=0.25)
+    assert carrier.totals_of((gradient / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
 
 
 @pytest.fixture
@@ -154,20 +154,20 @@ async def test_the_api_tells_times_by_rank_and_node_and_who_was_slow(api: ApiSer
             journal.event(EventKind.RANK_TIMES, at=at + 30, step=9, step_s=0.06, ranks=ranks),
         ],
     )
-    told = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
-    assert (told.step, told.attempt, [each.rank for each in told.ranks]) == (9, 1, [0, 1, 2])
-    assert [(node.node_id, node.ranks, node.own_s) for node in told.nodes] == [
+    report = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
+    assert (report.step, report.attempt, [each.rank for each in report.ranks]) == (9, 1, [0, 1, 2])
+    assert [(node.node_id, node.ranks, node.own_s) for node in report.nodes] == [
         ("a", (0, 1), 0.01),
         ("b", (2,), 0.06),
     ]
-    first, second = told.stragglers
+    first, second = report.stragglers
     assert first.ended_at is not None and (first.ended_at - first.at).total_seconds() == 19
     assert second.ended_at is None
     api.apply(
         run_id, [journal.event(EventKind.ATTEMPT_ENDED, at=at + 40, cause="resized", last_step=9)]
     )
-    told = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
-    assert all(each.ended_at is not None for each in told.stragglers), "it ends with its attempt"
+    report = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
+    assert all(each.ended_at is not None for each in report.stragglers), "it ends with its attempt"
 
 
 async def test_what_each_rank_s_gpu_told_last_is_shown(api: ApiService) -> None:
@@ -181,11 +181,11 @@ async def test_what_each_rank_s_gpu_told_last_is_shown(api: ApiService) -> None:
         "allocated_bytes": 5,
         "seconds": 60.0,
     }
-    told = [
+    events = [
         journal.event(EventKind.GPU_USE, rank=rank, **{**use, "busy": busy})
         for rank, busy in ((1, 0.1), (0, 0.9), (1, None))
     ]
-    api.apply(run_id, told)
+    api.apply(run_id, events)
     report = StragglerReport.model_validate(await api.get(f"/v1/runs/{run_id}/stragglers"))
     assert [(gpu.rank, gpu.busy, gpu.used_bytes) for gpu in report.gpus] == [
         (0, 0.9, 7),

@@ -428,10 +428,10 @@ def test_a_disk_that_a_task_fills_is_the_user_s_fault_and_named(
     in_loss = changed("        x, y = batch\n", f"{FULL}        x, y = batch\n")
     in_data = changed("        return self.x[index", f"{FULL}        return self.x[index")
     source, loader = (in_data, {"num_workers": 1}) if num_workers else (in_loss, {"num_workers": 0})
-    told = failure(context(storage, source, train={"loader": loader}))
-    assert "No space left on device" in told.message and "the disk is full. Free" in told.message
-    assert re.search(r"task.py, line \d+", told.message)
-    assert num_workers or "'/dev/full'" in told.message
+    error = failure(context(storage, source, train={"loader": loader}))
+    assert "No space left on device" in error.message and "the disk is full. Free" in error.message
+    assert re.search(r"task.py, line \d+", error.message)
+    assert num_workers or "'/dev/full'" in error.message
 
 
 def test_a_fault_in_a_loader_worker_names_file_and_line(storage: Storage) -> None:
