@@ -100,7 +100,7 @@ def backoff(in_a_row: int, longest_s: float) -> float:
     then one that doubles with each."""
     if in_a_row <= 2:
         return 0.0
-    return min(longest_s, _FIRST_BACKOFF_S * 2 ** min(in_a_row - 3, _MOST_DOUBLINGS))
+    return min(longest_s, _FIRST_BACKOFF_S * 2.0 ** min(in_a_row - 3, _MOST_DOUBLINGS))
 
 
 def _stop(judgement: Judgement, end: RunEnd) -> Decision:
