@@ -69,9 +69,10 @@ def run_first_pass(
     later = warm_up.look()[0] - moving
     _warn_of_changes_in_backward(replica, [places[number].name for number in sorted(later)])
     warm_up.put_back()
-    _warn_of_unsaved_changes(replica, attributes)
-    attributes.put_back()
+    changed = attributes.changed()
     replica.task_state.load(state.task)
+    _warn_of_unsaved_changes(replica, changed, attributes)
+    attributes.put_back()
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
     return VolatileBuffers(places, moving, ignored, peers, state.carry, runs_again=runs_again)
@@ -86,13 +87,22 @@ def _warn_of_changes_in_backward(replica: Replica, names: list[str]) -> None:
         )
 
 
-def _warn_of_unsaved_changes(replica: Replica, attributes: PlainAttributes) -> None:
-    """Warn if the first pass changed attributes that are not part of the state."""
-    if changed := attributes.changed():
+def _warn_of_unsaved_changes(
+    replica: Replica, changed: list[str], attributes: PlainAttributes
+) -> None:
+    """Warn if the first pass changed attributes that are not part of the state.
+
+    Args:
+        changed: attributes after the pass. Those that the task's ``load_state_dict``, called since,
+            has put back are part of its state.
+    """
+    still = set(attributes.changed())
+    if lost := [name for name in changed if name in still]:
         replica.warn(
-            f"the first pass changes {few(changed)}, which no checkpoint holds: a restart "
+            f"the first pass changes {few(lost)}, which no checkpoint holds: a restart "
             "begins with the first values. "
-            "Register tensors as buffers of the model, and let state_dict() and "
+            "Register tensors as buffers of the model, take the count of steps from the parameter "
+            "step of loss, draw from the global generators, and let state_dict() and "
             "load_state_dict() of the task keep the rest"
         )
 
@@ -136,9 +146,6 @@ def try_smallest(replica: Replica) -> None:
 
 
 def owners_of(replica: Replica) -> dict[str, object]:
-    """Return the objects whose plain attributes a forward pass may change: the model's modules, and
-    a task that keeps no state of its own."""
-    modules: dict[str, object] = dict(replica.state.model.named_modules())
-    if replica.task_state:
-        return modules
-    return {**modules, type(replica.task).__name__: replica.task}
+    """Return the objects whose plain attributes a forward pass may change: the model's modules and
+    the task."""
+    return {**dict(replica.state.model.named_modules()), type(replica.task).__name__: replica.task}

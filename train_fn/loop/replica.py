@@ -125,7 +125,7 @@ class Replica:
                 self.task,
                 where(self.task, "after_step"),
                 self.trained,
-                owners_of(self),
+                {} if self.task_state else owners_of(self),
                 alone=self.peers.alone,
             )
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)

@@ -27,6 +27,8 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 }
 """Types of random generators that a module may own, which Everstep does not seed, with functions
 that get and set their states."""
+_LIBRARIES = frozenset({"builtins", "functools", "numpy", "torch", "threading", "types"})
+_MAX_DEPTH = 1
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
@@ -41,9 +43,17 @@ class _State:
         self.text = repr(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
+class _Object:
+    """Hold copies of the plain attributes of an object that a module or the task holds."""
+
+    def __init__(self, owner: object, depth: int) -> None:
+        self.kind, self.keys = type(owner), set(vars(owner))
+        self.values = _values_of(owner, depth)
+
+
 class PlainAttributes:
-    """Copy the plain attributes of ``owners``: numbers, strings, tensors, small containers of
-    these, and random generators.
+    """Copy the plain attributes of ``owners``: numbers, strings, tensors, random generators, small
+    containers of these, and objects with such attributes.
 
     Args:
         owners: objects by the name to use for them.
@@ -55,48 +65,91 @@ class PlainAttributes:
             for name, owner in owners.items()
             if not type(owner).__module__.startswith("torch.")
         }
-        self._before = {name: _values_of(owner) for name, owner in self._owners.items()}
-        self._keys = {name: set(vars(owner)) for name, owner in self._owners.items()}
+        self._before = {name: _Object(owner, 0) for name, owner in self._owners.items()}
 
     def changed(self) -> list[str]:
         """Return the names of attributes that have changed, or were added or removed."""
         return [
             f"{name}.{key}".strip(".")
             for name, owner in self._owners.items()
-            for key in self._changed(name, owner)
+            for key in _changes(self._before[name], _Object(owner, 0))
         ]
 
     def put_back(self) -> None:
         """Restore the earlier value of every attribute."""
         for name, owner in self._owners.items():
-            for key in self._changed(name, owner):
-                if key in self._before[name]:
-                    vars(owner)[key] = _restored(*self._before[name][key])
-                else:
-                    del vars(owner)[key]
-
-    def _changed(self, name: str, owner: object) -> list[str]:
-        before, now = self._before[name], _values_of(owner)
-        changed = [
-            key
-            for key, (_, value) in before.items()
-            if key in now and not _is_same(value, now[key][1])
-        ]
-        gone = [key for key in before if key not in vars(owner)]
-        return changed + gone + [key for key in now if key not in self._keys[name]]
+            _put_back(owner, self._before[name], 0)
 
 
-def _values_of(owner: object) -> dict[str, tuple[Any, Any]]:
+def _changes(before: _Object, now: _Object) -> list[str]:
+    """Return the names of attributes that differ; of an object's attributes with its name."""
+    changed = [
+        name
+        for key, (_, value) in before.values.items()
+        if key in now.values
+        for name in _differences(key, value, now.values[key][1])
+    ]
+    gone = [key for key in before.values if key not in now.keys]
+    added = [key for key in now.values if key not in before.keys]
+    return changed + gone + [key for key in added if not _is_default(now, key)]
+
+
+def _is_default(now: _Object, key: str) -> bool:
+    """Return whether the attribute has the value that the class gives it."""
+    default = _copied(getattr(now.kind, key, _ABSENT), _MAX_DEPTH)
+    return default is not _ABSENT and _is_same(default, now.values[key][1])
+
+
+def _differences(key: str, before: Any, now: Any) -> list[str]:
+    if isinstance(before, _Object) and isinstance(now, _Object):
+        return [f"{key}.{name}" for name in _changes(before, now)]
+    return [] if _is_same(before, now) else [key]
+
+
+def _put_back(owner: object, before: _Object, depth: int) -> None:
+    now = _Object(owner, depth)
+    for key, (value, copied) in before.values.items():
+        if key not in now.keys or (key in now.values and _differs(copied, now.values[key][1])):
+            vars(owner)[key] = _restored(value, copied)
+        if isinstance(copied, _Object):
+            _put_back(value, copied, depth + 1)
+    for key in now.values.keys() - before.keys:
+        del vars(owner)[key]
+
+
+def _differs(before: Any, now: Any) -> bool:
+    return bool(_differences("", before, now))
+
+
+def _values_of(owner: object, depth: int) -> dict[str, tuple[Any, Any]]:
     """Return each plain attribute of ``owner`` with a copy of it, by name."""
     internal = _OWN_TO_MODULES if isinstance(owner, nn.Module) else ()
     named = (
-        (key, value, _copied(value)) for key, value in vars(owner).items() if key not in internal
+        (key, value, _copied(value, depth))
+        for key, value in vars(owner).items()
+        if key not in internal
     )
     return {key: (value, copied) for key, value, copied in named if copied is not _ABSENT}
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of a plain value; _ABSENT for any other."""
+def _is_object(value: Any) -> bool:
+    """Return whether this is an object of the user's: no module, class or function, and of none of
+    ``_LIBRARIES``."""
+    kind = type(value)
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not isinstance(value, type | nn.Module)
+        and kind.__module__.partition(".")[0] not in _LIBRARIES
+        and len(vars(value)) <= _MAX_ELEMENTS
+    )
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """Return a copy of a plain value; _ABSENT for any other.
+
+    Args:
+        depth: 0 for what a module or the task holds itself. Objects are followed one level down.
+    """
     if type(value) in _PLAIN:
         return value
     if type(value) is torch.Tensor:  # not a parameter, and no part of a graph
@@ -109,8 +162,11 @@ def _copied(value: Any) -> Any:
     if type(value) in _GENERATORS:
         return _State(_GENERATORS[type(value)][0](value))
     if type(value) not in _CONTAINERS or len(value) > _MAX_ELEMENTS:
-        return _ABSENT
-    parts = [_copied(part) for part in (value.values() if isinstance(value, dict) else value)]
+        is_followed = depth < _MAX_DEPTH and _is_object(value)
+        return _Object(value, depth + 1) if is_followed else _ABSENT
+    parts = [
+        _copied(part, _MAX_DEPTH) for part in (value.values() if isinstance(value, dict) else value)
+    ]
     if any(part is _ABSENT or isinstance(part, _State) for part in parts) or (
         isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)
     ):
@@ -145,6 +201,8 @@ def _restored(value: Any, copied: Any) -> Any:
     """Return the original object with its earlier contents if it is mutable, else the copy."""
     if isinstance(copied, _State):
         _GENERATORS[type(value)][1](value, copied.state)
+        return value
+    if isinstance(copied, _Object):
         return value
     copied = copy.deepcopy(copied)
     if (

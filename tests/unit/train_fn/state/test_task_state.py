@@ -138,6 +138,103 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     )
 
 
+def test_attributes_of_an_object_that_a_task_holds_are_followed() -> None:
+    class Curriculum:
+        def __init__(self) -> None:
+            self.calls, self.bins, self.rng = 0, [1, 2], random.Random(1)
+            self.inner = type("Inner", (), {})()
+
+    class Holder:
+        curriculum, module = None, None
+
+    owner: Any = Holder()
+    owner.curriculum = curriculum = Curriculum()
+    owner.linear, owner.kind, owner.function = nn.Linear(1, 1), Curriculum, lambda: 1
+    bins, attributes = curriculum.bins, PlainAttributes({"Task": owner})
+    assert attributes.changed() == []
+    curriculum.calls += 1
+    curriculum.bins.append(3)
+    first = curriculum.rng.random()
+    curriculum.inner.far = 1  # two levels down
+    owner.linear.note = 2
+    named = ["Task.curriculum.calls", "Task.curriculum.bins", "Task.curriculum.rng"]
+    assert attributes.changed() == named
+    owner.curriculum = Curriculum()
+    owner.curriculum.calls = 7
+    attributes.put_back()
+    assert owner.curriculum is curriculum and curriculum.bins is bins
+    assert (curriculum.calls, bins, curriculum.rng.random()) == (0, [1, 2], first)
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, and is told how strongly by a curriculum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rng = nn.Linear(4, 1), torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x + torch.randn(4, generator=self.rng))
+        return found
+
+
+class KeepsAll(Counting):
+    """Keeps what its model draws from, and what it counts, but for ``lost``."""
+
+    lost = 0
+
+    def build_model(self) -> nn.Module:
+        self.model = Noisy()
+        return self.model
+
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.lost += model.training
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "rng": self.model.rng.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+        self.model.rng.set_state(state["rng"])
+
+
+@pytest.mark.own_process
+def test_only_what_the_task_s_state_leaves_out_is_named(tmp_path: Path) -> None:
+    task, ctx = KeepsAll(), one_rank(SPEC, RunDir(open_storage(str(tmp_path)), "run_task"))
+    with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "build_task", lambda spec: task)
+        assert train(ctx) is None
+    [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
+    [warning] = started["warnings"]
+    assert "the first pass changes KeepsAll.lost, which no checkpoint holds" in warning
+    assert (task.passes, task.lost) == (NUM_PASSES, NUM_PASSES)
+
+
+@pytest.mark.own_process
+def test_a_generator_that_the_task_s_state_keeps_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """The failed step's draw is undone: the losses are those of an undisturbed run."""
+    losses = []
+    for name, break_at in (("calm", None), ("broken", 10)):
+        run_dir, found = RunDir(open_storage(str(tmp_path)), f"run_{name}"), {}
+        with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
+            for attempt in (1, 2) if break_at else (1,):
+                task, ctx = KeepsAll(), one_rank(SPEC, run_dir, attempt=attempt)
+                patch.setattr(replica, "build_task", lambda spec, task=task: task)
+                task.break_at = break_at if attempt == 1 else None
+                if task.break_at:
+                    with pytest.raises(StepFailed):
+                        train(ctx)
+                else:
+                    assert train(ctx) is None
+                points = journal_of(ctx).points
+                found |= {point["step"]: point["values"]["loss"] for point in points}
+        losses.append(found)
+    assert losses[0] == losses[1] and len(losses[0]) == NUM_PASSES // 2
+
+
 @pytest.mark.parametrize(
     ("generator", "draw"),
     [
