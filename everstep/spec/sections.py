@@ -73,6 +73,11 @@ class TrainSpec(Frozen):
     """Compile the model with torch.compile. The first step of every attempt is then slow."""
     loader: LoaderSpec = LoaderSpec()
     """How samples are loaded."""
+    unused_parameters: Literal["zero", "allow"] = "zero"
+    """What a step does with parameters that none of its micro-batches used. ``zero`` gives them a
+    gradient of zero, so that momentum and weight decay act on them; the run's first micro-batch
+    must use all. ``allow`` gives them none, and the optimizer skips them, as plain torch does on
+    one rank: for data-dependent control flow, such as a mixture of experts."""
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and saved too; null
     keeps none."""

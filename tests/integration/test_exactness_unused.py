@@ -18,7 +18,7 @@ from storage.checkpoints.store import CheckpointStore
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES
-from tests.integration.trainees import FIRST_KIND, HeadsByKind, TwoHeads
+from tests.integration.trainees import FIRST_KIND, HeadsByKind, RareHeads, TwoHeads
 from train_fn.recovery.rank_error import ErrorKind, describe_error
 from train_fn.samples.randomness import key
 from train_fn.samples.sampler import Sampler
@@ -28,13 +28,14 @@ NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 320, 32, 8
 EPOCHS = 2
 
 
-def heads_spec(momentum: float = MOMENTUM, decay: float = DECAY) -> RunSpec:
+def heads_spec(momentum: float = MOMENTUM, decay: float = DECAY, unused: str = "zero") -> RunSpec:
     raw = make_spec().model_dump(mode="json")
     train = {
         "epochs": EPOCHS,
         "global_batch_size": GLOBAL_BATCH,
         "micro_batch_size": MICRO_BATCH,
         "loader": {"num_workers": 0},
+        "unused_parameters": unused,
     }
     optimizer = {
         "name": "sgd",
@@ -49,10 +50,10 @@ def heads_spec(momentum: float = MOMENTUM, decay: float = DECAY) -> RunSpec:
 
 
 def plain_torch(
-    task: HeadsByKind, momentum: float = MOMENTUM, decay: float = DECAY
+    task: HeadsByKind, momentum: float = MOMENTUM, decay: float = DECAY, unused: str = "zero"
 ) -> tuple[dict[int, float], nn.Module]:
-    """Losses by steps done and the final model of one loop over whole global batches: every head
-    has a gradient, of zero at least."""
+    """Losses by steps done and the final model of one loop over whole global batches. With ``zero``
+    every head has a gradient, of zero at least."""
     spec = heads_spec(momentum, decay)
     torch.manual_seed(key(spec.train.seed, 6))
     model = task.build_model()
@@ -70,9 +71,10 @@ def plain_torch(
     losses = {}
     for step in range(EPOCHS * sampler.steps_per_epoch):
         indices = torch.tensor(sampler.global_batch(*divmod(step, sampler.steps_per_epoch)))
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=unused == "allow")
         loss = task.loss(model, [x[indices], kinds[indices]])[0] / GLOBAL_BATCH
-        loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters())
+        if unused == "zero":
+            loss = loss + 0.0 * sum(parameter.sum() for parameter in model.parameters())
         loss.backward()
         optimizer.step()
         losses[step + 1] = float(loss.detach())
@@ -98,6 +100,28 @@ def test_heads_that_only_some_micro_batches_use_learn_the_same_at_every_world_si
     assert [epoch["used_once"] for epoch in outcome.of_kind(EventKind.EPOCH_COMPLETED)] == [
         NUM_SAMPLES
     ] * EPOCHS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_that_a_step_does_not_use_are_skipped_where_that_is_allowed(
+    world_size: int, tmp_path: Path
+) -> None:
+    """As by plain torch, whose optimizer leaves alone what has no gradient: no momentum, no decay.
+    The first micro-batch need not use all of them, and a restart changes nothing."""
+    run_dir, setup = make_run_dir(tmp_path), f"{TRAINEES}:rare_heads"
+    spec = heads_spec(unused="allow")
+    losses: dict[int, float] = {}
+    if world_size == 2:
+        [survivor, _] = run_ranks(Job(run_dir, spec, 2, setup=setup, killed=(1, 11)), tmp_path)
+        losses = survivor.losses
+    attempt = 2 if losses else 1
+    outcome = train_to_end(Job(run_dir, spec, world_size, attempt, setup=setup), tmp_path)
+
+    wanted, model = plain_torch(RareHeads(), unused="allow")
+    assert losses | outcome.losses == pytest.approx(wanted, rel=1e-5)
+    assert_same_weights(CheckpointStore(run_dir), model)
+    _, decayed = plain_torch(RareHeads())
+    assert not torch.allclose(model.heads[2].weight, decayed.heads[2].weight, rtol=1e-3)  # type: ignore[index,union-attr]
 
 
 def test_ranks_that_lose_a_peer_go_on_with_the_same_values(tmp_path: Path) -> None:

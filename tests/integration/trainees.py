@@ -309,6 +309,22 @@ def heads_by_kind() -> None:
     replica.build_task = lambda spec: HeadsByKind()
 
 
+class RareHeads(HeadsByKind):
+    """Two samples alone use the third head, none of them in the run's first micro-batch."""
+
+    def build_datasets(self) -> dict[str, Any]:
+        first = Sampler(320, 32, 8, 0).global_batch(0, 0)
+        found = super().build_datasets()
+        for each in found.values():
+            each.tensors[1][int(first[0])] = 0
+            each.tensors[1][100] = 2
+        return found
+
+
+def rare_heads() -> None:
+    replica.build_task = lambda spec: RareHeads()
+
+
 class TwoHeads(HeadsByKind):
     """Two kinds alone: every head is used in every step, by other micro-batches or other ranks."""
 

@@ -20,7 +20,8 @@ def built_optimizer(spec: RunSpec, task: Task, model: nn.Module) -> torch.optim.
     """Return the optimizer that the task builds, else that of the spec. Raises BadTask."""
     build_own = getattr(task, "build_optimizer", None)
     if build_own is None:
-        return build_optimizer(spec.optimizer, model)
+        skips_unused = spec.train.unused_parameters == "allow"
+        return build_optimizer(spec.optimizer, model, skips_unused=skips_unused)
     optimizer = checked_optimizer(task, model, build_own(model))
     check_no_scheduler(optimizer, where(task, "build_optimizer"))
     return optimizer

@@ -57,7 +57,8 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         gradients = [
             parameter.grad for parameter in replica.parameters if parameter.grad is not None
         ]
-        torch._foreach_mul_(gradients, expected / totals.weight)
+        if gradients:
+            torch._foreach_mul_(gradients, expected / totals.weight)
     scaler.unscale_(state.optimizer)
     grad_norm = None
     if training.grad_clip_norm is not None:

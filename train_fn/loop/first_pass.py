@@ -18,7 +18,7 @@ from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import check_gradients, check_moves, where
+from train_fn.tasks.checks import check_gradients, check_moves, uses_nothing, where
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
@@ -53,6 +53,8 @@ def run_first_pass(
     check_moves(task, loss_sum)
     replica.carrier.add(loss_sum, weight)
     replica.carrier.backward(loss_sum)
+    if replica.used is not None:
+        replica.finish_exchange()
     known = replica.carrier.take()
     if 0 < known.weight < math.inf:
         replica.weight_per_sample = known.weight / (len(indices) * peers.world_size)
@@ -63,7 +65,12 @@ def run_first_pass(
         "models. Let the optimizer change them, or on_epoch_end",
     )
     _require_samples_unchanged(replica, loaded, batch, indices)
-    check_gradients(task, state.model, alone=peers.alone)
+    if replica.used is None:
+        check_gradients(task, state.model, alone=peers.alone)
+    else:
+        if batch is not None and not len(replica.used):
+            raise uses_nothing(task)
+        replica.used.drop_unused()
     drop_gradients(state.optimizer, replica.idle_parameters)
     runs_again = warm_up.has_moved_again()
     later = warm_up.look()[0] - moving

@@ -50,6 +50,8 @@ def forward_backward(training: Training) -> StepTotals:
     totals = carrier.take()
     if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
         volatile.agree()
+    if replica.used is not None and totals.fault(state.step, num_samples) is None:
+        replica.used.drop_unused()
     progress.own_s = training.clock.gate()
     return totals
 

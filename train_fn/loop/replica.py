@@ -38,6 +38,7 @@ from train_fn.step.modes import set_modes_for_training
 from train_fn.step.peers import Peers
 from train_fn.step.precision import build_scaler
 from train_fn.step.step_plans import StepPlans
+from train_fn.step.used_parameters import UsedParameters
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
 from train_fn.tasks.checks import checked_datasets, checked_model, where
@@ -73,6 +74,8 @@ class Replica:
     differently."""
     warnings: list[str] = field(default_factory=list)
     """Warnings about the task, for the run's user."""
+    allows_unused: bool = False
+    """Whether parameters that no micro-batch of a step used have no gradient, instead of zero."""
     draws_from_torch_alone: bool = False
     """True for Everstep's own models: their forward passes draw from torch's generator only, and
     either all of them draw or none."""
@@ -128,6 +131,8 @@ class Replica:
                 {} if self.task_state else owners_of(self),
                 alone=self.peers.alone,
             )
+        self.used: UsedParameters | None = None
+        """None unless ``allows_unused``."""
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
 
@@ -153,6 +158,9 @@ class Replica:
                 "that exchanges in its forward pass "
                 "needs to see one. Return a batch of no samples in place of None"
             )
+        if self.allows_unused:
+            trained = [*self.parameters, *self.idle_parameters]
+            self.used = UsedParameters(trained, self.peers)
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
         self.state.task = self.task_state.capture()
@@ -222,7 +230,8 @@ class Replica:
             )
         else:
             self.trained.check_flags()
-            fill_gradients(self._dense)
+            if self.used is None:
+                fill_gradients(self._dense)
 
     def bucket_sizes(self) -> list[int]:
         """Return the bytes of DDP's gradient buckets, in the order in which backward fills them; an
@@ -279,8 +288,16 @@ def build_replica(ctx: WorkerContext) -> Replica:
         train_set=train_set,
         val_set=datasets.get("val"),
         step_module=StepModule(
-            task, model, train.precision, ctx.device, carrier.numbers, state, compiled=train.compile
+            task,
+            model,
+            train.precision,
+            ctx.device,
+            carrier.numbers,
+            state,
+            compiled=train.compile,
+            allows_unused=train.unused_parameters == "allow",
         ),
+        allows_unused=train.unused_parameters == "allow",
         carrier=carrier,
         total_steps=total_steps,
         draws_from_torch_alone=spec.code is None,

@@ -37,11 +37,13 @@ class StepModule(nn.Module):
         state: TrainState,
         *,
         compiled: bool,
+        allows_unused: bool = False,
     ) -> None:
         """
         Args:
             numbers: the carrier's parameter, with whose gradient the step's totals travel.
             state: knows the step and the epoch, which ``loss`` may take.
+            allows_unused: whether an empty share uses no parameter, instead of all.
         """
         super().__init__()
         self.model = model
@@ -51,6 +53,7 @@ class StepModule(nn.Module):
         self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
         self._task, self._precision, self._device = task, precision, device
         self._state, self._asked = state, loss_arguments(task)
+        self._allows_unused = allows_unused
         self._modules_of_model = list(model.modules())
         self.sparse = {
             id(module.weight)
@@ -64,7 +67,10 @@ class StepModule(nn.Module):
 
     def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
         """Return (loss summed over the micro-batch, its weight). For an empty share, None, return a
-        zero that depends on every parameter."""
+        zero that depends on every parameter, or on none if that is allowed."""
+        if batch is None and self._allows_unused:
+            assert self.numbers is not None
+            return self.numbers.sum() * 0.0, 0.0
         if batch is None:
             used = [
                 _zero_of(parameter, is_sparse=id(parameter) in self.sparse)

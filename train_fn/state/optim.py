@@ -22,16 +22,23 @@ from everstep.spec.optimization import (
 from train_fn.errors import BadTask
 
 
-def build_optimizer(spec: OptimizerSpec, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    spec: OptimizerSpec, model: nn.Module, *, skips_unused: bool = False
+) -> torch.optim.Optimizer:
     """Return the optimizer that ``spec`` names. Parameters with fewer than two dimensions (biases,
     normalisation scales) have no weight decay by default.
 
     Use fused kernels on every device where they take all parameters: one call updates all of them.
     On a CPU, small models would otherwise spend their time in Python. Raise BadTask if a pattern of
     ``spec.groups`` is the first match of no parameter.
+
+    Args:
+        skips_unused: whether a parameter may get its first gradient later than others. Torch's
+            fused SGD with momentum cannot do that.
     """
     groups = parameter_groups(spec, model)
-    common: dict[str, Any] = {"lr": spec.lr, "fused": _may_be_fused(model)}
+    is_fused = _may_be_fused(model) and not (skips_unused and isinstance(spec, SgdSpec))
+    common: dict[str, Any] = {"lr": spec.lr, "fused": is_fused}
     match spec:
         case AdamWSpec():
             return torch.optim.AdamW(groups, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)

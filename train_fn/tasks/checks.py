@@ -246,6 +246,14 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
         )
 
 
+def uses_nothing(task: Task) -> BadTask:
+    """The error for a loss without the model."""
+    return BadTask(
+        f"the loss moves no parameter: {where(task, 'loss')} does not use the model that it was "
+        "given"
+    )
+
+
 def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
     """After a first backward. Raises BadTask where parameters had no part in the loss, which ranks
     could not agree on."""
@@ -254,10 +262,7 @@ def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
     ]
     unused = [name for name, parameter in trained if parameter.grad is None]
     if len(unused) == len(trained):
-        raise BadTask(
-            f"the loss moves no parameter: {where(task, 'loss')} does not use the model that it "
-            "was given"
-        )
+        raise uses_nothing(task)
     if unused and not alone:
         shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
         raise BadTask(
@@ -265,7 +270,7 @@ def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
             f"{where(task, 'loss')}: {shown}. Ranks add up "
             "gradients of all parameters: leave these out of the model, or set "
             "requires_grad=False on them; if later batches use "
-            "them, add 0.0 * parameter.sum() to the loss"
+            "them, set train.unused_parameters to allow, or add 0.0 * parameter.sum() to the loss"
         )
 
 
