@@ -59,6 +59,7 @@ CONTRACT: dict[str, Any] = {
         "deterministic": "auto",
         "compile": False,
         "loader": {"num_workers": "auto", "prefetch_factor": 4},
+        "unused_parameters": "zero",
         "ema_decay": None,
     },
     "scaling": {
