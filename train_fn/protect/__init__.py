@@ -4,6 +4,7 @@
 steps use; `departure` decides what is kept when it breaks. `loop_state` holds the state, `shadows`
 copies of it, `volatile` what forward passes change. `agreement` is what the ranks exchange once a
 step, `commits` and `updates` what this rank says there. `arguments` checks what the loop gives,
-`batches` is the loader, `place` finds the run. Imports the loop's parts and `standalone`; nothing
-of ours imports it but the door `everstep.train`, by name.
+`batches` is the loader, `followed` that of a DataLoader, `adapters` know other people's trainers,
+`place` finds the run. Imports the loop's parts and `standalone`; nothing of ours imports it but the
+door `everstep.train`, by name.
 """

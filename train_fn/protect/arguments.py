@@ -48,21 +48,21 @@ class Parts:
 
 def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
     """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
-    models = _named("model", model)
+    models = named("model", model)
     if not models:
         raise BadTask("es.protect(model=…) is missing; pass the module that is trained, or a list")
     for name, each in models.items():
         _check_model(name, each)
-    optimizers = {name: _bare(each) for name, each in _named("optimizer", optimizer).items()}
+    optimizers = {name: _bare(each) for name, each in named("optimizer", optimizer).items()}
     if not optimizers:
         raise BadTask("es.protect(optimizer=…) is missing; pass the optimizer, or a list of them")
     for name, each in optimizers.items():
         _check_optimizer(name, each)
     schedulers = {
         f"scheduler{_dotted(name)}": _inner(each, "scheduler")
-        for name, each in _named("scheduler", scheduler).items()
+        for name, each in named("scheduler", scheduler).items()
     }
-    extras = {f"extra{_dotted(name)}": each for name, each in _named("extra", extra).items()}
+    extras = {f"extra{_dotted(name)}": each for name, each in named("extra", extra).items()}
     for name, each in {**schedulers, **extras}.items():
         _check_stateful(name, each)
     _check_schedulers(optimizers, schedulers)
@@ -108,7 +108,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _named(argument: str, given: Any) -> dict[str, Any]:
+def named(argument: str, given: Any) -> dict[str, Any]:
     """Return what was given by name: one has none, those of a list are numbered."""
     if given is None:
         return {}

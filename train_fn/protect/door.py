@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from train_fn.errors import BadTask
+from train_fn.protect.adapters.accelerate import AcceleratedLoop
 from train_fn.protect.arguments import check_torn, parts_of
 from train_fn.protect.batches import Batches
+from train_fn.protect.followed import FollowedLoader, is_loader
 from train_fn.protect.place import OnItsOwn
 from train_fn.protect.protected import Protected
 
@@ -18,6 +21,7 @@ def protect(
     extra: Any = None,
     torn: str = "refuse",
     *,
+    accelerator: Any = None,
     storage: str = "out/protect",
     run_id: str | None = None,
     checkpoint: Mapping[str, Any] | None = None,
@@ -33,6 +37,8 @@ def protect(
         torn: ``refuse`` leaves no state of a rank that fails between its optimizer's step and
             ``state.step()``. ``shadow`` copies the state after every step, and leaves the copy.
             Several optimizers need it.
+        accelerator: of Hugging Face Accelerate, after ``prepare``. It takes the place of model,
+            optimizer and scheduler, and ``step`` then commits once for accumulated gradients.
         storage, run_id, checkpoint, fresh: of a loop that no service runs: where its checkpoints
             are, the name of its directory there (by default the script's), the spec's section
             ``checkpoint`` (``every_steps`` is ``auto`` unless given), and whether to begin anew. In
@@ -40,29 +46,46 @@ def protect(
 
     Raises BadTask for arguments that cannot be protected.
     """
-    parts = parts_of(model, optimizer, scheduler, extra)
     settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
+    if accelerator is not None:
+        if not (model is optimizer is scheduler is None):
+            raise BadTask(
+                "es.protect(accelerator=…) takes what accelerator.prepare returned; leave model, "
+                "optimizer and scheduler out"
+            )
+        return AcceleratedLoop(accelerator, extra, torn, settings)
+    parts = parts_of(model, optimizer, scheduler, extra)
     return Protected(parts, check_torn(torn, parts), settings)
 
 
 def loader(
     dataset: Any,
-    global_batch_size: int,
+    global_batch_size: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     *,
     drop_last: bool = False,
     num_workers: int = 0,
-) -> Batches:
+) -> Any:
     """Return a loader whose global batches do not depend on the world size. ``batches(state)``
     yields this rank's share from the very step on.
 
     Args:
-        dataset: a map-style data set.
+        dataset: a map-style data set. Or a DataLoader of your own, and no other argument: its place
+            becomes part of the state, if you pass what this returns as ``es.protect(extra=…)``.
         global_batch_size: samples of a step over all ranks.
         collate: makes a batch of a list of samples; by default torch's ``default_collate``.
         seed: of the order of the samples, and of their random transforms.
         drop_last: leave out the short batch at an epoch's end.
         num_workers: processes that read ahead.
     """
+    if is_loader(dataset):
+        if (global_batch_size, collate, seed, drop_last, num_workers) != (None, None, 0, False, 0):
+            raise BadTask(
+                "es.loader(DataLoader) takes no other argument: batches are those of the "
+                "DataLoader. Or pass loader.dataset with a global_batch_size"
+            )
+        return FollowedLoader(dataset)
+    if global_batch_size is None:
+        raise BadTask("es.loader(global_batch_size=…) is missing; pass the samples of a step")
     return Batches(dataset, global_batch_size, collate, seed, drop_last, num_workers)

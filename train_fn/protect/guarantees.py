@@ -14,7 +14,8 @@ EXACT = (
 )
 UP_TO_LOADER = "The state is exact; which samples a step sees after a restart is up to your loader."
 LOADER_RESTORED = (
-    "The state is exact, and your loader goes on from its own state_dict, as one rank had it."
+    "The state is exact, and your loader goes on at the very batch at the same number of ranks; "
+    "what its data set draws by itself is up to it."
 )
 
 

@@ -45,6 +45,9 @@ class Protected:
         self.left: Left | None = None
         """How an error ended the loop."""
         self.rank, self.world_size = 0, 1
+        self.is_told_of_updates = False
+        """Whether an adapter calls ``before_update`` inside of the closure of ``optimizer.step``,
+        after its backward pass."""
         self._home: Home | None = None
         self._training: Training | None = None
         """None before and after ``with state:``."""
@@ -64,6 +67,20 @@ class Protected:
     def epoch(self) -> int:
         """Return the epoch of the next step, as ``es.loader`` counts; else 0."""
         return self._state.epoch
+
+    @property
+    def num_updates(self) -> int:
+        """Return the optimizer steps of this attempt; used by adapters."""
+        return self._open().commits.updates.num
+
+    @property
+    def seed(self) -> int:
+        """Return the run's seed, the same on all ranks and in all attempts."""
+        return self._state.seed
+
+    def holds(self, part: object) -> bool:
+        """Return whether this object is part of the state; used by ``es.loader``."""
+        return any(part is each for each in self._parts.others.values())
 
     # -- the beginning
 
@@ -97,6 +114,22 @@ class Protected:
         self.reseed()
         training.reporter.start_clock()
 
+    def follow(self, *wrapped: torch.nn.Module) -> None:
+        """Take these as the models that are called; used by adapters whose library wraps a model
+        by DDP after ``with state:``."""
+        self._open().buffers.follow(wrapped)
+
+    def expect(self, total_steps: int) -> None:
+        """Report how many steps the loop will make; used by adapters."""
+        if self._total_steps != total_steps:
+            self._total_steps = total_steps
+            report_training(self._open().ctx, self._state, total_steps)
+
+    def finish(self) -> None:
+        """Save the final state now; what the loop changes afterwards is not kept. A collective."""
+        if self._training is not None:
+            self._end_loop(self._training)
+
     def attach(self, data: Batches, total_steps: int | None) -> None:
         """Let the state follow this data; called by ``es.loader``."""
         training = self._open()
@@ -127,11 +160,18 @@ class Protected:
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Mark the state torn; called before an optimizer changes anything."""
-        if self._torn == "refuse" and (len(args) > 1 or kwargs.get("closure") is not None):
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._torn == "refuse" and closure is not None:
+            if self.is_told_of_updates:
+                return
             raise BadTask(
                 "optimizer.step(closure) runs forward and backward inside of the step: pass "
                 "torn='shadow' to es.protect"
             )
+        self.before_update()
+
+    def before_update(self) -> None:
+        """Mark the state torn, once gradients are there and before anything changes."""
         training = self._open()
         if not self._is_settled:
             self._settle(training)

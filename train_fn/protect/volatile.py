@@ -169,6 +169,11 @@ class SharedBuffers:
     def __init__(self, wrapped: Iterable[nn.Module], peers: Peers) -> None:
         self._peers = peers
         self._by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        self.follow(wrapped)
+
+    def follow(self, wrapped: Iterable[nn.Module]) -> None:
+        """Share the buffers of these models from now on."""
+        self._by_dtype = {}
         for module in wrapped:
             if not isinstance(module, DistributedDataParallel) or not module.broadcast_buffers:
                 continue

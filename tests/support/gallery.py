@@ -1,0 +1,221 @@
+"""Examples as programs of two ranks, as torchrun starts them: one rank is killed at a step of its
+optimizer, and the program started again; a twin is left alone.
+
+``python -m tests.support.gallery SCRIPT DIRECTORY KILLED`` imports the script's libraries once, and
+forks every rank from there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn.node.node_dir import shared_memory_root
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_S = 150.0
+
+
+@dataclass(frozen=True)
+class Killed:
+    """Where a rank ends itself with SIGKILL."""
+
+    rank: int
+    update: int
+    """Optimizer steps that it began."""
+    place: str
+    """``before`` or ``after`` that optimizer step."""
+
+    @classmethod
+    def parse(cls, text: str) -> Killed:
+        rank, update, place = text.split(",")
+        return cls(int(rank), int(update), place)
+
+    def __str__(self) -> str:
+        return f"{self.rank},{self.update},{self.place}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of an example, from its beginning to its end, over all its starts."""
+
+    restored: list[dict[str, Any]]
+    losses: dict[int, float]
+    weights: dict[str, Any]
+    """Of the newest checkpoint."""
+    step: int
+    """Of the newest checkpoint."""
+    metrics: list[dict[str, float]]
+
+
+def run_example(script: Path, directory: Path, killed: Killed) -> tuple[Finished, Finished]:
+    """Run an example undisturbed, and with a rank killed. Return both runs."""
+    command = [sys.executable, "-m", "tests.support.gallery"]
+    names = [f"{script.stem}-{what}-{os.getpid()}-{time.time_ns()}" for what in ("whole", "broken")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    try:
+        done = subprocess.run(
+            [*command, str(script), str(directory), str(killed), *names],
+            env=environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S * 2,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        whole, broken = (finished(directory, name) for name in names)
+    finally:
+        for name in names:
+            shutil.rmtree(shared_memory_root() / name, ignore_errors=True)
+    return whole, broken
+
+
+def finished(directory: Path, run_id: str) -> Finished:
+    """Read what a run left."""
+    import torch
+
+    run_dir = RunDir(open_storage(str(directory / "out" / "protect")), run_id)
+    losses: dict[int, float] = {}
+    metrics: dict[int, dict[str, float]] = {}
+    for data in events(run_dir, EventKind.METRICS):
+        for point in data["points"]:
+            losses[point["step"]] = point["values"]["loss"]
+            metrics[point["step"]] = point["values"]
+    store = CheckpointStore(run_dir)
+    newest = store.list()[-1]
+    store.verify(newest.name)
+    weights = torch.load(io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True)
+    restored = events(run_dir, EventKind.RESTORED)
+    return Finished(restored, losses, weights, newest.step, [metrics[at] for at in sorted(metrics)])
+
+
+def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
+    found = []
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            batch, cursor = read_journal(run_dir, submission, cursor, 1000)
+            found += [event.data for event in batch if event.kind is kind]
+            if not batch:
+                break
+    return found
+
+
+def main(script: str, directory: str, killed: str, whole: str, broken: str) -> int:
+    """Run the example as ``whole``, and as ``broken`` with one rank killed."""
+    from train_fn.user_code.torchvision_ops import declare_missing_ops
+
+    declare_missing_ops()
+    import_libraries_of(Path(script))
+    os.chdir(directory)
+    at = Killed.parse(killed)
+    starts: list[tuple[str, Killed | None]] = [(whole, None), (broken, at), (broken, None)]
+    for run_id, kill in starts:
+        copy = Path(directory) / f"{run_id}.py"
+        shutil.copyfile(script, copy)
+        codes = start(copy, kill)
+        expected = [code == -signal.SIGKILL for code in codes]
+        if kill is None and codes != [0, 0]:
+            print(f"{run_id}: the ranks ended with {codes}", file=sys.stderr)
+            return 1
+        if kill is not None and (not expected[kill.rank] or codes[1 - kill.rank] == 0):
+            print(f"{run_id}: killed at {kill}, the ranks ended with {codes}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def start(script: Path, killed: Killed | None) -> list[int | None]:
+    """Run two ranks of a script to their end. Return their exit codes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_rank_main, args=(script, rank, port, killed)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in ranks:
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+def import_libraries_of(script: Path) -> None:
+    """Import what a script imports at its top, but for its own names."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        else:
+            continue
+        for name in names:
+            module = importlib.import_module(name)
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    getattr(module, alias.name, None)  # libraries load such names lazily
+    importlib.import_module("train_fn.protect.door")
+    importlib.import_module("torch._dynamo")
+
+
+def _rank_main(script: Path, rank: int, port: int, killed: Killed | None) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    if killed is not None and killed.rank == rank:
+        _die_at(killed)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _die_at(killed: Killed) -> None:
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    num_updates = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == killed.update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if killed.place == "before":
+        register_optimizer_step_pre_hook(hook)
+    else:
+        register_optimizer_step_post_hook(hook)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,297 @@
+"""``es.hf.Protect``: the Trainer of Hugging Face transformers.
+
+>>> trainer.add_callback(es.hf.Protect(trainer))                  # doctest: +SKIP
+>>> trainer.train()                                               # doctest: +SKIP
+
+Every optimizer step of the Trainer is a step of the run. A restart hands the Trainer a checkpoint
+directory in shared memory that holds its own state only: where it is in the data. Weights,
+optimizer and scheduler come from the protected state, without a copy on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+
+from train_fn.errors import BadTask
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.protect.arguments import Parts, parts_of
+from train_fn.protect.followed import set_order
+from train_fn.protect.place import OnItsOwn
+from train_fn.protect.protected import Protected
+
+__all__ = ["Protect"]
+
+_STATE_FILE = "trainer_state.json"
+_OLDEST = 5
+"""Version of transformers whose Trainer keeps the sum of its losses where a callback sees it."""
+_FLAGS = ("should_log", "should_evaluate", "should_save")
+_AT_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+"""Schedulers that step after an evaluation, not in the step."""
+
+
+class Protect(TrainerCallback):  # type: ignore[misc]
+    """Protect a Trainer's loop: add this to its callbacks, and call ``trainer.train()``."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        storage: str = "out/protect",
+        run_id: str | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """Take a Trainer that has not trained yet. The other arguments are those of ``es.protect``.
+
+        Raises BadTask for a Trainer that cannot be protected.
+        """
+        _check(trainer)
+        self._trainer = trainer
+        self._settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
+        self._unprotected: Callable[..., Any] = trainer.train
+        trainer.train = self.train
+        self._place = _Place(trainer)
+        self._scheduler = _Scheduler(trainer)
+        self._state: Protected | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._loss_before: Any = 0.0
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as ``Trainer.train`` does, from the newest trustworthy state on."""
+        trainer = self._trainer
+        if all(callback is not self for callback in trainer.callback_handler.callbacks):
+            raise BadTask("es.hf.Protect is no callback of its Trainer; call trainer.add_callback")
+        if trial is not None:
+            raise BadTask("es.hf.Protect cannot protect a hyperparameter search; leave it out")
+        if trainer.optimizer is None:
+            trainer.create_optimizer()
+        self._state = Protected(self._parts(), "refuse", self._settings)
+        with self._state as state:
+            # The order of the data follows from torch's seed, which is the run's on all ranks. The
+            # state has just seeded the next step, differently on each rank.
+            torch.manual_seed(state.seed)
+            if not state.step_number:
+                if resume_from_checkpoint:
+                    raise BadTask(
+                        "trainer.train(resume_from_checkpoint=…): es.hf.Protect continues by "
+                        "itself; leave it out, or load those weights into the model before"
+                    )
+                return self._unprotected(ignore_keys_for_eval=ignore_keys_for_eval)
+            self._groups = _without_parameters(trainer.optimizer)
+            with self._checkpoint_directory() as directory:
+                return self._unprotected(directory, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def _parts(self) -> Parts:
+        trainer = self._trainer
+        extra = {"trainer": self._place}
+        if trainer.accelerator.scaler is not None:
+            extra["scaler"] = trainer.accelerator.scaler
+        parts = parts_of(trainer.model, trainer.optimizer, self._scheduler, extra)
+        # Ranks note different times in the Trainer's log.
+        return dataclasses.replace(parts, loaders=frozenset({"extra.trainer"}))
+
+    @contextmanager
+    def _checkpoint_directory(self) -> Iterator[str]:
+        """Yield a checkpoint directory that tells the Trainer where it is."""
+        trainer = self._trainer
+        directory = tempfile.mkdtemp(prefix="trainer-", dir=shared_memory_root())
+        try:
+            Path(directory, _STATE_FILE).write_text(self._place.trainer_state())
+            # The weights are there already.
+            trainer._load_from_checkpoint = lambda *_, **__: None
+            yield directory
+        finally:
+            vars(trainer).pop("_load_from_checkpoint", None)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    # -- what the Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the scheduler its state: the Trainer has just made it."""
+        protected, trainer = self._open(), self._trainer
+        protected.follow(trainer.model_wrapped)
+        self._scheduler.load()
+        for group, saved in zip(trainer.optimizer.param_groups, self._groups, strict=False):
+            group.update(saved)  # a scheduler that begins sets its first rates
+        protected.expect(state.max_steps)
+        if trainer.args.load_best_model_at_end:
+            self._finish_before_best_model()
+        if protected.step_number:
+            self._place.restore_callbacks()
+            self._do_what_was_due()
+
+    def _do_what_was_due(self) -> None:
+        """Log, evaluate and save what the Trainer does after a step: the state is that before."""
+        trainer = self._trainer
+        state, control = trainer.state, trainer.control
+        for flag in _FLAGS:
+            setattr(control, flag, self._place.flags[flag])
+        due = (trainer._tr_loss, None, trainer.model_wrapped, None, int(state.epoch), None, 0.0)
+        trainer._maybe_log_save_evaluate(*due)
+        if state.epoch == int(state.epoch):
+            for flag in _FLAGS:
+                setattr(control, flag, False)
+            handler = trainer.callback_handler
+            trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
+            trainer._maybe_log_save_evaluate(*due)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        """Give the epoch the order that the run's seed says: a sampler may draw it from torch's
+        generator, which every step seeds by its rank."""
+        set_order(facts["train_dataloader"], self._open().seed, int(state.epoch or 0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seed what the step draws: the loader may have drawn since the last commit."""
+        self._open().reseed()
+        self._loss_before = self._trainer._tr_loss.detach().clone()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Commit the step."""
+        self._place.note(control)
+        rates = self._trainer.lr_scheduler.get_last_lr()
+        loss = self._trainer._tr_loss - self._loss_before
+        self._open().step(loss=loss, learning_rate=float(rates[0]))
+
+    def _finish_before_best_model(self) -> None:
+        """Let the last checkpoint hold the last weights, not the best ones."""
+        trainer, load = self._trainer, self._trainer._load_best_model
+
+        def finish_and_load() -> None:
+            vars(trainer).pop("_load_best_model", None)
+            self._open().finish()
+            load()
+
+        trainer._load_best_model = finish_and_load
+
+    def _open(self) -> Protected:
+        if self._state is None:
+            raise BadTask("es.hf.Protect: call trainer.train(), not its parts")
+        return self._state
+
+
+class _Scheduler:
+    """The learning-rate scheduler, which the Trainer makes when its training begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = self._trainer.lr_scheduler
+        return self._loaded if scheduler is None else dict(scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def load(self) -> None:
+        """Hand the loaded state to the scheduler."""
+        if self._loaded:
+            self._trainer.lr_scheduler.load_state_dict(self._loaded)
+        self._loaded = {}
+
+
+class _Place:
+    """What the Trainer knows beside model, optimizer and scheduler, as text."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._state, self._log, self._num_logged = "{}", "", 0
+        self._callbacks = "[]"
+        self.flags = dict.fromkeys(_FLAGS, False)
+        """What the Trainer does after the step."""
+
+    def note(self, control: TrainerControl) -> None:
+        """Take the Trainer's present state."""
+        state = self._trainer.state
+        facts = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
+        entries = facts.pop("log_history")
+        # The log grows: each entry becomes text once.
+        for entry in entries[self._num_logged :]:
+            self._log += ("," if self._log else "") + json.dumps(entry)
+        self._num_logged = len(entries)
+        self._state = json.dumps(facts, default=str)
+        self.flags = {flag: bool(getattr(control, flag)) for flag in _FLAGS}
+        self._callbacks = json.dumps([one.state()["attributes"] for one in self._exportable()])
+
+    def trainer_state(self) -> str:
+        """Return the contents of ``trainer_state.json``."""
+        facts = {**json.loads(self._state), "log_history": json.loads(f"[{self._log}]")}
+        known = {one.name for one in dataclasses.fields(TrainerState)}
+        return json.dumps({name: value for name, value in facts.items() if name in known})
+
+    def restore_callbacks(self) -> None:
+        """Give callbacks that have a state, as early stopping, what they had."""
+        saved = json.loads(self._callbacks)
+        for callback, attributes in zip(self._exportable(), saved, strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": self._state,
+            "log": self._log,
+            "num_logged": self._num_logged,
+            "callbacks": self._callbacks,
+            "flags": dict(self.flags),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state, self._log = state["state"], state["log"]
+        self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
+        self.flags = dict(state["flags"])
+
+    def _exportable(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _without_parameters(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _check(trainer: Any) -> None:
+    """Raise BadTask for a Trainer whose ranks do not hold the whole state, or that replaces its
+    parts within ``train``."""
+    args = trainer.args
+    if int(transformers.__version__.partition(".")[0]) < _OLDEST:
+        raise BadTask(
+            f"es.hf.Protect needs transformers {_OLDEST}, here is {transformers.__version__}; "
+            f"install transformers>={_OLDEST}"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise BadTask(
+            "es.hf.Protect: the Trainer shards its state by DeepSpeed or FSDP, and every rank must "
+            "hold the whole. Leave es.hf.Protect out and let Ray's RayTrainReportCallback report"
+        )
+    if trainer.model_init is not None:
+        raise BadTask("es.hf.Protect: Trainer(model_init=…) makes the model anew; pass model=…")
+    if args.auto_find_batch_size:
+        raise BadTask(
+            "es.hf.Protect: auto_find_batch_size begins anew after a failure; set "
+            "per_device_train_batch_size"
+        )
+    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in _AT_EVALUATION:
+        raise BadTask(
+            f"es.hf.Protect: lr_scheduler_type={args.lr_scheduler_type} steps after an evaluation, "
+            "outside of the step that is committed; choose one that steps with the optimizer"
+        )
