@@ -1,42 +1,21 @@
 """The command line as a user types it, against the service's real API: output for people, pipes and
-programs, and exit codes."""
+programs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from everstep.cli import service as cli_service
-from everstep.cli.main import app
-from everstep.options.serve import FLAGS, VARIABLES, ServeOptions
 from everstep.wire.events import EventKind
-from service.process.arguments import settings_of
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
-from tests.support.scripted_http import (
-    RUN_ID,
-    ScriptedServer,
-    event,
-    frame,
-    problem,
-    reply,
-    run_answer,
-    scripted,
-    silent_after,
-)
+from tests.support.command_line import everstep, finish, run_cli
 from tests.unit.service.api.test_api_checkpoints import save
 
 
@@ -47,16 +26,6 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         yield service
 
 
-def run_cli(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(
-        app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False
-    )
-
-
-async def everstep(*arguments: object, stdin: str | None = None) -> Result:
-    return await asyncio.to_thread(run_cli, *map(str, arguments), stdin=stdin)
-
-
 @pytest.fixture
 def spec_file(tmp_path: Path) -> Path:
     path = tmp_path / "digits.yaml"
@@ -65,38 +34,6 @@ def spec_file(tmp_path: Path) -> Path:
         "{name: digits}}\n"
     )
     return path
-
-
-FAILURE: dict[str, Any] = {
-    "verdict": "worker_lost",
-    "first_rank": 1,
-    "node_id": "node-2-long-id",
-    "step": 7,
-    "exception": "Traceback\nActorDiedError: killed by signal 9",
-    "evidence": {},
-    "action": "restarted from step 7",
-    "budget": "system",
-    "steps_lost": 0,
-    "detect_s": 0.2,
-    "recovery_s": 1.25,
-    "world_size_before": 2,
-    "world_size_after": 1,
-}
-
-
-async def finish(
-    api: ApiService, outcome: str = "succeeded", reason: dict[str, str] | None = None, **fields: Any
-) -> str:
-    """A run with a history: steps, an evaluation, a failure, an end."""
-    run_id, journal = await api.running(**fields)
-    events = [
-        journal.steps(2, loss=0.25),
-        journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.97}),
-        journal.event(EventKind.FAILURE, **FAILURE),
-        journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2),
-    ]
-    api.apply(run_id, events)
-    return run_id
 
 
 # ---------------------------------------------------------------- submit
@@ -138,106 +75,7 @@ async def test_a_spec_comes_from_standard_input_too(api: ApiService) -> None:
     assert other.exit_code == 2 and "key" in other.stderr.lower()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--set", "train.epoch=1"], "did you mean train.epochs?"),
-        (["--set", "train.epochs=many"], "train.epochs: should be a valid integer"),
-        (["--set", "nothing"], "FIELD=VALUE"),
-        (["--set", "train.epochs=0", "--set", "train.seed=-1"], "2 faults"),
-    ],
-)
-async def test_a_bad_spec_is_exit_code_2_and_makes_no_run(
-    api: ApiService, spec_file: Path, arguments: list[str], words: str
-) -> None:
-    result = await everstep("submit", spec_file, *arguments)
-    assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
-    assert (await api.get("/v1/runs"))["items"] == []
-
-
-async def test_faults_are_json_where_json_is_asked_for(api: ApiService, spec_file: Path) -> None:
-    result = await everstep("submit", spec_file, "--set", "train.epochs=0", "--json")
-    assert result.exit_code == 2
-    error = json.loads(result.stderr)["error"]
-    assert error["code"] == "invalid_spec" and error["errors"][0]["loc"] == ["train", "epochs"]
-
-
-def test_a_file_with_a_fault_is_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("name: a\nname: b\n")
-    result = run_cli("submit", str(tmp_path / "bad.yaml"))
-    assert result.exit_code == 2 and "line 2" in result.stderr
-    result = run_cli("submit", str(tmp_path / "none.yaml"))
-    assert result.exit_code == 2 and "does not exist" in result.stderr
-
-
 # ---------------------------------------------------------------- exit codes
-
-
-def test_a_service_that_is_not_there_is_exit_code_3_and_says_what_to_do(
-    spec_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERSTEP_URL", "http://127.0.0.1:9")
-    for arguments in (["runs"], ["submit", str(spec_file)], ["cluster", "--json"]):
-        result = run_cli(*arguments)
-        assert result.exit_code == 3
-        assert (
-            "everstep serve" in result.stderr
-            and "EVERSTEP_URL" in result.stderr
-            and "127.0.0.1:9" in result.stderr
-        )
-
-
-@pytest.mark.parametrize(
-    ("answer", "code"),
-    [
-        (problem(401, "unauthorized", "no valid token"), 2),
-        (problem(403, "forbidden", "viewers may not"), 2),
-        (problem(404, "not_found", "no such run"), 2),
-        (problem(409, "invalid_transition", "it has ended"), 2),
-        (problem(429, "rate_limited", "slow down", Retry_After="0"), 3),
-        (problem(503, "database_unavailable", "away", Retry_After="0"), 3),
-        (problem(500, "internal_error", "the service failed"), 1),
-        (reply({"hello": "jenkins"}), 1),
-    ],
-)
-def test_errors_have_exit_codes_and_words(answer: Any, code: int) -> None:
-    with scripted() as server:
-        server.script[f"/v1/runs/{RUN_ID}"] = [answer]
-        result = run_cli("show", RUN_ID, "--url", server.url)
-    assert (
-        result.exit_code == code
-        and result.stderr.startswith("error: ")
-        and "Traceback" not in result.output
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["nonsense"], ["show"], ["runs", "--limit", "0"], ["logs", "x", "--rank", "-1"], ["metrics"]],
-)
-def test_bad_usage_is_exit_code_2(arguments: list[str]) -> None:
-    assert run_cli(*arguments).exit_code == 2
-
-
-def test_a_url_that_is_none_is_exit_code_2() -> None:
-    result = run_cli("runs", "--url", "ftp://x")
-    assert result.exit_code == 2 and "not the URL" in result.stderr
-
-
-@pytest.mark.parametrize(("outcome", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 1)])
-async def test_watch_ends_with_the_run_and_tells_how(
-    api: ApiService, outcome: str, code: int
-) -> None:
-    reason = {"failed": {"code": "user_error", "message": "it raised twice"}}.get(outcome)
-    if outcome == "stopped":
-        reason = {"code": "cancelled_by_user", "message": "cancelled"}
-    run_id = await finish(api, outcome, reason)
-    result = await everstep("watch", run_id)
-    assert result.exit_code == code, result.output
-    assert "accuracy 0.97" in result.stdout
-    assert "failure: worker_lost of rank 1: ActorDiedError: killed by signal 9" in result.stdout
-    assert ("user_error: it raised twice" in result.stdout) == (outcome == "failed")
-    assert ("everstep why" in result.stderr) == (outcome == "failed")
 
 
 async def test_submit_and_watch_follow_a_run_live(api: ApiService, spec_file: Path) -> None:
@@ -486,163 +324,6 @@ async def test_cluster(api: ApiService) -> None:
 
 
 # ---------------------------------------------------------------- as a process
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with scripted() as running:
-        running.script[f"/v1/runs/{RUN_ID}"] = [reply(run_answer())]
-        yield running
-
-
-def process(server: ScriptedServer, *arguments: str) -> subprocess.Popen[str]:
-    """The command as in a terminal: a shell that runs the tests in the background would have it
-    ignore Ctrl-C."""
-    return subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, "-m", "everstep.cli.main", *arguments],
-        env={**os.environ, "EVERSTEP_URL": server.url, "EVERSTEP_TOKEN": "token"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def log_page(count: int) -> dict[str, Any]:
-    at = "2026-01-02T03:04:05Z"
-    line = {
-        "at": at,
-        "submission": 1,
-        "attempt": 1,
-        "rank": 0,
-        "level": "INFO",
-        "message": "x" * 200,
-    }
-    return {"items": [{**line, "seq": seq} for seq in range(1, count + 1)], "next_cursor": None}
-
-
-def test_a_reader_that_has_enough_is_no_error(server: ScriptedServer) -> None:
-    server.script[f"/v1/runs/{RUN_ID}/logs"] = [reply(log_page(5000))]
-    for flags in ([], ["--json"]):
-        with process(server, "logs", RUN_ID, *flags) as cli:
-            assert cli.stdout is not None and cli.stderr is not None
-            assert "x" * 200 in cli.stdout.readline()
-            cli.stdout.close()
-            assert cli.wait(60) == 0
-            assert cli.stderr.read() == ""
-
-
-def test_control_c_leaves_the_run_and_says_so(server: ScriptedServer) -> None:
-    evaluated = event(1, "evaluated", step=1, epoch=0, metrics={"accuracy": 0.5})
-    server.script[f"/v1/runs/{RUN_ID}/events"] = [silent_after(frame(evaluated))]
-    with process(server, "watch", RUN_ID) as cli:
-        assert cli.stdout is not None and cli.stderr is not None
-        assert "accuracy 0.5" in cli.stdout.readline()
-        cli.send_signal(signal.SIGINT)
-        assert cli.wait(60) == 130
-        output = cli.stderr.read()
-    assert f"everstep cancel {RUN_ID}" in output and "Traceback" not in output
-    assert all(request.method == "GET" for request in server.requests)
-
-
-def test_serve_without_the_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        cli_service, "SERVER_MODULES", ("service.no_such", "no_such_package.module", "json")
-    )
-    for command in ("serve", "demo"):
-        result = run_cli(command)
-        assert (
-            result.exit_code == 2
-            and "pip install 'everstep[server]'" in result.stderr
-            and "no_such_package" in result.stderr
-        )
-
-
-@pytest.fixture
-def became(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """Arguments and environment of each process that a command became."""
-    found: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(os, "execve", lambda _path, *given: found.append(given))
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return found
-
-
-GIVEN_FLAGS = {
-    "--host": "0.0.0.0",
-    "--port": "9000",
-    "--nodes": "4",
-    "--cpus-per-node": "2",
-    "--cluster-env": "HF_*",
-    "--ray-address": "http://head:8265",
-    "--database": "postgresql+psycopg://everstep:hidden@db/everstep",
-    "--storage": "s3://b/p",
-    "--storage-root": "/data/a,b",
-}
-
-
-def test_serve_becomes_the_service_with_the_same_options(
-    became: list[tuple[list[str], dict[str, str]]],
-) -> None:
-    flags = [text for pair in GIVEN_FLAGS.items() for text in pair]
-    result = run_cli("serve", *flags, "--drills", "--cluster-env", "A", "--json")
-    assert result.exit_code == 0, result.output
-    [(arguments, environ)] = became
-    # Nothing of what was given stays in the list of processes.
-    assert arguments == [sys.executable, "-m", "service.process.serve"]
-    read = ServeOptions.read(environ)
-    assert (read.host, read.port, read.nodes, read.cpus_per_node) == ("0.0.0.0", 9000, 4, 2)
-    assert read.cluster_env == ("HF_*", "A") and read.storage_roots == ("/data/a,b",)
-    assert (read.ray_address, read.storage_uri) == ("http://head:8265", "s3://b/p")
-    assert read.database_url == GIVEN_FLAGS["--database"]
-    assert read.drills and read.log_format == "json"
-
-
-def test_serve_without_flags_changes_no_variable(
-    became: list[tuple[list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERSTEP_DRILLS", "1")
-    assert run_cli("serve").exit_code == 0
-    assert became[0][1] == dict(os.environ)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--nodes", "many"], "--nodes must be a whole number, but is 'many'"),
-        (["--port", "-1"], "--port must be greater than or equal to 0"),
-        (["--ray-address", ""], "--ray-address is empty"),
-        (["--database", ""], "--database is empty"),
-        (["--storage-root", "/a", "--storage-root", " "], "--storage-root is empty"),
-        (["--ray-address", "ray://head:10001"], "--ray-address 'ray://head:10001' is not a"),
-        (["--cluster-env", "A=b"], "--cluster-env 'A=b' is not the name of a variable"),
-    ],
-)
-def test_a_wrong_flag_is_named_before_anything_starts(
-    flags: list[str], message: str, became: list[tuple[list[str], dict[str, str]]]
-) -> None:
-    result = run_cli("serve", *flags)
-    assert result.exit_code == 2 and message in result.stderr and not became
-
-
-def test_a_wrong_variable_is_named_and_a_flag_replaces_it(
-    became: list[tuple[list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERSTEP_NODES", "many")
-    result = run_cli("serve")
-    assert result.exit_code == 2 and "EVERSTEP_NODES must be a whole number" in result.stderr
-    assert run_cli("serve", "--nodes", "3").exit_code == 0
-    assert ServeOptions.read(became[0][1]).nodes == 3
-
-
-def test_serve_offers_every_option_of_the_service(
-    capsys: pytest.CaptureFixture[str], became: list[tuple[list[str], dict[str, str]]]
-) -> None:
-    with pytest.raises(SystemExit):
-        settings_of(["--help"])
-    known = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert known == {option.flag for option in FLAGS.values()} == {*GIVEN_FLAGS, "--drills"}
-    shown = run_cli("serve", "--help").stdout
-    assert all(f"{flag} " in shown for flag in known)
 
 
 def test_the_version_and_every_command_s_help() -> None:

@@ -13,7 +13,7 @@ from everstep import AuthError, Client, Conflict, DrillHandle, InvalidSpec, RunH
 from everstep.wire.drills import Drill, DrillKind, DrillState
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService, Journal
-from tests.unit.everstep.cli.test_cli import everstep
+from tests.support.command_line import everstep
 from tests.unit.service.api.test_api_drills import recover, start
 
 

@@ -17,7 +17,7 @@ from everstep.code.pack import pack
 from storage.code.store import CodeStore
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, zip_of
-from tests.unit.everstep.cli.test_cli import everstep
+from tests.support.command_line import everstep
 
 
 def write(root: Path, *names: str, **contents: str) -> Path:

@@ -13,7 +13,7 @@ from everstep.wire.events import EventKind
 from storage.run_control import DrillOrder
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
-from tests.unit.service.api.test_api_runs import problem
+from tests.support.problems import problem
 
 KILL = {"kind": "kill_worker", "rank": 1}
 PHASES = {"leave": 0.1, "decide": 0.2, "start": 0.3, "restore": 0.1, "first_step": 0.3}

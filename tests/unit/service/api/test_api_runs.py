@@ -1,4 +1,4 @@
-"""Runs over HTTP: good and bad requests."""
+"""Runs over HTTP: made once, read and listed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import Problem, Run
-from everstep.wire.events import EventKind
+from everstep.wire import Run
 from service.api.kept_answers import KeptAnswers
 from service.model.run_rows import RunHead
-from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
+from tests.support.problems import problem
 
 
 @pytest.fixture
@@ -33,22 +30,6 @@ async def either(tmp_path: Path, database_url: str) -> AsyncIterator[ApiService]
     """On SQLite and on PostgreSQL."""
     async with ApiService(tmp_path, database_url=database_url) as service:
         yield service
-
-
-def problem(answer: httpx.Response, status: int, code: str) -> Problem:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    found = Problem.model_validate(answer.json())
-    assert (found.status, found.code) == (status, code)
-    assert found.detail and "Traceback" not in answer.text
-    return found
-
-
-async def post_raw(
-    api: ApiService, body: bytes, content_type: str | None = "application/json"
-) -> httpx.Response:
-    headers = {"content-type": content_type} if content_type else {}
-    return await api.http.post("/v1/runs", content=body, headers=headers)
 
 
 # ---------------------------------------------------------------- made
@@ -98,115 +79,6 @@ async def test_the_spec_comes_back_as_resolved(api: ApiService) -> None:
     resolved = await api.get(f"/v1/runs/{run_id}/spec")
     assert resolved["train"]["global_batch_size"] == 128
     assert RunSpec.model_validate(resolved) == RunSpec.model_validate(spec())
-
-
-async def test_every_fault_is_told_at_once(api: ApiService) -> None:
-    wrong = spec(
-        colour="red",
-        train={"global_batch_size": 8, "micro_batch_size": 16, "grad_clip_norm": float("inf")},
-        scaling={"min_workers": 3, "max_workers": 2},
-        optimizer={"name": "adamw", "lr": float("nan")},
-        env={"RAY_ADDRESS": "x"},
-    )
-    wrong["task"]["model"] = {"name": "mini_resnet", "args": {"widht": 3}}
-    found = problem(await post_raw(api, json.dumps(wrong).encode()), 422, "invalid_spec")
-    assert {".".join(map(str, error.loc)) for error in found.errors} == {
-        "colour",
-        "train.micro_batch_size",
-        "train.grad_clip_norm",
-        "scaling.max_workers",
-        "optimizer.lr",
-        "env.RAY_ADDRESS",
-        "task.model.args.widht",
-    }
-    assert (await api.get("/v1/runs"))["items"] == []
-
-
-@pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"spec"', b"{}"])
-async def test_json_that_is_no_spec(api: ApiService, body: bytes) -> None:
-    assert problem(await post_raw(api, body), 422, "invalid_spec").errors
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b'{"name": }',
-        b'{"name": "a"} x',
-        b"\xff\xfe{}",
-        b'{"a": 1' + b"0" * 5000 + b"}",
-        b"name: yaml",
-        b"\x00",
-    ],
-)
-async def test_a_body_that_is_no_json(api: ApiService, body: bytes) -> None:
-    problem(await post_raw(api, body), 400, "malformed_json")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 500 + b"]" * 500, b'{"a":' * 70 + b"1" + b"}" * 70],
-)
-async def test_a_body_that_is_nested_too_deeply(api: ApiService, body: bytes) -> None:
-    problem(await post_raw(api, body), 400, "too_deep")
-
-
-async def test_a_body_that_is_too_large(api: ApiService) -> None:
-    problem(await post_raw(api, b" " * (1 << 20) + b"{}"), 413, "body_too_large")
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(200):
-            yield b" " * 65536
-
-    answer = await api.http.post(
-        "/v1/runs", content=chunks(), headers={"content-type": "application/json"}
-    )
-    problem(answer, 413, "body_too_large")
-
-
-@pytest.mark.parametrize(
-    "content_type",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json"],
-)
-async def test_a_body_of_another_type(api: ApiService, content_type: str) -> None:
-    problem(
-        await post_raw(api, json.dumps(spec()).encode(), content_type),
-        415,
-        "unsupported_media_type",
-    )
-
-
-@pytest.mark.parametrize(
-    "content_type",
-    [None, "application/json; charset=utf-8", "application/vnd.everstep+json", "Application/JSON"],
-)
-async def test_kinds_of_json(api: ApiService, content_type: str | None) -> None:
-    assert (await post_raw(api, json.dumps(spec()).encode(), content_type)).status_code == 201
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"\ud800": 1},
-        {"tags": {"a": "\ud800"}},
-        {"name": "\ud800"},
-        {"name": "a\nb"},
-        {"name": "x" * 129},
-        {"tags": {str(index): "x" for index in range(65)}},
-        {"priority": 10**30},
-        {"priority": True},
-        {"secrets": {"a": "../b"}},
-        {"secrets": {"LD_PRELOAD": "b"}},
-        {"resume_from": {"run_id": "x", "step": 1}},
-        {"runtime_env": {"pip": ["x"]}},
-        {"code": {"archive": "sha256:1"}},
-    ],
-)
-async def test_odd_fields_are_faults_of_the_request(
-    api: ApiService, fields: dict[str, Any]
-) -> None:
-    problem(await post_raw(api, json.dumps(spec(**fields)).encode()), 422, "invalid_spec")
 
 
 # ---------------------------------------------------------------- idempotency
@@ -356,54 +228,6 @@ async def test_unknown_paths_and_methods(api: ApiService) -> None:
 # ---------------------------------------------------------------- stopped, resumed, deleted
 
 
-async def test_a_queued_run_pauses_resumes_and_is_cancelled(api: ApiService) -> None:
-    run_id = await api.create()
-    statuses = []
-    for action in ("pause", "resume", "cancel"):
-        answer = await api.http.post(f"/v1/runs/{run_id}/{action}")
-        assert answer.status_code == 202
-        statuses.append((answer.json()["status"], (answer.json()["reason"] or {}).get("code")))
-    assert statuses == [
-        ("PAUSED", "paused_by_user"),
-        ("QUEUED", None),
-        ("CANCELLED", "cancelled_by_user"),
-    ]
-    for action in ("pause", "resume", "cancel"):
-        problem(await api.http.post(f"/v1/runs/{run_id}/{action}"), 409, "invalid_transition")
-    run = Run.model_validate(await api.get(f"/v1/runs/{run_id}"))
-    assert [change.to_status for change in run.transitions] == [
-        "QUEUED",
-        "PAUSED",
-        "QUEUED",
-        "CANCELLED",
-    ]
-    assert run.finished_at is not None
-
-
-async def test_a_run_that_trains_stops_when_its_driver_says_so(api: ApiService) -> None:
-    run_id, journal = await api.running()
-    problem(await api.http.post(f"/v1/runs/{run_id}/resume"), 409, "invalid_transition")
-    stopping = await api.http.post(f"/v1/runs/{run_id}/cancel")
-    assert (stopping.status_code, stopping.json()["status"]) == (202, "STOPPING")
-    assert (await api.http.post(f"/v1/runs/{run_id}/cancel")).status_code == 202, (
-        "a retry is harmless"
-    )
-    problem(await api.http.post(f"/v1/runs/{run_id}/pause"), 409, "invalid_transition")
-    api.apply(
-        run_id,
-        [
-            journal.checkpoint(1),
-            journal.event(EventKind.FINISHED, outcome="stopped", reason=None, step=1),
-        ],
-    )
-    run = Run.model_validate(await api.get(f"/v1/runs/{run_id}"))
-    assert (
-        run.status == "CANCELLED"
-        and run.latest_checkpoint is not None
-        and run.latest_checkpoint.step == 1
-    )
-
-
 async def test_a_run_that_trains_shows_where_and_how(api: ApiService) -> None:
     run_id, _ = await api.running()
     api.clock.now += 4
@@ -422,60 +246,6 @@ async def test_a_run_that_trains_shows_where_and_how(api: ApiService) -> None:
     assert run.protection.survives == ("rank", "node", "driver")
     api.cluster.dashboard_url = None
     assert Run.model_validate(await api.get(f"/v1/runs/{run_id}")).links.ray_job is None
-
-
-async def test_deleting_removes_directory_and_history(either: ApiService, tmp_path: Path) -> None:
-    run_id = await either.create()
-    problem(await either.http.delete(f"/v1/runs/{run_id}"), 409, "invalid_transition")
-    directory = tmp_path / "storage" / "runs" / run_id
-    RunDir(either.storage, run_id).write_spec(RunSpec.model_validate(spec()))
-    assert directory.is_dir()
-    await either.http.post(f"/v1/runs/{run_id}/cancel")
-    answer = await either.http.delete(f"/v1/runs/{run_id}")
-    assert (answer.status_code, answer.content) == (204, b"")
-    assert not directory.exists()
-    problem(await either.http.get(f"/v1/runs/{run_id}"), 404, "not_found")
-    problem(await either.http.delete(f"/v1/runs/{run_id}"), 404, "not_found")
-
-
-async def test_a_directory_that_cannot_be_removed_keeps_the_run(
-    api: ApiService, tmp_path: Path
-) -> None:
-    run_id = await api.create()
-    await api.http.post(f"/v1/runs/{run_id}/cancel")
-    runs = tmp_path / "storage" / "runs"
-    runs.parent.mkdir(exist_ok=True)
-    # A symbolic link that leads nowhere but to itself: no user, not even root, can walk through it.
-    runs.symlink_to(runs)
-    answer = await api.http.delete(f"/v1/runs/{run_id}")
-    found = problem(answer, 503, "storage_unavailable")
-    assert str(runs) in found.detail and answer.headers["retry-after"]
-    assert (await api.get(f"/v1/runs/{run_id}"))["status"] == "CANCELLED"
-    runs.unlink()
-    assert (await api.http.delete(f"/v1/runs/{run_id}")).status_code == 204
-
-
-async def test_a_bug_is_a_problem_without_a_traceback(
-    api: ApiService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise KeyError("secret detail")
-
-    monkeypatch.setattr(api.runs, "claimed_page", broken)
-    answer = await api.http.get("/v1/runs")
-    assert "secret detail" not in answer.text
-    problem(answer, 500, "internal_error")
-
-
-async def test_a_database_that_is_away(api: ApiService, tmp_path: Path) -> None:
-    run_id = await api.create()
-    api.database.close()
-    for name in ("everstep.db", "everstep.db-wal", "everstep.db-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / "everstep.db").mkdir()
-    answer = await api.http.get(f"/v1/runs/{run_id}")
-    problem(answer, 503, "database_unavailable")
-    assert answer.headers["retry-after"] == "2"
 
 
 async def test_what_was_answered_of_an_ended_run_is_answered_again_until_it_changes(

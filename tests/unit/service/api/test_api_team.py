@@ -17,7 +17,7 @@ from everstep import AuthError, Client, Conflict, InvalidSpec, NotFound
 from service.api.rate_limit import RateLimit
 from service.db.tables import projects
 from tests.support.api_service import NOON, ApiService, spec
-from tests.unit.everstep.cli.test_cli import everstep
+from tests.support.command_line import everstep
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from everstep.wire.profiles import Profile, ProfileState
 from storage.run_control import ProfileOrder
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
-from tests.unit.everstep.cli.test_cli import everstep
+from tests.support.command_line import everstep
 
 ALL_REDUCES = [{"bucket": 0, "size_bytes": 4000, "count": 3, "mean_s": 0.002, "max_s": 0.003}]
 

@@ -1,18 +1,17 @@
-"""Pages of the dashboard: what they show in every state, and that nothing that users wrote is
-markup."""
+"""Pages of the dashboard around a run's own: lists, cluster, reference and trouble.
+
+And nothing that users wrote is markup."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator
 from html import unescape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import insert
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
@@ -20,14 +19,11 @@ from everstep.wire.events import EventKind
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
 from service.db.tables import runs as runs_table
-from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
-from tests.support.api_service import NOON, ApiService, Journal, spec
-from tests.support.web_browser import Browser, status_of
-from tests.unit.service.api.test_api_checkpoints import save
-
-HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'{{7*7}}"
+from tests.support.api_service import NOON, ApiService, spec
+from tests.support.page_text import HOSTILE, fail, text_of
+from tests.support.web_browser import Browser
 
 
 @pytest.fixture
@@ -39,31 +35,6 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
 @pytest.fixture
 async def browser(api: ApiService) -> Browser:
     return await Browser.logged_in(api, api.token("admin"))
-
-
-def text_of(html: str) -> str:
-    """What a reader sees."""
-    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", html)))
-
-
-def fail(journal: Journal, **data: Any) -> Any:
-    fields = {
-        "verdict": "node_lost",
-        "first_rank": 1,
-        "node_id": "node-2",
-        "step": 5,
-        "exception": None,
-        "evidence": {},
-    }
-    fields |= {
-        "action": "restarted",
-        "budget": "system",
-        "steps_lost": 0,
-        "detect_s": 1.5,
-        "recovery_s": None,
-    }
-    fields |= {"world_size_before": 2, "world_size_after": 1}
-    return journal.event(EventKind.FAILURE, **fields | data)
 
 
 # ---------------------------------------------------------------- runs
@@ -134,234 +105,6 @@ async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browse
         )
         total += int(asset.headers["content-length"])
     assert total < 60_000
-
-
-# ---------------------------------------------------------------- one run
-
-
-async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser) -> None:
-    run_id, journal = await api.running()
-    api.clock.now += 10
-    journal.at = api.clock.now
-    evidence = {"exit_code": -9, "last_lines": ["one", "two"], "node": {"state": "DEAD"}}
-    api.apply(
-        run_id,
-        [
-            journal.steps(5),
-            fail(journal, exception="Traceback\nRuntimeError: boom", evidence=evidence),
-        ],
-    )
-    html = await browser.page(f"/runs/{run_id}")
-    text = text_of(html)
-    assert (
-        "Recovering" in text
-        and "with rank 1 was lost at step 5" in text
-        and "cause: RuntimeError: boom" in text
-    )
-    assert "one two" in text and "state: DEAD" in text
-    assert 'class="a-training"' in html and 'class="a-waiting"' in html and 'class="fault"' in html
-    assert "Productive" in text and 'data-stream="/runs/' in html
-    journal.attempt = 2
-    api.apply(run_id, [*journal.start(step=5, world_size=1), journal.steps(6, loss=0.25)])
-    curves = (await browser.http.get(f"/runs/{run_id}/curves.json")).json()
-    assert [point[0] for point in curves["series"]["loss"]] == [1, 5, 6]
-    assert [(mark["step"], mark["label"]) for mark in curves["marks"]] == [
-        (5, "attempt 2: node_lost of rank 1")
-    ]
-    assert curves["seq"] == api.runs.get(run_id).last_seq  # type: ignore[union-attr]
-    shown = text_of(await browser.page(f"/runs/{run_id}/events"))
-    assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
-
-
-async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id = await api.create()
-    path = f"/runs/{run_id}"
-    assert (await browser.send(path, f"{path}/pause")).headers["location"] == path
-    assert status_of(api, run_id) == RunStatus.PAUSED and "/pause" not in await browser.page(path)
-    assert (await browser.send(path, f"{path}/resume")).status_code == 303
-    assert (await browser.send(path, f"{path}/cancel")).status_code == 303
-    assert status_of(
-        api, run_id
-    ) == RunStatus.CANCELLED and "data-stream" not in await browser.page(path)
-    csrf = re.search(r'name="csrf" value="([^"]*)"', await browser.page(path))
-    assert csrf is not None
-    refused = await browser.http.post(f"{path}/resume", data={"csrf": csrf[1]})
-    assert refused.status_code == 409 and "Not possible now" in refused.text
-    assert (await browser.send(path, f"{path}/delete")).headers["location"] == "/runs"
-    assert api.runs.get(run_id) is None
-
-
-async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id, journal = await api.running()
-    path = f"/runs/{run_id}"
-    use = {
-        "node_id": "node-2",
-        "name": "H200",
-        "busy": 0.85,
-        "used_bytes": 7,
-        "total_bytes": 10,
-        "allocated_bytes": 5,
-    }
-    rank = {"node_id": "node-1", "micro_batches": 1, "own_s": 0.0125, "wait_s": 0.0875, "skew": 0.2}
-    slow = {"rank": 1, "node_id": "node-2", "step": 9, "own_s": 0.1, "peers_s": 0.0125, "skew": 8.0}
-    api.apply(
-        run_id,
-        [
-            journal.event(EventKind.GPU_USE, rank=1, **use),
-            journal.event(EventKind.STRAGGLER, slow=True, **slow),
-            journal.event(
-                EventKind.RANK_TIMES,
-                step=9,
-                step_s=0.1,
-                ranks=[{"rank": 0, **rank}, {"rank": 1, **rank, "skew": 8.0}],
-            ),
-        ],
-    )
-    html = await browser.page(path)
-    assert (
-        "12.5 ms" in html
-        and "87.5 ms" in html
-        and "Rank 1 on node <code>node-2</code> has been a straggler" in html
-    )
-    assert "GPU 85 %, 7 B of 10 B" in html
-    refused = await browser.send(path, f"{path}/profiles", rank="7", steps="2")
-    assert refused.status_code == 422 and "ranks 0 to 1" in refused.text
-    assert (await browser.send(path, f"{path}/profiles", rank="1", steps="0")).status_code == 422
-    asked = await browser.send(path, f"{path}/profiles", rank="1", steps="2")
-    assert (asked.status_code, asked.headers["location"]) == (303, f"{path}#times-title")
-    order = RunDir(api.storage, run_id).profile_ordered(1)
-    assert order is not None and (order.rank, order.steps) == (1, 2)
-    assert "requested…" in await browser.page(path)
-    run_dir = RunDir(api.storage, run_id)
-    run_dir.files.write(run_dir.trace_path(order.id), b"trace")
-    done = {
-        "id": order.id,
-        "rank": 1,
-        "steps": 2,
-        "step_s": 0.1,
-        "size_bytes": 5,
-        "all_reduces": [],
-    }
-    api.apply(run_id, [journal.event(EventKind.PROFILE_DONE, **done)])
-    assert f'href="{path}/profiles/{order.id}/trace"' in await browser.page(path)
-    assert (await browser.http.get(f"{path}/profiles/{order.id}/trace")).content == b"trace"
-
-
-async def test_checkpoints_are_downloaded_and_verified(api: ApiService, browser: Browser) -> None:
-    run_id, journal = await api.running()
-    path = f"/runs/{run_id}/checkpoints"
-    assert "No checkpoint yet" in await browser.page(path)
-    manifest = save(api, run_id, journal, 10, accuracy=0.5)
-    assert "not yet" in await browser.page(path)
-    archive = await browser.http.get(f"{path}/10/archive")
-    assert (
-        archive.headers["content-type"] == "application/x-tar"
-        and manifest.name in archive.headers["content-disposition"]
-    )
-    CheckpointStore(RunDir(api.storage, run_id)).verify(manifest.name)
-    answer = await browser.send(path, f"{path}/10/verify")
-    assert answer.headers["location"] == f"{path}#step-10"
-    assert "not yet" not in await browser.page(path)
-
-
-async def test_a_fork_is_submitted_once_and_its_faults_are_shown(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id = await api.create(name="digits", tags={"a": "b"})
-    path = f"/runs/{run_id}/fork"
-    html = await browser.page(path)
-    resolved = json.loads(
-        unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", html, re.DOTALL)[1])
-    )  # type: ignore[index]
-    assert resolved["name"] == "digits-fork" and resolved["tags"] == {"a": "b"}
-    assert "best_mode" not in resolved["checkpoint"], (
-        "it follows from a best_metric that may be changed"
-    )
-    wrong = resolved | {"train": {"epochs": 0}, "nonsense": HOSTILE}
-    for text, words in (
-        (json.dumps(wrong), "train.epochs"),
-        ("{", "is not JSON"),
-        ("[" * 5000, "spec"),
-    ):
-        answer = await browser.send(path, path, spec=text)
-        assert (
-            answer.status_code == 422
-            and words in answer.text
-            and "<script>alert" not in answer.text
-        )
-    fields = dict(
-        re.findall(
-            r'<input type="hidden" name="([^"]*)" value="([^"]*)"',
-            html.split(f'action="{path}"')[1],
-        )
-    )
-    fields["spec"] = json.dumps(resolved)
-    made = [(await browser.http.post(path, data=fields)).headers["location"] for _ in range(2)]
-    assert made[0] == made[1] and made[0] != f"/runs/{run_id}"
-
-
-async def test_a_checkpoint_is_named_in_a_fork_from_it(api: ApiService, browser: Browser) -> None:
-    run_id = await api.create()
-    assert f'{{"run_id": "{run_id}", "step": 10}}' in re.sub(
-        r"\s+", " ", unescape(await browser.page(f"/runs/{run_id}/fork?step=10"))
-    ).replace("{ ", "{").replace(" }", "}")
-
-
-async def test_a_run_of_an_older_version_is_forked(api: ApiService, browser: Browser) -> None:
-    run_id = await api.create()
-    old = {"name": "digits", "task": spec()["task"]}  # as resolved: without later sections
-    with api.database.write() as connection:
-        connection.execute(update(runs_table).values(spec=old))
-    assert "mini_resnet" in await browser.page(f"/runs/{run_id}/fork?step=10")
-    assert "1 rank of 1 CPU" in re.sub(r"<[^>]*>", "", await browser.page("/queue"))
-
-
-async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:
-    one, two = (
-        await api.create(train={"epochs": 3}),
-        await api.create(train={"epochs": 4}, tags={"x": "y"}),
-    )
-    for path in (f"/runs/{one}/spec?against={two}", f"/compare?run={one}&run={two}"):
-        html = await browser.page(path)
-        assert (
-            "train.epochs" in html
-            and "tags.x" in html
-            and "train.seed" not in html.split("Resolved spec")[0]
-        )
-    await browser.page("/compare?" + "&".join(f"run=run_{index:012d}" for index in range(9)), 422)
-
-
-async def test_logs_are_filtered_searched_and_paged(api: ApiService, browser: Browser) -> None:
-    run_id, _ = await api.running()
-    path = f"/runs/{run_id}/logs"
-    assert "No lines yet" in await browser.page(path)
-    for rank in (0, 1):
-        with RankLogWriter(RunDir(api.storage, run_id), 1, 1, rank) as writer:
-            writer.write(
-                [
-                    LogRecord(NOON + index, "info", f"rank {rank} says {index:04d}")
-                    for index in range(1200)
-                ]
-            )
-    api.context.logs.forget(run_id)
-    newest = await browser.page(path)
-    assert (
-        "rank 1 says 1199" in newest
-        and "says 0900" not in newest
-        and newest.count('class="message"') == 500
-    )
-    [older] = re.findall(r'href="([^"]*before=\d+)">Older', newest)
-    assert "says 0900" in await browser.page(unescape(older))
-    one = await browser.page(f"{path}?rank=1")
-    assert "rank 1 says 1199" in one and "rank 0" not in one
-    found = text_of(await browser.page(f"{path}?search=SAYS+0007"))
-    assert "rank 0 says 0007" in found and "rank 1 says 0007" in found and "0008" not in found
-    assert "No matching lines" in await browser.page(f"{path}?search=absent")
-    await browser.page(f"{path}?rank=x", 422)
 
 
 # ---------------------------------------------------------------- cluster and queue

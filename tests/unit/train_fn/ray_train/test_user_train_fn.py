@@ -23,7 +23,7 @@ from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
-from tests.unit.train_fn.tasks.test_own_task import own_node
+from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
 from train_fn.ray_train import user_train_fn as own_function

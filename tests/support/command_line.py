@@ -1,0 +1,54 @@
+"""The command line as a user types it, and runs that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from everstep.cli.main import app
+from everstep.wire.events import EventKind
+from tests.support.api_service import ApiService
+
+
+def run_cli(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False
+    )
+
+
+async def everstep(*arguments: object, stdin: str | None = None) -> Result:
+    return await asyncio.to_thread(run_cli, *map(str, arguments), stdin=stdin)
+
+
+FAILURE: dict[str, Any] = {
+    "verdict": "worker_lost",
+    "first_rank": 1,
+    "node_id": "node-2-long-id",
+    "step": 7,
+    "exception": "Traceback\nActorDiedError: killed by signal 9",
+    "evidence": {},
+    "action": "restarted from step 7",
+    "budget": "system",
+    "steps_lost": 0,
+    "detect_s": 0.2,
+    "recovery_s": 1.25,
+    "world_size_before": 2,
+    "world_size_after": 1,
+}
+
+
+async def finish(
+    api: ApiService, outcome: str = "succeeded", reason: dict[str, str] | None = None, **fields: Any
+) -> str:
+    """A run with a history: steps, an evaluation, a failure, an end."""
+    run_id, journal = await api.running(**fields)
+    events = [
+        journal.steps(2, loss=0.25),
+        journal.event(EventKind.EVALUATED, step=2, epoch=0, metrics={"accuracy": 0.97}),
+        journal.event(EventKind.FAILURE, **FAILURE),
+        journal.event(EventKind.FINISHED, outcome=outcome, reason=reason, step=2),
+    ]
+    api.apply(run_id, events)
+    return run_id
