@@ -17,6 +17,7 @@ from everstep.cli.terminal import (
     command,
     terminal,
 )
+from everstep.client.checkpoint_download import leaves_out_frozen
 from everstep.client.run_checkpoints import Which
 from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
@@ -101,6 +102,11 @@ def download(
     else:
         out.line(str(target))
         out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified")
+        if leaves_out_frozen(target):
+            out.note(
+                "model.pt holds trained parameters and buffers, not the frozen ones: build the "
+                "model as the task does, then model.load_state_dict(weights, strict=False)"
+            )
 
 
 def _which(text: str) -> Which:

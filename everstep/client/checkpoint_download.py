@@ -210,3 +210,9 @@ def _tar_errors() -> Iterator[None]:
         UnicodeDecodeError,
     ) as exc:
         raise CorruptDownload(f"the archive is damaged or truncated: {exc}") from exc
+
+
+def leaves_out_frozen(directory: Path) -> bool:
+    """Return whether a downloaded checkpoint leaves out the model's frozen parameters."""
+    manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
+    return manifest.get("parameters") == "trainable"

@@ -111,6 +111,20 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("checkpoint")
+    @classmethod
+    def _task_builds_the_rest(cls, value: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        """Refuse to leave parameters out of the checkpoints of the user's own loop."""
+        code: CodeSpec | None = info.data.get("code")
+        if code is not None and code.task is None and value.parameters != "all":
+            raise PydanticCustomError(
+                "parameters_without_task",
+                "parameters is {parameters}, which needs a task: your own loop decides what it "
+                "saves. Set it to all",
+                {"parameters": value.parameters},
+            )
+        return value
+
     @field_validator("runtime_env")
     @classmethod
     def _packages_are_for_code(

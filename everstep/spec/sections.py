@@ -155,6 +155,10 @@ class CheckpointSpec(Frozen):
     """Whether the smallest or the largest value is best. If left out, it follows from the metric's
     name: ``min`` if that ends in loss, error, perplexity or the like (mse, mae, nll, wer, cer),
     else ``max``."""
+    parameters: Literal["all", "trainable"] = "all"
+    """Which of the model's parameters checkpoints and snapshots hold. ``trainable`` leaves out
+    those with ``requires_grad=False``, such as the base of a LoRA: the task builds them anew in
+    every attempt, and their digest is compared. Buffers are always saved."""
     safetensors: bool = False
     """Also write the weights as ``model.safetensors``, beside ``model.pt``."""
     max_failed_saves: PositiveInt = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import blake3 as blake3_module
 from pydantic import (
@@ -120,6 +120,8 @@ class Manifest(_Frozen):
     metrics: dict[str, FiniteFloat]
     """From the evaluation of this state; empty if it was not evaluated."""
     created_at: AwareDatetime
+    parameters: Literal["trainable"] | None = None
+    """``trainable`` if the checkpoint leaves out the model's frozen parameters."""
     files: dict[Annotated[str, AfterValidator(check_file_name)], FileEntry]
     """By path relative to the checkpoint's directory."""
 
@@ -136,12 +138,12 @@ class Manifest(_Frozen):
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out ``writer`` if it is None: manifests of older versions have no such field, and
-        neither does their digest."""
+        """Leave out ``writer`` and ``parameters`` if they are None: manifests of older versions
+        have no such fields, and neither does their digest."""
         return {
             name: value
             for name, value in handler(self).items()
-            if name != "writer" or value is not None
+            if name not in ("writer", "parameters") or value is not None
         }
 
     @property

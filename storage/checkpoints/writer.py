@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from everstep.wire import relative_names
 from storage.checkpoints.hashed_file import CheckpointFile
@@ -105,6 +105,7 @@ class CheckpointWriter:
         world_size: int,
         sample_digest: str | None,
         metrics: Mapping[str, float],
+        parameters: Literal["trainable"] | None = None,
         created_at: datetime | None = None,
     ) -> Manifest:
         """Write the manifest last. From then on this is a checkpoint, even after a crash of the
@@ -112,6 +113,7 @@ class CheckpointWriter:
 
         Args:
             metrics: from the evaluation of this state; values that are not finite are left out.
+            parameters: ``trainable`` if frozen parameters are left out.
 
         Raises:
             CheckpointReplaced: another writer started the same checkpoint; this one is not
@@ -137,6 +139,7 @@ class CheckpointWriter:
             sample_digest=sample_digest,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             created_at=created_at or datetime.now(UTC),
+            parameters=parameters,
             files=entries,
         )
         # Closing made the files' bytes durable; now sync their names, innermost directories first.

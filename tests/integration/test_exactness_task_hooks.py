@@ -82,6 +82,22 @@ def test_a_hook_that_does_something_else_on_one_rank_is_refused_at_once(tmp_path
     assert outcomes[0].losses.keys() == set()
 
 
+def test_a_frozen_base_that_no_state_holds_changes_nothing_of_a_recovery(tmp_path: Path) -> None:
+    """The restored ranks have the base from the task, and the rest from the survivor."""
+    setup = "tests.integration.adapted_task:adapted_task"
+    lean = SPEC.model_validate(SPEC.model_dump() | {"checkpoint": {"parameters": "trainable"}})
+    calm, killed = make_run_dir(tmp_path, "calm"), make_run_dir(tmp_path, "killed")
+    unbroken = train_to_end(Job(calm, SPEC, 2, setup=setup), tmp_path)
+    survivor, _ = run_ranks(Job(killed, lean, 2, killed=(1, 5), setup=setup), tmp_path)
+    resumed = train_to_end(Job(killed, lean, 2, attempt=2, setup=setup), tmp_path)
+    [restored] = resumed.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("snapshot", 5)
+    assert survivor.losses | resumed.losses == unbroken.losses
+    whole, kept = weights_of(calm), weights_of(killed)
+    assert all(torch.equal(value, whole[name]) for name, value in kept.items())
+    assert {name.split(".")[0] for name in whole.keys() - kept.keys()} == {"base", "tied"}
+
+
 def test_the_task_s_scheduler_multiplies_the_rate_that_is_there() -> None:
     """Otherwise a scheduler whose state were lost would do no harm here."""
     weights = [torch.zeros(1, requires_grad=True)]

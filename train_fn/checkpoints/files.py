@@ -11,7 +11,8 @@ from train_fn.checkpoints.safetensors_file import safetensors_name, write_safete
 from train_fn.checkpoints.torch_file import save
 
 MODEL_FILE = "model.pt"
-"""The model's plain ``state_dict`` on the CPU."""
+"""The model's plain ``state_dict`` on the CPU, without the frozen parameters that the run leaves
+out."""
 EMA_FILE = "model_ema.pt"
 """The same with averaged weights, if the run keeps them."""
 STATE_FILE = "train_state.pt"
@@ -51,6 +52,7 @@ def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
         "epoch": state["epoch"],
         "parent": state["parent"],
         "sample_digest": state["ledger"]["chain"],
+        "parameters": "trainable" if state.get("frozen") else None,
         # otherwise the metrics belong to other weights
         "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},
     }

@@ -19,6 +19,8 @@ from storage.run_dir import RunDir
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
+from train_fn.state.contents import few
+from train_fn.state.frozen_part import other_base, sums_of
 from train_fn.state.packed_moments import unpacked
 from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
@@ -139,7 +141,7 @@ def adopt(
     other run kept no average of its weights, the average starts at its weights. Events of the other
     run are not reported again.
     """
-    _check_model(state["model"], into.model.state_dict(), origin)
+    _check_model(state, into, origin)
     if divmod(state["step"], into.steps_per_epoch) != (state["epoch"], state["k"]):
         raise ForkRefused(
             f"{origin.name} ends at global batch {state['k']} of epoch {state['epoch']}, but this "
@@ -178,8 +180,25 @@ def adopt(
     }
 
 
-def _check_model(saved: Mapping[str, Any], own: Mapping[str, Any], origin: Origin) -> None:
-    """Raise ForkRefused if keys or shapes differ, and name them."""
+def _check_model(state: Mapping[str, Any], into: TrainState, origin: Origin) -> None:
+    """Raise ForkRefused if keys or shapes differ, and name them; also for other contents of frozen
+    parameters that one of the two runs leaves out of its checkpoints."""
+    own, left_out = into.model.state_dict(), state.get("frozen") or {}
+    saved = {**{name: own.get(name) for name in left_out}, **state["model"]}
+    _check_shapes(saved, own, origin)
+    changed = other_base(left_out, own)
+    if into.frozen is not None:
+        there = sums_of(state["model"], into.frozen.names)
+        changed += [name for name, value in there.items() if value != into.frozen.sums[name]]
+    if changed:
+        raise ForkRefused(
+            f"build_model returned other frozen parameters than {origin.name} was trained with: "
+            f"{few(sorted(set(changed)))}. With checkpoint.parameters: trainable no checkpoint "
+            "holds them: let build_model load the same weights, or leave resume_from out"
+        )
+
+
+def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Any], origin: Origin) -> None:
     shapes = {name: _shape(value) for name, value in saved.items()}
     wanted = {name: _shape(value) for name, value in own.items()}
     other = [

@@ -62,6 +62,8 @@ def evaluate(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
         with replica.state.ema.in_place():
             metrics |= {f"ema_val_{name}": value for name, value in _averages(ctx, replica).items()}
     replica.volatile.find_unnoticed()
+    if replica.state.frozen is not None:
+        replica.state.frozen.require_unchanged(thorough=True)
     return metrics
 
 

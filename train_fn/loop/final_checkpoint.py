@@ -31,6 +31,8 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     progress.phase = "checkpoint"
     replica.trained.check(where(replica.task, "loss"))
     require_same_weights(replica, where(replica.task, "loss"))
+    if replica.state.frozen is not None:
+        replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()
     training.reporter.hand_over()
     # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and

@@ -28,6 +28,7 @@ from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.stream_set import StreamSet
 from train_fn.state.contents import Contents, sketch
 from train_fn.state.ema import Ema
+from train_fn.state.frozen_part import FrozenPart
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import LearningRates, TrainedParameters
@@ -273,6 +274,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
         steps_per_epoch=sampler.steps_per_epoch,
         fingerprint=train_set.fingerprint,
         scheduler=scheduler,
+        frozen=FrozenPart(model) if spec.checkpoint.parameters == "trainable" else None,
+        model_source=where(task, "build_model"),
         contents=contents,
         sampler=sampler,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from train_fn.errors import DataChanged
+from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.bookmarks import Bookmarks
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import DRAW_ALIKE, Contents, few
 from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
+from train_fn.state.frozen_part import FrozenPart, other_base
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
@@ -60,6 +61,8 @@ class TrainState:
         steps_per_epoch: int,
         fingerprint: str,
         scheduler: Any | None = None,
+        frozen: FrozenPart | None = None,
+        model_source: str = "the task",
         contents: Contents | None = None,
         sampler: Sampler | None = None,
         bookmarks: Bookmarks | None = None,
@@ -72,6 +75,9 @@ class TrainState:
         self.scaler = scaler
         self.scheduler = scheduler
         """The task's own; None if the spec's schedule sets the learning rates."""
+        self.frozen = frozen
+        """Parameters that states leave out; None if they hold all."""
+        self._model_source = model_source
         self.skipped = SkippedSteps()
         """Steps that the scaler skipped."""
         self.ema = ema
@@ -125,6 +131,9 @@ class TrainState:
     def carry(self, places: Iterable[Place]) -> None:
         """Also save these places if the model's ``state_dict`` does not, since forward passes
         change them."""
+        places = list(places)
+        if self.frozen is not None:
+            self.frozen.require_none(place.name for place in places if not place.is_buffer)
         self._unsaved |= {place.name: place for place in places if not place.is_saved}
 
     def unsaved(self) -> dict[str, torch.Tensor | None]:
@@ -140,6 +149,9 @@ class TrainState:
         """Return the state as nested dicts of plain values and tensors. It can be saved to a file
         that loads with ``weights_only=True``. Tensors are live, except for packed moments
         (``Packer``)."""
+        model, ema = self.model.state_dict(), self.ema.state_dict() if self.ema else None
+        if self.frozen is not None:
+            model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         return {
             "version": VERSION,
             "step": self.step,
@@ -154,7 +166,8 @@ class TrainState:
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
             "tail": self.tail.dump(),
-            "model": dict(self.model.state_dict()),
+            "model": dict(model),
+            "frozen": dict(self.frozen.sums) if self.frozen else {},
             "modes": self._modes.state_dict(),
             "unsaved": self.unsaved(),
             "task": self.task,
@@ -162,7 +175,7 @@ class TrainState:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped.state_dict(),
-            "ema": self.ema.state_dict() if self.ema else None,
+            "ema": ema,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
         }
 
@@ -173,18 +186,21 @@ class TrainState:
         Raise StateNotWhole or NonFiniteWeights.
         """
         require_sound(state, self.sampler, self._trained)
+        if self.frozen is not None:
+            self.frozen.require_unchanged(thorough=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state. ``state`` is copied and not changed.
 
         Raises:
             DataChanged: it was trained on other data.
+            BadTask: the task built other frozen parameters than those that the state leaves out.
             ValueError: this Everstep does not read the state's version.
         """
         self._check_data(state)
         self._check_contents(state)
         self.complete = False
-        self.model.load_state_dict(state["model"])
+        self._load_weights(state)
         self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
@@ -197,7 +213,7 @@ class TrainState:
         if "skipped" in state:  # earlier versions did not count
             self.skipped.load_state_dict(state["skipped"])
         if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+            self.ema.load_state_dict({**self.ema.state_dict(), **state["ema"]})
         self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
         self.ledger.load_state_dict(state["ledger"])
         if self.bookmarks is not None:
@@ -248,6 +264,18 @@ class TrainState:
                 "or start a new run. If nothing was changed, each process builds other data: "
                 f"{DRAW_ALIKE}"
             )
+
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        """Load parameters and buffers, beside the frozen ones that the state leaves out."""
+        saved, own = state.get("frozen") or {}, self.model.state_dict()
+        if changed := other_base(saved, own):
+            raise BadTask(
+                f"{self._model_source} returned other frozen parameters than those with which step "
+                f"{state['step']} was trained: {few(changed)}. No checkpoint holds them, as "
+                "checkpoint.parameters was trainable. Let build_model load the same weights, from "
+                "the same file on all nodes, or start a new run"
+            )
+        self.model.load_state_dict({**{name: own[name] for name in saved}, **state["model"]})
 
     def _load_unsaved(self, saved: dict[str, torch.Tensor]) -> None:
         """Load buffers that the model's ``state_dict`` leaves out."""

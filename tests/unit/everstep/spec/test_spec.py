@@ -60,6 +60,7 @@ CONTRACT: dict[str, Any] = {
         "keep_latest": 3,
         "best_metric": None,
         "best_mode": "max",
+        "parameters": "all",
         "safetensors": False,
         "max_failed_saves": 5,
         "on_failed_saves": "continue",
