@@ -19,6 +19,7 @@ from train_fn.loop.after_step import AfterStep
 from train_fn.loop.built_model import require_fit_for, warnings_of
 from train_fn.loop.built_optimizer import built_optimizer, built_scheduler
 from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
+from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
 from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
@@ -49,7 +50,7 @@ from train_fn.user_code.packages import bring_packages
 
 logger = logging.getLogger(__name__)
 
-_MODEL, _TASK, _DATASETS, _OPTIMIZER = 6, 8, 9, 10
+_MODEL, _TASK, _DATASETS, _OPTIMIZER, _LAZY = 6, 8, 9, 10, 11
 """Purposes of the draws while each is built (``seed_building``)."""
 
 
@@ -261,6 +262,11 @@ def build_replica(ctx: WorkerContext) -> Replica:
     in_eval = set_modes_for_training(model)
     require_fit_for(ctx.device, model)
     train_set, sampler = training_data(ctx, task, datasets["train"])
+    if lazy_names(model):
+        first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
+        loaded = train_set.first(MicroBatch(0, 0, first))
+        seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
+        shape_lazy_tensors(task, model, to_device(loaded.batch, ctx.device))
     all_steps = train.epochs * sampler.steps_per_epoch
     total_steps = min(all_steps, train.max_steps or all_steps)
     seed_building(train.seed, _OPTIMIZER)
