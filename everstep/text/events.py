@@ -120,8 +120,10 @@ def event(item: Event) -> str | None:
 
 def _lost(data: Mapping[str, Any]) -> str:
     """Return the cost in steps; nothing if the run reports none."""
-    lost = data.get("steps_lost")
-    return "" if lost is None else f", {count(lost, 'step')} lost"
+    num = data.get("steps_lost")
+    if num is None:
+        return ""
+    return f", {failure.lost(num, data.get('unit'), data.get('since_report_s'))}"
 
 
 def _slowness(data: Mapping[str, Any]) -> str:

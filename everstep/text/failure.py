@@ -161,6 +161,17 @@ def _log_line(line: LogLine) -> str:
     return f"{line.at.astimezone():%H:%M:%S} {line.level} {line.message[:300]}"
 
 
+def lost(num: int, unit: str | None, since_report_s: float | None) -> str:
+    """Return the cost of a failure in steps; for a loop whose steps are its reports, also how long
+    it had worked since the last one."""
+    if unit is None:
+        return f"{count(num, 'step')} lost"
+    words = f"{count(num, 'report')} lost"
+    if since_report_s is not None:
+        words += f" and at most {duration(since_report_s)} of work since the last one done again"
+    return words
+
+
 def _outcome(fault: Failure) -> str:
     parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
@@ -168,7 +179,13 @@ def _outcome(fault: Failure) -> str:
     if fault.evidence.get("worked_s") is not None:
         parts.append(f"at most {duration(float(fault.evidence['worked_s']))} of work done again")
     elif fault.steps_lost is not None:
-        parts.append(f"{count(fault.steps_lost, 'step')} lost")
+        parts.append(
+            lost(
+                fault.steps_lost,
+                fault.evidence.get("lost_unit"),
+                fault.evidence.get("since_report_s"),
+            )
+        )
     if fault.detect_s is not None:
         parts.append(f"detected after {duration(fault.detect_s)}")
     if fault.recovery_s is not None:

@@ -130,5 +130,8 @@ faults follow."""
 
 OWN_FILES = "own_files"
 """Source of a ``restored`` event of a script that goes on from files that it wrote itself."""
+REPORTS = "reports"
+"""In a ``restored`` and a ``recovered`` event: a step is a report of the user's function or
+script."""
 BEGINNINGS = frozenset({"fresh", "fork"})
 """Sources of a ``restored`` event that do not depend on older submissions of the run."""

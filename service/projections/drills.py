@@ -176,6 +176,13 @@ def _note(
             "the script continues from its own files: which steps it repeats, and whether its "
             "loss continues, is not known"
         )
+    if story.recovered is not None and restored.get("unit"):
+        since_s = story.recovered.data.get("since_report_s")
+        worked = "" if since_s is None else f", of {since_s:.1f} s here,"
+        return (
+            f"steps are the reports of the user's loop: work since the last report{worked} is done "
+            "again and counts as no step lost"
+        )
     checkpoint = started.data.get("checkpoint")
     if checkpoint is None or story.recovered is None:
         return None

@@ -68,8 +68,14 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
 def _recovered(failure: Failure, event: EventRow) -> Failure:
     """Return the failure with the cost of its recovery, unless that was known before."""
     cost = {name: event.data.get(name) for name in _FROM_RECOVERY if getattr(failure, name) is None}
-    if event.data.get("phases"):
-        cost["evidence"] = {**failure.evidence, "recovery_phases": event.data["phases"]}
+    found = {"recovery_phases": event.data.get("phases")}
+    if event.data.get("unit"):
+        # Of a user's own loop nobody knows the steps between two reports.
+        found |= {"lost_unit": event.data["unit"], "since_report_s": event.data["since_report_s"]}
+    cost["evidence"] = {
+        **failure.evidence,
+        **{name: value for name, value in found.items() if value is not None and value != {}},
+    }
     return _with(failure, **cost)
 
 

@@ -74,6 +74,8 @@ def test_a_train_fn_goes_on_from_its_own_checkpoint(
     first, second = (event.data for event in run.of(EventKind.RESTORED))
     assert (first["source"], first["step"], second["source"]) == ("fresh", 0, "checkpoint")
     assert 9 <= second["step"] <= 60
+    recovered = run.last(EventKind.RECOVERED).data
+    assert recovered["unit"] == "reports" and 0 <= recovered["since_report_s"] < 120
     epochs = {
         point["step"]: point["values"]["epoch"]
         for event in run.of(EventKind.METRICS)

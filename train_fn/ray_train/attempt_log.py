@@ -92,8 +92,14 @@ class AttemptLog:
         self.journal.emit(EventKind.FAILURE, failure.event_data())
         if self.is_open:
             self.ended(judgement.verdict.value, evidence.last_step)
+        moved_at = self.journal.moved_at(evidence.attempt)
         self.recovery = RecoveryNote(
-            evidence.noticed_at, detect_s, evidence.last_step, self.world_size, time.time()
+            evidence.noticed_at,
+            detect_s,
+            evidence.last_step,
+            self.world_size,
+            time.time(),
+            None if moved_at is None else round(max(0.0, evidence.noticed_at - moved_at), 3),
         )
         logger.warning(
             "attempt %d failed: %s; %s", self.attempt, failure_words.line(failure), failure.action

@@ -43,6 +43,8 @@ class RankJournal:
         self._entered = self._restored = time.monotonic()
         self._restored_step: int | None = None
         self._rejected_step = 0
+        self._unit: str | None = None
+        """What a step of the run is, if it is no optimizer step."""
         self._from_own_files = False
         """Whether a script continues from its own files, at a step that nobody knows."""
         # A script that has reported before ends its recovery like others, with its next report.
@@ -86,6 +88,7 @@ class RankJournal:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
             self._restored_step = data.get("step")
+            self._unit = data.get("unit")
             self._from_own_files = data.get("source") == OWN_FILES
             self._rejected_step = _rejected_step(data, self._launch.attempt - 1)
         if kind is EventKind.METRICS and data["points"]:
@@ -108,7 +111,9 @@ class RankJournal:
             # No known last step means that no step was reported.
             done = max(note.last_step or 0, self._rejected_step)
             lost = max(0, done - self._restored_step)
+        of_reports = {"unit": self._unit, "since_report_s": note.since_step_s}
         return {
+            **(of_reports if self._unit is not None else {}),
             "detect_s": note.detect_s,
             "recovery_s": round(first_step_at - note.noticed_at, 3),
             "steps_lost": lost,

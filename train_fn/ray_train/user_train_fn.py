@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from everstep.spec.user_code import CodeSpec
-from everstep.wire.events import OWN_FILES
+from everstep.wire.events import OWN_FILES, REPORTS
 from storage.run_control import Stop
 from train_fn import own_loop
 from train_fn.context import WorkerContext
@@ -87,6 +87,8 @@ def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None]:
         beginning = OWN_FILES if script is not None and ctx.attempt > 1 else "fresh"
         source = beginning if name is None else "checkpoint"
         restored: dict[str, Any] = {"step": step, "epoch": 0, "source": source, "checkpoint": name}
+        if source != OWN_FILES:
+            restored["unit"] = REPORTS
         restored["rejected"] = [
             {"name": each, "problem": problem} for each, problem in rejected.items()
         ]

@@ -57,6 +57,8 @@ class RecoveryNote:
     world_size_before: int
     left_at: float
     """When the last survivor left its step, in unix seconds."""
+    since_step_s: float | None = None
+    """Seconds from the newest step in the journal, or from the attempt's start, to the failure."""
 
 
 @dataclass(frozen=True)

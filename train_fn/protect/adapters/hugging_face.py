@@ -66,7 +66,9 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         self._scheduler = _Scheduler(trainer)
         self._state: Protected | None = None
         self._groups: list[dict[str, Any]] = []
-        self._loss_before: Any = 0.0
+        self._loss: Any = 0.0
+        """Sum of the step's losses. The Trainer's own sum goes on over several steps, and so has
+        another rounding error after a restart."""
 
     def train(
         self,
@@ -82,6 +84,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
             raise BadTask("es.hf.Protect cannot protect a hyperparameter search; leave it out")
         if trainer.optimizer is None:
             trainer.create_optimizer()
+        self._measure_losses()
         self._state = Protected(self._parts(), "refuse", self._settings)
         with self._state as state:
             # The order of the data follows from torch's seed, which is the run's on all ranks. The
@@ -160,14 +163,23 @@ class Protect(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed what the step draws: the loader may have drawn since the last commit."""
         self._open().reseed()
-        self._loss_before = self._trainer._tr_loss.detach().clone()
+        self._loss = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Commit the step."""
         self._place.note(control)
         rates = self._trainer.lr_scheduler.get_last_lr()
-        loss = self._trainer._tr_loss - self._loss_before
-        self._open().step(loss=loss, learning_rate=float(rates[0]))
+        self._open().step(loss=self._loss, learning_rate=float(rates[0]))
+
+    def _measure_losses(self) -> None:
+        trainer, training_step = self._trainer, self._trainer.training_step
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self._loss = self._loss + loss.detach()
+            return loss
+
+        trainer.training_step = measured
 
     def _finish_before_best_model(self) -> None:
         """Let the last checkpoint hold the last weights, not the best ones."""

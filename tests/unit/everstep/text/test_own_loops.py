@@ -11,7 +11,7 @@ from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
 from everstep.wire.run import Run
 from service.model.rows import EventRow
-from service.projections import drills
+from service.projections import drills, failures
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 FAILED = {"verdict": "worker_lost", "first_rank": 1, "evidence": {"worked_s": 12.0}}
@@ -39,6 +39,26 @@ def test_why_says_how_long_may_be_done_again_and_claims_no_steps() -> None:
     assert started == "the script starts again, at the checkpoints that it wrote itself"
     running = event(EventKind.TRAINING_STARTED, device="cpu", backend="gloo", total_steps=None)
     assert events.event(running) == "training on cpu over gloo: its own loop"
+
+
+def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said() -> None:
+    """Two steps lost would be true of reports only: the epoch between two of them is done again."""
+    cost = {**RECOVERED, "steps_lost": 2, "unit": "reports", "since_report_s": 12.0}
+    words = "2 reports lost and at most 12.0 s of work since the last one done again"
+    assert events.event(event(EventKind.RECOVERED, **cost)) == (
+        f"recovered in 2.0 s: 2 -> 2 ranks, {words}"
+    )
+    failed = {"verdict": "worker_lost", "first_rank": 1, "evidence": {}}
+    rows = [
+        EventRow(number, float(number), kind, 1, 1, data)
+        for number, (kind, data) in enumerate(
+            [(EventKind.FAILURE, failed), (EventKind.RECOVERED, {**cost, "phases": {}})]
+        )
+    ]
+    [found] = failures.failures(rows)
+    assert words in failure.story(found)[-1]
+    unknown = {**cost, "since_report_s": None}
+    assert events.event(event(EventKind.RECOVERED, **unknown)).endswith("2 reports lost")
 
 
 def test_a_run_without_steps_claims_none_lost() -> None:
@@ -78,13 +98,13 @@ def test_a_script_that_succeeded_without_steps_is_at_none() -> None:
     assert words.progress(ended) == "none reported"
 
 
-def drill_of(source: str) -> Drill:
+def drill_of(source: str, unit: str | None = None) -> Drill:
     history: list[tuple[EventKind, dict[str, Any]]] = [
         (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
         (EventKind.DRILL_STARTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
         (EventKind.FAILURE, FAILED),
-        (EventKind.RESTORED, {"step": 0, "source": source, "checkpoint": None}),
-        (EventKind.RECOVERED, RECOVERED),
+        (EventKind.RESTORED, {"step": 0, "source": source, "checkpoint": None, "unit": unit}),
+        (EventKind.RECOVERED, {**RECOVERED, "since_report_s": 3.0}),
     ]
     rows = [
         EventRow(number, float(number), kind, 1, 1, data)
@@ -100,3 +120,10 @@ def test_a_drill_of_a_script_is_complete_and_claims_no_parity() -> None:
     assert (found.report.parity, found.report.steps_lost) == (None, None)
     assert "is not known" in str(found.report.note)
     assert not drill_of("fresh").complete
+
+
+def test_a_drill_of_a_function_says_that_its_steps_are_reports() -> None:
+    found = drill_of("checkpoint", "reports")
+    assert found.report is not None and "of 3.0 s" in str(found.report.note)
+    other = drill_of("checkpoint")
+    assert other.report is not None and other.report.note is None

@@ -128,6 +128,24 @@ def test_a_script_that_reports_nothing_is_interrupted_by_a_stop(tmp_path: Path) 
     assert time.monotonic() - began < 30
 
 
+def test_the_recovery_of_a_function_counts_reports_and_the_work_since_the_last_one() -> None:
+    for unit, found in (("reports", 1.5), (None, None)):
+        journal, now = Journal(), time.time()
+        launch = RankLaunch(2, now - 1, recovery=RecoveryNote(now - 2, 0.1, 7, 2, now - 1.5, 1.5))
+        rank = RankJournal(journal, launch, 0, 2)  # type: ignore[arg-type]
+        rank.emit(
+            EventKind.RESTORED,
+            {"step": 4, "source": "checkpoint"} | ({"unit": unit} if unit else {}),
+        )
+        rank.emit(EventKind.METRICS, {"points": [{"step": 5, "at": now, "values": {}}]})
+        [data] = journal.of_kind(EventKind.RECOVERED)
+        assert (data["steps_lost"], data.get("unit"), data.get("since_report_s")) == (
+            3,
+            unit,
+            found,
+        )
+
+
 def test_the_recovery_of_a_script_that_reports_nothing_ends_with_its_start() -> None:
     for last_step, kinds in ((0, [EventKind.RECOVERED]), (4, [])):
         journal, now = Journal(), time.time()

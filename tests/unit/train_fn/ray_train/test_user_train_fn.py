@@ -122,6 +122,7 @@ def test_reports_are_steps_and_numbers_are_metrics(
         "epoch": 0,
         "source": "fresh",
         "checkpoint": None,
+        "unit": "reports",
         "rejected": [],
     }
     points = [data["points"][0] for kind, data in events(ctx) if kind is EventKind.METRICS]
@@ -165,6 +166,7 @@ def test_a_pause_waits_for_a_checkpoint_of_a_function_that_makes_some(
         "epoch": 0,
         "source": "checkpoint",
         "checkpoint": "checkpoint_a",
+        "unit": "reports",
         "rejected": [],
     }
     assert events(ctx)[-1][1]["points"][0]["step"] == 11
