@@ -1,0 +1,97 @@
+"""What a rank keeps of a protected loop that broke, and how optimizer steps of a commit count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from train_fn.protect.departure import state_to_keep
+from train_fn.protect.shadows import Shadows
+from train_fn.protect.updates import Updates
+
+WHOLE = {"step": 7}
+NEWEST, OLDER = {"step": 7, "of": "newest"}, {"step": 6, "of": "older"}
+
+
+def training(
+    *, fault: str | None = None, complete: bool = True, regular: bool = True, shadows: Any = None
+) -> Any:
+    updates = SimpleNamespace(is_regular=regular, of_commit=2, usual=1)
+    state = SimpleNamespace(step=7, complete=complete, last_committed=lambda: WHOLE)
+    commits = SimpleNamespace(fault=fault, updates=updates)
+    return SimpleNamespace(commits=commits, shadows=shadows, state=state)
+
+
+SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_known", "expected"),
+    [
+        ({}, True, WHOLE),
+        ({}, False, WHOLE),
+        ({"complete": False}, True, "between two states"),
+        ({"regular": False}, True, WHOLE),
+        ({"regular": False}, False, "2 optimizer steps instead of 1"),
+        ({"regular": False, "shadows": SHADOWS}, False, "2 optimizer steps instead of 1"),
+        ({"complete": False, "shadows": SHADOWS}, True, NEWEST),
+        ({"fault": "rank 1 differs"}, False, "did not make the same step: rank 1 differs"),
+        ({"fault": "rank 1 differs", "shadows": SHADOWS}, False, OLDER),
+        ({"shadows": SimpleNamespace(newest=None, older=None)}, True, "between two states"),
+        (
+            {"fault": "rank 1 differs", "shadows": SimpleNamespace(newest=NEWEST, older=None)},
+            False,
+            "did not make the same step",
+        ),
+    ],
+)
+def test_only_a_state_that_every_rank_made_is_kept(
+    facts: dict[str, Any], is_known: bool, expected: Any
+) -> None:
+    found = state_to_keep(training(**facts), is_known)
+    assert expected in found if isinstance(expected, str) else found is expected
+
+
+def test_a_shadow_is_written_beside_the_newest_one() -> None:
+    weight = torch.zeros(2)
+    shadows = Shadows(SimpleNamespace(state_dict=lambda: {"weight": weight}))  # type: ignore[arg-type]
+    for value in (1.0, 2.0, 3.0):
+        weight.fill_(value)
+        shadows.take()
+    assert shadows.newest is not None and shadows.older is not None
+    assert (shadows.newest["weight"][0], shadows.older["weight"][0]) == (3, 2)
+    kept = shadows.older
+    weight.fill_(4.0)
+    shadows.renew()
+    assert shadows.newest["weight"][0] == 4 and shadows.older is kept, "the older one stays"
+    assert kept["weight"][0] == 2
+
+
+def commit(updates: Updates, num_steps: int) -> bool:
+    for _ in range(num_steps):
+        updates.count()
+    updates.commit()
+    return updates.is_regular
+
+
+def test_a_commit_is_regular_if_it_made_as_many_steps_as_the_first_that_all_agreed_on() -> None:
+    updates = Updates(may_skip=False)
+    assert commit(updates, 3), "nothing is usual yet"
+    updates.agree()
+    assert (updates.num, updates.of_commit, updates.usual) == (3, 3, 3)
+    assert not commit(updates, 2) and not commit(updates, 0) and commit(updates, 3)
+    updates.agree()
+    assert updates.usual == 3 and updates.num == 8
+
+
+def test_a_gradient_scaler_may_skip_a_step() -> None:
+    updates = Updates(may_skip=True)
+    commit(updates, 0)
+    updates.agree()
+    assert updates.usual is None, "a skipped step says nothing of the usual number"
+    commit(updates, 1)
+    updates.agree()
+    assert commit(updates, 0) and not commit(updates, 2)
