@@ -59,7 +59,7 @@ class NodeFacts(Answer):
     problem: str | None = None
     """Why nothing more is known: no Everstep process could start there."""
     versions: dict[str, str | None] = Field(default_factory=dict)
-    """Versions of python, everstep, ray, torch, torchvision, cuda and nccl; null if not
+    """Versions of python, everstep, ray, torch, torchvision, cuda and nccl; absent if not
     installed."""
     source: str | None = None
     """Digest of Everstep's own modules."""

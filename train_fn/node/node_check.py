@@ -3,8 +3,6 @@ others."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -29,6 +27,7 @@ from train_fn.node.network_settings import meet_on_the_clusters_network
 from train_fn.node.node_dir import SHARED_MEMORY
 from train_fn.node.probe import accepts_connection
 from train_fn.node.silent_peers import interface_of
+from train_fn.node.versions import versions
 from train_fn.storage_proof import APPEAR_S, appeared
 
 CONNECT_S = 3.0
@@ -51,7 +50,7 @@ class NodeProbe:
         memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return {
             "hostname": platform.node(),
-            "versions": _versions(),
+            "versions": versions(),
             "source": source_digest(),
             "interface": interface_of(self._ip),
             "interfaces": tuple(sorted(psutil.net_if_addrs())),
@@ -158,18 +157,3 @@ def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> t
             )
         if last:
             return rounds, (time.monotonic() - began) / rounds
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "nccl": None,
-    }
-    for name in ("everstep", "ray", "torch", "torchvision"):
-        versions[name] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return versions
