@@ -99,7 +99,12 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             "forked from",
             f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
         ),
-        ("step", f"{words.progress(run)}, epoch {run.epoch}"),
+        (
+            "step",
+            words.progress(run)
+            if words.has_no_steps(run)
+            else f"{words.progress(run)}, epoch {run.epoch}",
+        ),
         ("ranks", run.world_size),
         ("metrics", words.numbers(run.metrics) or None),
         (

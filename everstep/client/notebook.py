@@ -6,6 +6,7 @@ import sys
 from html import escape
 from typing import Any
 
+from everstep.text import words
 from everstep.wire import Run
 
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
@@ -46,7 +47,7 @@ def _status(run: Run) -> str:
 
 def _progress(run: Run) -> str:
     if not run.total_steps:
-        return str(run.step)
+        return words.progress(run)
     return (
         f'<progress value="{run.step}" max="{run.total_steps}"></progress> {run.step} of '
         f"{run.total_steps}"

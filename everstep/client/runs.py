@@ -12,6 +12,7 @@ from everstep.client.profile_handle import ProfileHandle
 from everstep.client.run_checkpoints import RunCheckpoints
 from everstep.errors import RunFailed
 from everstep.spec.run_spec import RunSpec
+from everstep.text import words
 from everstep.wire import (
     TERMINAL_STATUSES,
     Attempt,
@@ -68,10 +69,7 @@ class RunHandle(RunCheckpoints):
         wait_until(
             lambda: self.run.status.terminal,
             look,
-            lambda: (
-                f"run {self.id} is still {self.run.status} at step {self.run.step} after "
-                f"{timeout_s:g} s"
-            ),
+            lambda: f"run {self.id} is still {words.where(self.run)} after {timeout_s:g} s",
             self._transport.timing,
             self._patience,
             timeout_s=timeout_s,

@@ -64,11 +64,24 @@ def count(amount: int, noun: str) -> str:
     return f"{amount} {noun}{'' if amount == 1 else 's'}"
 
 
+def has_no_steps(run: Run) -> bool:
+    """Return whether a run has trained without reporting a step: a user's script may report
+    none."""
+    has_begun = run.status == RunStatus.SUCCEEDED or run.guarantee is not None
+    return has_begun and not run.step and run.total_steps is None
+
+
 def progress(run: Run) -> str:
     """Return the steps done, of those in all if that is known: ``8/40``."""
-    if run.status == "SUCCEEDED" and not run.step:
+    if has_no_steps(run):
         return "none reported"
     return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
+
+
+def where(run: Run) -> str:
+    """Return a run's status and step: ``RUNNING at step 8/40``; without a step that is not
+    reported."""
+    return run.status if has_no_steps(run) else f"{run.status} at step {progress(run)}"
 
 
 def lost(run: Run) -> str:
@@ -84,8 +97,7 @@ def lost(run: Run) -> str:
 
 def summary(run: Run) -> str:
     """Return how a run ended: a line, and a second one for its reason."""
-    has_steps = run.step > 0 or run.status != "SUCCEEDED"
-    parts = [f"{run.status} at step {progress(run)}" if has_steps else run.status]
+    parts = [where(run)]
     if run.finished_at is not None:
         parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")
     text = " ".join(parts)

@@ -115,6 +115,8 @@ class Samples(Answer):
 
 
 class GoodputBuckets(Answer):
+    """Seconds of wall time. Every moment since a run's creation is in exactly one bucket."""
+
     queued: float = 0.0
     starting: float = 0.0
     productive: float = 0.0
@@ -122,6 +124,9 @@ class GoodputBuckets(Answer):
     detecting: float = 0.0
     restarting: float = 0.0
     rework: float = 0.0
+    unreported: float = 0.0
+    """A user's own loop ran between its last report and a failure. How much of that work was kept
+    is not known."""
     paused: float = 0.0
     idle: float = 0.0
 

@@ -140,7 +140,8 @@ class Run(Answer):
     epoch: int
     """Epoch in progress, from 0."""
     step: int
-    """Optimizer steps done in the committed lineage."""
+    """Optimizer steps done in the committed lineage; 0 also for a user's script that reports
+    none."""
     total_steps: int | None
     """Steps of the whole run; null until the size of the data set is known."""
     world_size: int | None

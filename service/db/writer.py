@@ -80,7 +80,9 @@ class RunWriter:
             seq, at, kind, self.run.submission if submission is None else submission, attempt, data
         )
         try:
-            self._ledger.apply(row, latest=self.now)
+            self._ledger.apply(
+                row, latest=self.now, is_own_loop=self.run.stored_spec.runs_own_function
+            )
         except UNFIT as exc:
             # As for changes, invalid data must not stop the tail. The time stays in its bucket.
             logger.error(

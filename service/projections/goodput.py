@@ -58,13 +58,15 @@ class TimeLedger:
     def dump(self) -> dict[str, Any]:
         return asdict(self)
 
-    def apply(self, event: EventRow, latest: float) -> None:
+    def apply(self, event: EventRow, latest: float, *, is_own_loop: bool = False) -> None:
         """Account for one event.
 
         Args:
             event: The next event of the run's history.
             latest: Unix seconds; later events count at this time. A node's clock that is ahead must
                 not book future time.
+            is_own_loop: Whether the run calls a user's function or script. What such a loop does
+                between two of its reports is not known.
         """
         limit_us = to_us(latest)
         if event.kind == EventKind.METRICS:
@@ -81,11 +83,11 @@ class TimeLedger:
         data = event.data
         match event.kind:
             case EventKind.STATUS:
-                self._status(data["to"])
+                self._status(data["to"], is_own_loop)
             case EventKind.WAITING:
                 self.bucket = "idle"
             case EventKind.SUBMISSION_STARTED:
-                self._interrupted(None)
+                self._interrupted(None, is_own_loop)
             case EventKind.ATTEMPT_STARTED if self.bucket == "idle":
                 self.bucket = "restarting" if self.trained else "starting"
             case EventKind.RESTORED:
@@ -101,10 +103,10 @@ class TimeLedger:
             case EventKind.CHECKPOINT_COMMITTED:
                 self._move(self.bucket, "checkpoint_stall", data.get("stall_s"))
             case EventKind.FAILURE:
-                self._interrupted(data.get("detect_s"))
+                self._interrupted(data.get("detect_s"), is_own_loop)
                 self.bucket = "restarting"
             case EventKind.ATTEMPT_ENDED:
-                self._attempt_ended(data.get("cause"))
+                self._attempt_ended(data.get("cause"), is_own_loop)
 
     def close(self, end: float) -> Goodput:
         """Return the goodput at ``end`` (unix seconds) without changing the ledger."""
@@ -154,39 +156,45 @@ class TimeLedger:
         self.furthest_step = max(self.furthest_step, step)
         self._work()
 
-    def _interrupted(self, detect_s: float | None) -> None:
+    def _interrupted(self, detect_s: float | None, is_own_loop: bool) -> None:
         """Book that work stopped before now: for as long as the driver says, else since the last
         step.
 
-        None of the time since the last step was work. What exceeds the detection time belongs to
-        the restart.
+        In Everstep's loop none of the time since the last step was work, and what exceeds the
+        detection time belongs to the restart. A user's own loop worked until the failure.
         """
         if self.bucket not in _WORKING:
             return
-        idle_s = (self.at_us - self.progress_us) / 1e6
-        unnoticed_s = idle_s if detect_s is None else max(0.0, detect_s)
+        since_step_s = (self.at_us - self.progress_us) / 1e6
+        if detect_s is not None:
+            unnoticed_s = max(0.0, detect_s)
+        else:
+            unnoticed_s = 0.0 if is_own_loop else since_step_s
         self._move(self.bucket, "detecting", unnoticed_s)
-        self._move(self.bucket, "restarting", idle_s - unnoticed_s)
+        rest = "unreported" if is_own_loop else "restarting"
+        self._move(self.bucket, rest, since_step_s - unnoticed_s)
         self.bucket = "restarting"
 
-    def _attempt_ended(self, cause: str | None) -> None:
+    def _attempt_ended(self, cause: str | None, is_own_loop: bool) -> None:
         if cause in set(Verdict):
-            self._interrupted(None)
+            self._interrupted(None, is_own_loop)
             self.bucket = "restarting"
         elif cause == "resized":
             self.bucket = "restarting"
         elif self.bucket in _WORKING:
             self.bucket = "idle"
 
-    def _status(self, status: str) -> None:
+    def _status(self, status: str, is_own_loop: bool) -> None:
         if status == RunStatus.RECOVERING:
-            self._interrupted(None)
+            self._interrupted(None, is_own_loop)
         self.bucket = _BUCKET_OF_STATUS.get(status, self.bucket)
 
 
-def goodput(created_at: float, events: Iterable[EventRow], end: float) -> Goodput:
+def goodput(
+    created_at: float, events: Iterable[EventRow], end: float, *, is_own_loop: bool = False
+) -> Goodput:
     """Return the goodput of a whole history. Times are unix seconds."""
     ledger = TimeLedger.begin(created_at)
     for event in events:
-        ledger.apply(event, latest=end)
+        ledger.apply(event, latest=end, is_own_loop=is_own_loop)
     return ledger.close(end)

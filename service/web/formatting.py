@@ -30,12 +30,16 @@ STATUS_GROUPS: Final[Mapping[str, tuple[RunStatus, ...]]] = MappingProxyType(
 
 BUCKET_WORDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        "productive": ("Productive", "steps that count"),
+        "productive": ("Productive", "training that counts"),
         "rework": ("Rework", "steps repeated after a failure"),
         "checkpoint_stall": ("Saving", "training waited for a checkpoint"),
         "detecting": ("Detecting", "from a failure to its detection"),
-        "restarting": ("Restarting", "from detection to the next step"),
-        "starting": ("Starting", "from the submission to the first step"),
+        "unreported": (
+            "Unreported",
+            "from the last report to a failure; a script may have kept it",
+        ),
+        "restarting": ("Restarting", "from detection until training goes on"),
+        "starting": ("Starting", "from the submission until training begins"),
         "queued": ("Queued", "waiting for room on the cluster"),
         "paused": ("Paused", "as requested"),
         "idle": ("Idle", "no ranks: waiting for nodes"),

@@ -49,6 +49,7 @@ _environment.globals |= {"asset": asset_url, "csrf_field": CSRF_FIELD}
 _environment.filters |= {
     "count": cli_words.count,
     "lost": cli_words.lost,
+    "has_no_steps": cli_words.has_no_steps,
     "duration": cli_words.duration,
     "span": words.span,
     "size": cli_words.size,

@@ -98,6 +98,17 @@ def test_a_script_that_succeeded_without_steps_is_at_none() -> None:
     assert words.progress(ended) == "none reported"
 
 
+def test_a_run_that_trains_without_steps_names_none() -> None:
+    def where(**fields: Any) -> str:
+        known = {"step": 0, "total_steps": None, "guarantee": "up to you", "status": "RUNNING"}
+        return words.where(Run.model_construct(**{**known, **fields}))
+
+    assert where() == "RUNNING" and where(status="FAILED") == "FAILED"
+    assert where(step=3) == "RUNNING at step 3"
+    assert where(total_steps=9) == "RUNNING at step 0/9", "a task counts its steps"
+    assert where(guarantee=None, status="QUEUED") == "QUEUED at step 0", "it has not begun"
+
+
 def drill_of(source: str, unit: str | None = None) -> Drill:
     history: list[tuple[EventKind, dict[str, Any]]] = [
         (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),

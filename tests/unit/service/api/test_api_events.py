@@ -487,6 +487,7 @@ async def test_a_failed_attempt_is_told(api: ApiService) -> None:
             "detecting": 0.5,
             "restarting": 2,
             "rework": 0,
+            "unreported": 0,
             "paused": 0,
             "idle": 0,
         }

@@ -94,6 +94,32 @@ def test_time_without_progress_is_never_productive(detect_s: float | None) -> No
     ] == pytest.approx(1.2 + 12.8 - detecting_s)
 
 
+@pytest.mark.parametrize(
+    ("lost", "detecting_s"),
+    [
+        (event(EventKind.FAILURE, 15, verdict="worker_lost", detect_s=2.0), 2),
+        (event(EventKind.FAILURE, 15, verdict="worker_lost", detect_s=None), 0),
+        (event(EventKind.SUBMISSION_STARTED, 15), 0),
+        (event(EventKind.ATTEMPT_ENDED, 15, cause=Verdict.WORKER_LOST.value), 0),
+        (status(15, RunStatus.RECOVERING), 0),
+    ],
+)
+def test_an_own_loop_worked_until_it_failed(lost: EventRow, detecting_s: float) -> None:
+    """What it did since its last report may be kept or not, but it was no restart."""
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 0),
+        steps((1, 3)),
+        lost,
+        event(EventKind.RECOVERED, 17),
+    ]
+    found = goodput(BEGIN, history, BEGIN + 20, is_own_loop=True).buckets.model_dump()
+    assert {name: value for name, value in found.items() if value} == pytest.approx(
+        {"productive": 3 + 3, "unreported": 12 - detecting_s, "restarting": 2}
+        | ({"detecting": detecting_s} if detecting_s else {})
+    )
+
+
 def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:
     history = [
         status(0, RunStatus.STARTING),
