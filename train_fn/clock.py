@@ -1,9 +1,8 @@
-"""The time of day by the clock of the run's head, on every host: a host whose clock is wrong tells
-of things when they happened.
+"""The time of day by the clock of the run's head, so that a host with a wrong clock reports right
+times.
 
-The journal says with every reply what its clock shows. Where that differs from this host's by more
-than a quick reply, and clocks that NTP keeps, explain, this process tells times by the journal's
-clock.
+Every reply of the journal carries its time. If it differs from this host's clock by more than the
+reply's duration and NTP's error explain, this process uses the journal's time.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from __future__ import annotations
 import time
 
 TOLERATED_S = 1.0
-"""A difference of less than this is left: it may be the network's."""
+"""Smaller differences are ignored: they may come from the network."""
 QUICK_S = 1.0
-"""A reply that took longer says nothing about clocks: half of it is how wrong it may be."""
+"""Slower replies are ignored: the error of the time is half a reply's duration."""
 
 _ahead_s = 0.0
 
 
 def learn(asked_at: float, head_at: float, answered_at: float) -> None:
-    """Take what the head's clock showed (``head_at``) between two moments of this host's own; all
-    in unix seconds."""
+    """Compare the head's clock (``head_at``) with this host's before and after the call. All times
+    are unix seconds."""
     global _ahead_s
     if 0.0 <= answered_at - asked_at <= QUICK_S:
         ahead_s = (asked_at + answered_at) / 2 - head_at
@@ -28,10 +27,10 @@ def learn(asked_at: float, head_at: float, answered_at: float) -> None:
 
 
 def now() -> float:
-    """Unix seconds, by the head's clock as far as that is known."""
+    """Return unix seconds by the head's clock, as far as it is known."""
     return time.time() - _ahead_s
 
 
 def time_of(monotonic: float) -> float:
-    """The same of a moment of ``time.monotonic``."""
+    """Return unix seconds by the head's clock for a value of ``time.monotonic``."""
     return now() - (time.monotonic() - monotonic)

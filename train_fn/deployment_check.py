@@ -1,9 +1,9 @@
 """A check of the whole deployment, as a Ray job: ``python -m train_fn.deployment_check --storage
 URI --check-id ID``.
 
-A process on every live node looks at itself; together they try storage, ports, clocks and a sum.
-What was found goes to the storage as a report, also where much is wrong: only a cluster or a
-storage that the head itself cannot use leaves none.
+A process on every live node checks the node. Together they test storage, ports, clocks and an
+all-reduce. The report goes to the storage, even if much is wrong. There is none only if the head
+cannot use the cluster or the storage.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CLOCK_QUESTIONS = 5
 
 
 class ClusterCheck:
-    """One process on each node, and what they say. A node that fails at one question is asked
-    nothing more."""
+    """Run one process on each node, and collect its answers. A node that fails once is not called
+    again."""
 
     def __init__(self, storage_uri: str, check_id: str, all_reduce_s: float) -> None:
         self._uri = storage_uri
@@ -59,7 +59,7 @@ class ClusterCheck:
         self._probes = {node_id: self._probe(node_id) for node_id in self._nodes}
 
     def report(self) -> DeploymentReport:
-        """Ask everything."""
+        """Return the report of all checks."""
         calls = {
             node_id: probe.facts.remote(node_id in self._with_gpu)
             for node_id, probe in self._probes.items()
@@ -98,7 +98,7 @@ class ClusterCheck:
         return answers
 
     def _ask_clock(self, node_id: str, probe: Any) -> None:
-        """The question that was answered fastest tells most."""
+        """Measure the node's clock by the fastest of several calls, which is the most exact."""
         best: tuple[float, float] | None = None
         for _ in range(CLOCK_QUESTIONS):
             asked = time.time()
@@ -116,8 +116,7 @@ class ClusterCheck:
         }
 
     def _try_ports(self) -> None:
-        """Each node to each other one: a port that the other chose, as ranks do, and the other's
-        raylet."""
+        """Connect each node to a free port of each other node, as ranks do, and to its raylet."""
         ports = self._answers(
             {node_id: probe.listen.remote() for node_id, probe in self._probes.items()}, ANSWER_S
         )
@@ -141,8 +140,8 @@ class ClusterCheck:
                 )
 
     def _try_storage(self) -> None:
-        """All write, then all read: a directory of a node's own looks well until another one
-        looks."""
+        """Let all nodes write, then read each other's files. A node's local directory passes any
+        check that only this node makes."""
         calls = {
             node_id: probe.write_storage.remote(self._uri, self._check_id)
             for node_id, probe in self._probes.items()
@@ -189,7 +188,7 @@ class ClusterCheck:
 
 
 def _words(exc: RayError, timeout_s: float) -> str:
-    """The last line of what Ray says, which names the reason."""
+    """Return the last line of Ray's message, which names the reason."""
     if isinstance(exc, ray.exceptions.GetTimeoutError):
         return f"no answer within {timeout_s:g} s"
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
@@ -197,7 +196,7 @@ def _words(exc: RayError, timeout_s: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; returns its exit code."""
+    """Run the check. Return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m train_fn.deployment_check", description="Check an Everstep deployment."
     )

@@ -1,4 +1,4 @@
-"""Decoded data, once a node: the first process decodes under a lock, all others map the result into
+"""Decode data once per node: the first process decodes under a lock, all others map the result into
 memory."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays]) -> Arrays:
-    """What ``decode`` returns, memory-mapped from this node's cache; called only where the cache
-    does not have it.
+    """Return the arrays of ``decode``, memory-mapped from this node's cache. Call it only if the
+    cache does not have them.
 
     Args:
         name: of the data set.
-        sources: files that are decoded; when one of them changes (size or time), it is decoded
-            anew.
+        sources: files that are decoded. If the size or time of one changes, they are decoded
+            again.
     """
     stamps = [
         f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources
@@ -31,8 +31,8 @@ def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays
 
 
 def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
-    """The arrays that this node's cache keeps under ``name`` and ``key``, memory-mapped; where
-    there are none, of ``decode``."""
+    """Return the arrays that this node's cache has under ``name`` and ``key``, memory-mapped. Fill
+    the cache from ``decode`` if it has none."""
     directory = cache_root() / "data" / f"{name}-{key}"
     once_a_node(directory, lambda temporary: _write(temporary, decode()))
     return {

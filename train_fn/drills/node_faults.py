@@ -1,5 +1,4 @@
-"""Faults that drills put in on the node where they happen. Only processes of that node's raylet are
-ever touched."""
+"""Inject faults on this node for drills. Only processes of the node's raylet are touched."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from train_fn.node.node_dir import snapshots_dir
 
 
 def find_raylet(node_id: str) -> psutil.Process | None:
-    """The raylet of a node, by its command line: a machine may run several."""
+    """Return the raylet of a node, found by its command line: a machine may run several."""
     for process in psutil.process_iter(["cmdline"]):
         cmdline = process.info["cmdline"] or []
         if cmdline and Path(cmdline[0]).name == "raylet" and f"--node_id={node_id}" in cmdline:
@@ -24,8 +23,8 @@ def find_raylet(node_id: str) -> psutil.Process | None:
 
 
 def signal_ranks(node_id: str, pids: Collection[int], signal_number: int) -> str | None:
-    """Send a signal to ranks of this node; why not, where that could not be done. Nothing is sent
-    unless all of them are there."""
+    """Send a signal to ranks of this node, if all of them are there. Return why it was not sent, or
+    None."""
     raylet = find_raylet(node_id)
     if raylet is None:
         return f"no raylet of node {node_id} runs here"
@@ -46,8 +45,8 @@ def signal_ranks(node_id: str, pids: Collection[int], signal_number: int) -> str
 
 
 def _workers(raylet: psutil.Process) -> set[int]:
-    """Pids of the processes below a raylet, and of those forked elsewhere for which one of them
-    stands, holding a pidfd of it."""
+    """Return the pids of a raylet's descendants, and of forked workers that one of them represents
+    and holds a pidfd of."""
     below = {child.pid for child in raylet.children(recursive=True)}
     held = set()
     for pid in below:
@@ -63,15 +62,15 @@ def _workers(raylet: psutil.Process) -> set[int]:
 
 
 def kill_ranks(run_id: str, node_id: str, pids: Collection[int]) -> str | None:
-    """SIGKILL to ranks that were stopped before, and what earlier attempts left in this machine's
-    shared memory removed."""
+    """Kill ranks that were stopped before, and remove the run's snapshots from this machine. Return
+    why that failed, or None."""
     shutil.rmtree(snapshots_dir(run_id), ignore_errors=True)
     return signal_ranks(node_id, pids, signal.SIGKILL.value)
 
 
 def kill_raylet(node_id: str) -> str | None:
-    """SIGKILL to a node's raylet: its workers, this one too, end with it. Why not, where that could
-    not be done."""
+    """Kill a node's raylet, with which its workers end, this one too. Return why that failed, or
+    None."""
     raylet = find_raylet(node_id)
     if raylet is None:
         return f"no raylet of node {node_id} runs here"

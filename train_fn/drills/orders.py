@@ -22,38 +22,38 @@ from train_fn.journal.client import ActorJournalClient
 from train_fn.recovery.history import History, RankPlace, read_history
 
 DRAIN_DEADLINE_S = 30.0
-"""How long the ranks of a drained node have to save and leave."""
+"""Seconds that the ranks of a drained node have to save and exit."""
 FLUSH_S = 10.0
-"""Longest wait for the word that a fault is put in to become durable."""
+"""Longest wait for the event of a fault to become durable."""
 
 logger = logging.getLogger(__name__)
 
 
 class DrillRefused(Exception):
-    """An order that is not carried out; the message says why and the way out."""
+    """An order is not carried out. The message says why, and what to do."""
 
 
 class Faults(Protocol):
-    """What a drill does to a cluster. Every method raises DrillRefused where it could not be
-    done."""
+    """The faults that a drill injects into a cluster. Every method raises DrillRefused if it
+    fails."""
 
     def head_node_ids(self) -> Collection[str]:
-        """The cluster's head, which a drill leaves alone."""
+        """Return the ids of the cluster's head, which no drill hits."""
 
     def signal(self, ranks: Sequence[RankPlace], signal_number: int) -> None:
         """Send a signal to ranks on all their nodes at once."""
 
     def kill_without_trace(self, ranks: Sequence[RankPlace], run_id: str) -> None:
-        """SIGKILL to all ranks of a run, and what its ranks left in shared memory removed."""
+        """Kill all ranks of a run, and remove its snapshots."""
 
     def kill_node(self, node_id: str) -> None:
-        """SIGKILL to the node's raylet."""
+        """Kill the node's raylet."""
 
     def drain_node(self, node_id: str, deadline_s: float) -> None:
         """Announce that the node will be taken away."""
 
     def kill_driver(self) -> None:
-        """SIGKILL to this process."""
+        """Kill this process."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class DrillPlan:
 
 
 def plan(order: DrillOrder, history: History, head_node_ids: Collection[str]) -> DrillPlan:
-    """What ``order`` hits in the run as its journals tell it.
+    """Return what ``order`` hits, from the run's journals.
 
-    Raises DrillRefused where the ranks that were meant are gone, or the node is the cluster's head.
+    Raises DrillRefused if the order's ranks are gone, or the node is the cluster's head.
     """
     if not history.attempt_open or history.last_attempt != order.attempt:
         raise DrillRefused(
-            f"attempt {order.attempt}, whose ranks were meant, has ended; ask again once the run "
-            "trains"
+            f"attempt {order.attempt}, for whose ranks the drill was ordered, has ended; order it "
+            "again once the run trains"
         )
     if order.kind in (DrillKind.KILL_DRIVER, DrillKind.CORRUPT_CHECKPOINT):
         return DrillPlan(None, history.workers)
@@ -97,8 +97,8 @@ def plan(order: DrillOrder, history: History, head_node_ids: Collection[str]) ->
 
 
 def checkpoint_to_damage(lineage: Sequence[str]) -> str:
-    """The newest of the checkpoints that count, given oldest first. Raises DrillRefused where none
-    is left to fall back to."""
+    """Return the newest checkpoint of the lineage, which is sorted oldest first. Raises
+    DrillRefused if it is the only one."""
     if len(lineage) < 2:
         found = f"the run has {len(lineage)} so far"
         raise DrillRefused(
@@ -108,7 +108,7 @@ def checkpoint_to_damage(lineage: Sequence[str]) -> str:
 
 
 class Drills:
-    """Looks for orders in the run directory and carries them out. Not thread-safe."""
+    """Read orders from the run directory and carry them out. Not thread-safe."""
 
     def __init__(
         self,
@@ -117,20 +117,19 @@ class Drills:
         journal: ActorJournalClient,
         make_faults: Callable[[], Faults],
     ) -> None:
-        """``make_faults`` is called for the first order: what it needs of Ray is loaded only
-        then."""
+        """``make_faults`` is called for the first order, and imports Ray's parts only then."""
         self._run_dir = run_dir
         self._checkpoints = CheckpointStore(run_dir)
         self._submission = submission
         self._journal = journal
         self._make_faults = make_faults
         self._taken: str | None = None
-        """Id of the newest order that was looked at."""
+        """Id of the newest order that was read."""
 
     def tick(self) -> None:
         """Carry out the newest order, unless any driver of this run did so before.
 
-        Raises StorageError where the run directory could not be read: the next tick tries again.
+        Raises StorageError if the run directory cannot be read. The next tick tries again.
         """
         order = self._run_dir.drill_ordered(self._submission)
         if order is None or order.id == self._taken:
@@ -143,7 +142,7 @@ class Drills:
             faults = self._make_faults()
             self._carry_out(order, plan(order, history, faults.head_node_ids()), faults)
         except Exception as exc:
-            # whatever it was, the operator is to hear of it, and the run goes on
+            # The operator sees every failure, and the run goes on.
             logger.warning(
                 "drill %s, %s of rank %d, was not carried out: %s",
                 order.id,
@@ -205,8 +204,8 @@ class Drills:
         pid: int | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        """Make it durable that the fault is put in, so that nobody puts it in again. Raises
-        DrillRefused where that fails."""
+        """Make the drill's event durable, so that the drill happens once. Raises DrillRefused if
+        that fails."""
         what = {"node_id": node_id, "pid": pid, "checkpoint": checkpoint}
         logger.warning("drill %s: %s of rank %d, %s", order.id, order.kind, order.rank, what)
         self._journal.emit(

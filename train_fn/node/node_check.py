@@ -1,5 +1,5 @@
-"""One node's part in a check of the deployment: what it has, what it sees, and a sum with the
-others."""
+"""One node's part in a check of the deployment: its facts, its storage and connections, and an
+all-reduce with the others."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from train_fn.storage_proof import APPEAR_S, appeared
 CONNECT_S = 3.0
 ALL_REDUCE_BYTES = 4 << 20
 JOIN_S = 20.0
-"""How long nodes may take to find each other for the sum, and one sum may take."""
+"""Longest wait of nodes for each other before the all-reduce, and for one all-reduce."""
 
 
 class NodeProbe:
-    """Lives on the node that it is asked about; every method returns plain values."""
+    """Check the node on which this actor runs. Every method returns plain values."""
 
     def __init__(self, node_id: str, ip: str) -> None:
         self._node_id = node_id
@@ -46,7 +46,7 @@ class NodeProbe:
         self._store: TCPStore | None = None
 
     def facts(self, has_gpu: bool) -> dict[str, object]:
-        """Fields of ``NodeFacts`` that need nobody else."""
+        """Return the fields of ``NodeFacts`` that need no other node."""
         memory = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return {
             "hostname": platform.node(),
@@ -66,18 +66,18 @@ class NodeProbe:
         }
 
     def now(self) -> float:
-        """Unix seconds of this node's clock."""
+        """Return the time by this node's clock, in unix seconds."""
         return time.time()
 
     def listen(self) -> int:
-        """A port of this node's address that takes connections until this process ends; the kernel
-        does, by its backlog."""
+        """Open a port of this node's address, and return it. The kernel accepts connections there
+        until this process ends."""
         family = socket.AF_INET6 if ":" in self._ip else socket.AF_INET
         self._listener = socket.create_server((self._ip, 0), family=family, backlog=1024)
         return int(self._listener.getsockname()[1])
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> list[bool]:
-        """Which addresses accept a connection from here."""
+        """Return, for each address, whether it accepts a connection from this node."""
         return accepts_connection(addresses, CONNECT_S)
 
     def write_storage(self, uri: str, check_id: str) -> StorageFacts:
@@ -110,7 +110,7 @@ class NodeProbe:
         return StorageFacts(unseen=tuple(unseen), differs=tuple(differs))
 
     def host_store(self) -> int:
-        """Make this node the one where the others meet for the sum; the port."""
+        """Serve the store for the all-reduce's rendezvous on this node. Return its port."""
         self._store = TCPStore(
             self._ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
         )
@@ -119,10 +119,10 @@ class NodeProbe:
     def all_reduce(
         self, backend: str, rank: int, meeting: tuple[str, int], world_size: int, seconds: float
     ) -> tuple[int, float]:
-        """Add up ``ALL_REDUCE_BYTES`` over all nodes for so long: the number of sums, and seconds a
-        sum.
+        """All-reduce ``ALL_REDUCE_BYTES`` for so many seconds. Return the number of rounds, and the
+        seconds of one.
 
-        Raises RuntimeError where nodes do not find each other, one is too slow, or a sum is wrong.
+        Raises RuntimeError if nodes do not find each other, one is too slow, or a sum is wrong.
         """
         meet_on_the_clusters_network(self._ip)  # as ranks do
         wait = timedelta(seconds=JOIN_S)
@@ -139,8 +139,8 @@ class NodeProbe:
 
 
 def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> tuple[int, float]:
-    """Rank 0 tells the others within a sum that it is the last one, so that nobody waits for a sum
-    that others do not make."""
+    """Return the number of all-reduces, and the seconds of one. The first value of each is rank 0's
+    flag for the last one, so that all ranks make as many."""
     values = torch.empty(ALL_REDUCE_BYTES // 4, device=device)
     expected = world_size * (world_size + 1) / 2
     began, rounds = time.monotonic(), 0

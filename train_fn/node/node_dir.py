@@ -19,37 +19,37 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _LISTING = ".everstep-files.json"
 _COMPILED = "__pycache__"
-"""Python writes such files anew as it likes."""
+"""Python rewrites such files at any time."""
 
 
 def shared_memory_root() -> Path:
-    """This user's directory in the node's shared memory; on a system without one, in its temporary
-    directory."""
+    """Return this user's directory in the node's shared memory, or in the temporary directory of a
+    system without shared memory."""
     return _own_dir(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
 
 def snapshots_dir(run_id: str) -> Path:
-    """Where ranks of a run leave their state on this machine."""
+    """Return the directory for snapshots of a run on this machine."""
     return shared_memory_root() / run_id
 
 
 def cache_root() -> Path:
-    """This user's directory for what can be made again."""
+    """Return this user's directory for files that can be made again."""
     return own_temporary_dir() / "cache"
 
 
 def own_temporary_dir() -> Path:
-    """This user's directory on the node's temporary disk."""
+    """Return this user's directory on the node's temporary disk."""
     return _own_dir(Path(tempfile.gettempdir()))
 
 
 def _own_dir(parent: Path) -> Path:
-    """Return ``parent/everstep-UID``, a directory that nobody else can read, and make it where it
-    is missing.
+    """Return ``parent/everstep-UID``, a directory that nobody else can read. Create it if it is
+    missing.
 
-    Anybody may make something of that name first. Then it is the first of this user's
-    ``everstep-UID-*``, names that nobody can foresee. Raises PermissionError, which names what to
-    do, where there can be no such directory.
+    If another user took that name first, use the first of this user's ``everstep-UID-*`` instead,
+    whose names nobody can guess. Raises PermissionError, with what to do, if there can be no such
+    directory.
     """
     path = parent / f"everstep-{os.getuid()}"
     try:
@@ -77,8 +77,8 @@ def _own_dir(parent: Path) -> Path:
 
 
 def _own_dirs(path: Path) -> list[Path]:
-    """This user's directories whose names begin as ``path`` does, by name: all processes choose the
-    same one."""
+    """Return this user's directories whose names begin with that of ``path``, sorted, so that all
+    processes choose the same one."""
     found = []
     for each in path.parent.glob(f"{path.name}-*"):
         with suppress(FileNotFoundError):  # another user took its own away
@@ -88,8 +88,8 @@ def _own_dirs(path: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a directory, not a link, is this user's. Raises PermissionError where it is, but
-    cannot be trusted."""
+    """Return whether a directory, not a link, is this user's. Raises PermissionError if it is, but
+    others can read or write it."""
     found = path.lstat()
     if found.st_uid != os.getuid():
         return False
@@ -103,7 +103,7 @@ def _is_own(path: Path) -> bool:
 
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
-    """Only one process of this node is inside for the same ``path``; the lock goes with its
+    """Let one process of this node at a time inside, for each ``path``. The lock ends with its
     holder's process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -112,10 +112,10 @@ def node_lock(path: Path) -> Iterator[None]:
 
 
 def once_a_node(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Make ``directory`` where it is not whole, in the first process of this node that asks.
+    """Create ``directory`` if it is not complete, in the first process of this node that calls.
 
-    What ``fill`` puts into it is published at once, by a rename; what a process that died left
-    behind is removed.
+    A rename publishes all that ``fill`` puts into it. Files that a dead process left there are
+    removed.
     """
     if _is_whole(directory):
         return
@@ -136,13 +136,13 @@ def once_a_node(directory: Path, fill: Callable[[Path], object]) -> None:
 
 
 def files_of(directory: Path) -> dict[str, int]:
-    """Size of each file that ``once_a_node`` found in a directory when it was filled."""
+    """Return the size of each file that a directory of ``once_a_node`` had when it was filled."""
     found: dict[str, int] = json.loads((directory / _LISTING).read_text())
     return found
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether every file is there: what sweeps temporary directories takes single files."""
+    """Return whether every file is there. Cleaners of temporary directories remove single files."""
     try:
         return all(
             (directory / path).stat().st_size == size for path, size in files_of(directory).items()

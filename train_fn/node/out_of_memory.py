@@ -50,8 +50,8 @@ def _count_in(file: Path) -> int | None:
 
 
 def oom_line(pid: int, kernel_log: Path = KERNEL_LOG) -> str | None:
-    """The kernel's own line about its killing of process ``pid``; None where there is none, or
-    where it may not be read."""
+    """Return the kernel's line about the kill of process ``pid``; None if there is none, or this
+    user may not read the log."""
     found = None
     for _, message in kernel_lines(kernel_log):
         if re.search(rf"\bKilled process {pid} \(", message):
@@ -61,7 +61,7 @@ def oom_line(pid: int, kernel_log: Path = KERNEL_LOG) -> str | None:
 
 def kernel_lines(kernel_log: Path = KERNEL_LOG) -> Iterator[tuple[float, str]]:
     """Yield the messages of the kernel's log with their times, in seconds since the machine's
-    start, oldest first; none where it may not be read."""
+    start, oldest first; none if this user may not read it."""
     try:
         fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -89,8 +89,8 @@ def _next_record(fd: int) -> bytes:
 
 
 def look_for_oom(pid: int, kills_before: int | None) -> dict[str, Any] | None:
-    """What says that process ``pid`` of this machine was killed for want of memory; None where
-    nothing does.
+    """Return the evidence that the OOM killer ended process ``pid`` of this machine; None without
+    any.
 
     Args:
         pid: A process that is gone.

@@ -1,12 +1,11 @@
-"""A look at nodes before runs are put on them: what each computes, holds and writes, and how fast
-it talks to its neighbours.
+"""Check nodes before runs use them: arithmetic, memory, disk, and the speed of their links.
 
     torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         -m train_fn.node.preflight
 
-One rank a node, a few seconds. Rank 0 prints a line for each rank, and why a node is unfit: it
-fails at something, lacks room, or is far slower than the others. Exit codes: 0 when all are fit, 1
-when one is not, 2 for a wrong request.
+It runs one rank on each node, for a few seconds. Rank 0 prints a line for each rank, and why a node
+is unfit: a check fails, space is short, or it is far slower than the others. Exit codes: 0 if all
+are fit, 1 if one is not, 2 for a wrong request.
 """
 
 from __future__ import annotations
@@ -38,24 +37,22 @@ MEMORY_BYTES = 16 << 20
 DISK_BYTES = 8 << 20
 LINK_BYTES = 4 << 20
 SUM_BYTES = (4 << 10, 1 << 20, 16 << 20)
-"""What all ranks add up together, one size after the other."""
+"""Sizes of the all-reduces, one after the other."""
 REPEATS = 3
-"""The best of so many counts: a node is to be judged by what it can do, not by what else it did
-just then."""
+"""The best of so many times counts, so that other load of the moment does not."""
 KEPT_FREE_BYTES = 1 << 30
-"""Less room than this on the temporary disk or in shared memory, or less memory, is too little to
-train with."""
+"""Least free space on the temporary disk and in shared memory, and least free memory."""
 FAR_SLOWER = 5.0
-"""So many times slower than the median of the other nodes is a fault."""
+"""A node that is so many times slower than the median of the others is unfit."""
 LOOK_S = 60.0
-"""Longest look in a process of its own, which imports torch first."""
+"""Longest check in a process of its own, which imports torch first."""
 NOTICEABLE_S = 0.1
-"""Times below this say more of the clock than of the node."""
+"""Shorter times measure the clock more than the node."""
 
 
 @dataclass
 class Figures:
-    """What one rank found out about its node. Times are in seconds, the best of several."""
+    """The measurements of one rank's node. Times are in seconds, the best of several."""
 
     rank: int
     host: str
@@ -64,7 +61,7 @@ class Figures:
 
 
 def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figures:
-    """Compute, fill memory and write; nothing here waits for another node."""
+    """Measure arithmetic, memory and disk. No call waits for another node."""
     figures = Figures(rank, os.uname().nodename)
     size = MATMUL_SIZE[device.type]
     matrix = torch.ones(size, size, device=device)
@@ -86,10 +83,10 @@ def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figur
 
 
 def look_from_outside(rank: int, device_type: str, directory: Path) -> Figures:
-    """Do the same in a process of its own, which sees the GPUs that this one sees now.
+    """Check this node from a new process, which sees the GPUs that are visible now.
 
-    A process that has used CUDA goes on to see the devices of that moment, and Ray shows a rank
-    those of its node's other ranks only later.
+    A process that has used CUDA keeps the devices of that moment, and Ray shows a rank the GPUs of
+    its node's other ranks only later.
     """
     command = [sys.executable, "-m", "train_fn.node.device_look"]
     try:
@@ -100,15 +97,15 @@ def look_from_outside(rank: int, device_type: str, directory: Path) -> Figures:
             timeout=LOOK_S,
         )
     except subprocess.TimeoutExpired:
-        return Figures(rank, os.uname().nodename, problems=[f"no look at it ended in {LOOK_S:g} s"])
+        return Figures(rank, os.uname().nodename, problems=[f"its check took over {LOOK_S:g} s"])
     if done.returncode != 0:
         last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        return Figures(rank, os.uname().nodename, problems=[f"a look at it failed: {last}"])
+        return Figures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
     return Figures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
 
 
 def look_for_room(figures: Figures, directory: Path) -> None:
-    """Note where this node has less room than training wants."""
+    """Add a problem for each place with too little free space, and for too little memory."""
     for name, place in (("disk", directory), ("shared memory", shared_memory_root())):
         try:
             free_bytes = shutil.disk_usage(place).free
@@ -123,7 +120,7 @@ def look_for_room(figures: Figures, directory: Path) -> None:
 
 
 def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -> None:
-    """Exchange with each neighbour in a ring, then add up over all ranks. A collective."""
+    """Time an exchange with each neighbour in a ring, then all-reduces. A collective."""
     block = torch.ones(LINK_BYTES // 4, device=device)
     links = []
     for first in range(world_size if world_size > 2 else world_size - 1):
@@ -141,10 +138,9 @@ def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -
 
 
 def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int, list[str]]:
-    """What is wrong with nodes, by rank: what failed there, and what is far slower there than on
-    the others.
+    """Return the problems of nodes by rank: failed checks, and times far above the others'.
 
-    A sum over all ranks is as slow as the slowest, and blames nobody.
+    An all-reduce is as slow as the slowest rank, and blames nobody.
     """
     problems = {figures.rank: list(figures.problems) for figures in found if figures.problems}
     for name in sorted(
@@ -176,8 +172,8 @@ def _enter(figures: Figures, name: str, action: Callable[[], None]) -> None:
 
 
 def best_time(action: Callable[[], None], enough_s: float = 0.0) -> float:
-    """Seconds of the fastest of several runs, or of the first that took less than ``enough_s``;
-    actions end when the device has."""
+    """Return the seconds of the fastest of several runs, or of the first that took less than
+    ``enough_s``. An action must wait for its device."""
     times: list[float] = []
     while len(times) < REPEATS and min(times, default=math.inf) >= enough_s:
         began = time.perf_counter()
@@ -199,7 +195,7 @@ def _write_through(directory: Path) -> None:
 
 
 def _exchange(block: torch.Tensor, peer: int, rank: int) -> None:
-    """There and back again."""
+    """Send the block to the peer, and receive it."""
     for sender in sorted((rank, peer)):
         if sender == rank:
             dist.send(block, peer)
@@ -215,7 +211,7 @@ def _add_up(numbers: torch.Tensor, world_size: int) -> None:
 
 
 def report(found: Sequence[Figures], problems: dict[int, list[str]]) -> str:
-    """A line for each rank, and below it what is wrong there."""
+    """Return a line for each rank, followed by its problems."""
     lines = []
     for figures in found:
         times = ", ".join(
@@ -230,7 +226,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="torchrun … -m train_fn.node.preflight",
-        description="Look at nodes before runs are put on them.",
+        description="Check nodes before runs use them.",
     )
     parser.add_argument(
         "--timeout-s", type=float, default=30.0, metavar="S", help="longest wait for another node"

@@ -1,5 +1,4 @@
-"""Whether hosts accept a connection, asked of many at once: the fastest sign of a dead raylet there
-is."""
+"""Test whether many hosts accept a connection at once: the fastest sign of a dead raylet."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from collections.abc import Sequence
 
 
 def accepts_connection(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool]:
-    """For each ``(host, port)`` whether a TCP connection was accepted within ``timeout_s``."""
+    """Return, for each ``(host, port)``, whether it accepted a TCP connection in ``timeout_s``."""
     return [answer is True for answer in ask(addresses, timeout_s)]
 
 
 def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | None]:
-    """For each ``(host, port)`` whether it accepts a TCP connection, None where nothing is heard
-    within ``timeout_s``.
+    """Return, for each ``(host, port)``, whether it accepts a TCP connection; None if it does not
+    respond within ``timeout_s``.
 
-    All are asked in parallel. A dead process on a live host refuses at once; a dead or cut-off host
-    answers nothing. Hosts must be IP addresses, since looking up a name would block.
+    All are tried in parallel. The host of a dead process refuses at once; a dead or cut-off host
+    does not respond. Hosts must be IP addresses, since resolving a name would block.
     """
     accepted: list[bool | None] = [None] * len(addresses)
     deadline = time.monotonic() + timeout_s
@@ -53,6 +52,6 @@ def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | N
 
 
 def _meaning_of(error: int) -> bool | None:
-    """True for a connection, False where the host itself refuses it; a network that says it cannot
-    is no word of the host's."""
+    """Return True for a connection, False if the host refused it, None if the network reports that
+    it cannot reach the host."""
     return True if error == 0 else (False if error == errno.ECONNREFUSED else None)

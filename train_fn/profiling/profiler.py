@@ -1,5 +1,4 @@
-"""Traces of a few steps of this rank, recorded when somebody asks for one, by torch's own
-profiler."""
+"""Record a few steps of this rank with torch's profiler, when a user requests it."""
 
 from __future__ import annotations
 
@@ -32,9 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Called between two steps. While nobody asks, that is a look at what the journal's last reply
-    said; nothing is exchanged with the other ranks, who need not know. Recording changes no
-    result."""
+    """Record steps that a user requested. Called between two steps.
+
+    Without a request it only reads the journal's last reply. It exchanges nothing with other ranks,
+    and changes no result.
+    """
 
     def __init__(self, ctx: WorkerContext, bucket_sizes: Callable[[], Sequence[int]]) -> None:
         """``bucket_sizes`` gives the bytes of DDP's gradient buckets, in the order in which
@@ -49,7 +50,7 @@ class StepProfiler:
         self._writing: threading.Thread | None = None
 
     def boundary(self, step: int) -> None:
-        """``step`` steps are done, and another one begins."""
+        """Note that ``step`` steps are done, and another one begins."""
         if self._profile is not None:
             self._end_step()
             if self._steps_left:
@@ -64,7 +65,7 @@ class StepProfiler:
                 self._begin(order, step + 1)
 
     def close(self) -> None:
-        """No further step comes: what was recorded is kept."""
+        """Keep what was recorded, since no further step follows."""
         if self._profile is not None:
             self._end_step()
             self._keep()
@@ -72,7 +73,7 @@ class StepProfiler:
             self._writing.join(WRITE_S)
 
     def give_up(self) -> None:
-        """The attempt failed: its rank leaves at once, without its trace."""
+        """Drop the trace of a failed attempt, whose rank exits at once."""
         if self._profile is None or self._order is None:
             return
         recorded, self._profile = self._profile, None

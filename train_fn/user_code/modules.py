@@ -59,7 +59,8 @@ def import_from(directory: Path, files: Collection[str]) -> None:
 
 
 def load_named(entry: str) -> Any:
-    """What ``module:name`` is, the module imported. Raises BadTask, naming file and line."""
+    """Import the module of ``module:name``, and return what has that name. Raises BadTask with file
+    and line."""
     module_name, _, name = entry.partition(":")
     first = module_name.partition(".")[0]
     taken = sys.modules.get(first)
@@ -67,7 +68,7 @@ def load_named(entry: str) -> Any:
         owner = getattr(taken, "__file__", None) or "another package"
         raise BadTask(f"the name {first!r} is taken on this node by {owner}; rename your module")
     declare_missing_ops()  # for torchvision, which the module may import
-    # what user code reads from then on: not the words that started the rank's process
+    # User code must not read the arguments of the rank's process.
     sys.argv = [_file_of(module_name)]
     try:
         module = importlib.import_module(module_name)
@@ -89,8 +90,7 @@ def load_named(entry: str) -> Any:
 
 
 def _file_of(module_name: str) -> str:
-    """Where a module lies, without importing it or the packages around it; its name where it is not
-    found."""
+    """Return a module's file without importing it or its packages; its name if it is not found."""
     path = module_name.replace(".", "/")
     candidates = (
         Path(root, f"{path}{end}") for root in sys.path for end in (".py", "/__init__.py")
@@ -99,7 +99,7 @@ def _file_of(module_name: str) -> str:
 
 
 def place_of(thing: Any) -> str:
-    """`` (file, line N)`` of a class, function or method; nothing where Python does not know."""
+    """Return `` (file, line N)`` of a class, function or method; "" if Python does not know."""
     with contextlib.suppress(TypeError, OSError):
         thing = inspect.unwrap(thing.func if isinstance(thing, functools.partial) else thing)
         code = getattr(thing, "__code__", None)
@@ -119,7 +119,7 @@ def _is_uploaded(module: ModuleType) -> bool:
 
 
 def _short(file: str) -> str:
-    """A file's path as its owner knows it."""
+    """Return a file's path as its owner knows it."""
     return _IN_CACHE.sub("", file)
 
 

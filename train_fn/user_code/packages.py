@@ -1,10 +1,8 @@
-"""Packages that a run brings (``runtime_env.pip``): installed once a node, beside what is there,
-and found there by later attempts.
+"""Install a run's packages (``runtime_env.pip``) once per node, for this attempt and later ones.
 
-Ray's own runtime_env is not used for it: with one, every rank would need a new process, and every
-recovery would take seconds longer. pip says what the node lacks; that is installed into a directory
-of the requirements' own, which comes last on the path, so that nothing which ranks run with is ever
-replaced.
+Ray's own runtime_env would need a new process for every rank, so that every recovery would take
+seconds longer. Instead, pip lists what the node lacks, and installs it into a directory for these
+requirements. That directory comes last on the path, so that no package of the ranks is replaced.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def _install(requirements: Sequence[str], directory: Path) -> None:
 
 
 def _lacking(requirements: Sequence[str]) -> list[str]:
-    """What pip would install, each with its version. Raises BadTask where it would replace a
+    """Return what pip would install, each with its version. Raises BadTask if it would replace a
     package."""
     report: dict[str, Any] = json.loads(
         _pip("install", "--dry-run", "--report", "-", *requirements)
@@ -106,7 +104,7 @@ def _version_of(name: str) -> str | None:
 
 
 def _pip(*arguments: str) -> str:
-    """pip's standard output. Raises BadTask with the end of what it says."""
+    """Run pip, and return its standard output. Raises BadTask with the end of its error output."""
     command = [
         sys.executable,
         "-m",

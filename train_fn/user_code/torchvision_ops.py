@@ -1,8 +1,8 @@
-"""Makes torchvision importable beside a CPU build of torch.
+"""Make torchvision importable with a CPU build of torch.
 
-torchvision's wheel carries operators compiled for CUDA torch. Where they do not load, importing
+torchvision's wheel carries operators compiled for CUDA torch. If they do not load, importing
 torchvision fails, because it registers shape functions for operators that do not exist. Declaring
-their schemas first cures that; the operators themselves (box suppression) serve detection, which
+their schemas first fixes that. The operators themselves (box suppression) serve detection, which
 nothing here uses.
 """
 
@@ -23,7 +23,7 @@ _kept_alive: list[Any] = []
 
 
 def torchvision_models() -> ModuleType:
-    """``torchvision.models``, imported when first asked for: it costs about a second."""
+    """Return ``torchvision.models``. The first call imports it, which takes about a second."""
     declare_missing_ops()
     from torchvision import models
 
@@ -31,7 +31,7 @@ def torchvision_models() -> ModuleType:
 
 
 def torchvision_datasets() -> ModuleType:
-    """``torchvision.datasets``, likewise."""
+    """Return ``torchvision.datasets``, imported by the first call."""
     declare_missing_ops()
     from torchvision import datasets
 
@@ -49,7 +49,7 @@ def declare_missing_ops() -> None:
 
 
 def _library_loads() -> bool:
-    """Whether torchvision's compiled operators load into this torch."""
+    """Return whether torchvision's compiled operators load into this torch."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
         return True

@@ -178,7 +178,12 @@ def test_an_order_is_carried_out_once_by_whatever_driver(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("kind", "rank", "attempt", "words"),
     [
-        (DrillKind.KILL_WORKER, 1, 2, "attempt 2, whose ranks were meant, has ended"),
+        (
+            DrillKind.KILL_WORKER,
+            1,
+            2,
+            "attempt 2, for whose ranks the drill was ordered, has ended",
+        ),
         (DrillKind.KILL_WORKER, 3, 1, "has no rank 3"),
         (DrillKind.KILL_NODE, 2, 1, "the cluster's head"),
         (DrillKind.DRAIN_NODE, 2, 1, "the cluster's head"),

@@ -125,7 +125,7 @@ def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_i
     monkeypatch.setattr(worker_actor, "look_at_this_node", refuse)
     figures = EverstepTrainWorker.check_node(SimpleNamespace(), 2)
     [problem] = figures.problems
-    assert figures.rank == 2 and problem.startswith("a look at it failed: ")
+    assert figures.rank == 2 and problem.startswith("its check failed: ")
     assert "CUDA" in problem
     assert unfit([figures]) == {2: [problem]}
     assert not torch.cuda.is_initialized()
@@ -135,4 +135,4 @@ def test_a_look_that_does_not_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "LOOK_S", 0.01)
-    assert look_from_outside(0, "cpu", tmp_path).problems == ["no look at it ended in 0.01 s"]
+    assert look_from_outside(0, "cpu", tmp_path).problems == ["its check took over 0.01 s"]
