@@ -69,9 +69,15 @@ def ray_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_train_fn, "get_train_context", lambda: found)
 
 
-def context(tmp_path: Path, script: str, *argv: str, attempt: int = 1) -> WorkerContext:
+def context(
+    tmp_path: Path,
+    script: str,
+    *argv: str,
+    attempt: int = 1,
+    files: dict[str, str | bytes] = FILES,
+) -> WorkerContext:
     storage = open_storage(str(tmp_path / "storage"))
-    digest = CodeStore(storage).put(tar_gz(dict(FILES))).digest
+    digest = CodeStore(storage).put(tar_gz(dict(files))).digest
     code = {"archive": digest, "script": script, "argv": list(argv)}
     spec = RunSpec.model_validate({"name": "own", "code": code})
     return one_rank(spec, RunDir(storage, "run_own"), attempt=attempt)
@@ -118,6 +124,15 @@ def test_exit_0_is_the_end(tmp_path: Path) -> None:
         assert user_train_fn.train(context(tmp_path, "zero.py")) is None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_script_that_might_protect_a_loop_and_does_not_says_at_its_end_where_it_began(
+    tmp_path: Path,
+) -> None:
+    ctx = context(tmp_path, "unused.py", files={"unused.py": "import everstep.train\n"})
+    assert user_train_fn.train(ctx) is None
+    kinds = [kind for kind, _ in journal_of(ctx).events]
+    assert kinds == [EventKind.TRAINING_STARTED, EventKind.RESTORED]
 
 
 def test_a_script_that_reports_nothing_is_interrupted_by_a_stop(tmp_path: Path) -> None:
