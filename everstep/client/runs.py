@@ -66,10 +66,14 @@ class RunHandle(RunCheckpoints):
             if display is not None:
                 display.show(self.run)
 
+        def late() -> str:
+            place = "" if words.has_no_steps(self.run) else f" at step {self.run.step}"
+            return f"run {self.id} is still {self.run.status}{place} after {timeout_s:g} s"
+
         wait_until(
             lambda: self.run.status.terminal,
             look,
-            lambda: f"run {self.id} is still {words.where(self.run)} after {timeout_s:g} s",
+            late,
             self._transport.timing,
             self._patience,
             timeout_s=timeout_s,
