@@ -1,10 +1,9 @@
-"""Proof that every node of a group sees the same storage, before the first step is trained on trust
-in it.
+"""Prove that every node of a group uses the same storage, before the first step.
 
-A local path that is not shared looks well on every node: each would write its part into a directory
-of its own, and the checkpoint that the next attempt needs would be missing on another node. So each
-node writes a file whose bytes follow from its name, rank 0's node reads those of all others, and
-they read that of rank 0's node and that of the driver.
+A local path that is not shared seems fine on every node: each would write its part into its own
+directory, and the next attempt would miss the checkpoint on another node. So each node writes a
+file whose bytes follow from its name. Rank 0's node reads those of all others, and they read those
+of rank 0's node and of the driver.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one rank found. ``node`` is None for ranks beside another one of their node, which look
-    at nothing."""
+    """The result of one rank. ``node`` is None for further ranks of a node, which read nothing."""
 
     node: str | None
     host: str
@@ -39,12 +37,12 @@ class _Answer:
 
 
 def prove_storage(ctx: WorkerContext, peers: Peers) -> None:
-    """Find out whether all nodes and the driver read the same bytes. A collective.
+    """Check that all nodes and the driver read the same bytes. A collective.
 
-    A node that was seen before in this submission only reads.
+    A node that passed before in this submission only reads.
 
     Raises, on all ranks alike:
-        StorageNotShared: they do not; says which node lacks what, and what to do.
+        StorageNotShared: they do not. The message says which node lacks what, and what to do.
         StorageError: a node could not use the storage at all.
     """
     leads, host = ctx.local_rank == 0, platform.node()
@@ -88,7 +86,7 @@ def _words(answer: _Answer) -> str:
 
 
 def _write(ctx: WorkerContext) -> StorageError | None:
-    """Leave this node's probe, unless an earlier attempt did."""
+    """Write this node's probe, unless an earlier attempt did."""
     run_dir, expected = ctx.run_dir, probe_bytes(ctx.run_dir, ctx.submission, ctx.node_id)
     try:
         try:
@@ -105,7 +103,7 @@ def _write(ctx: WorkerContext) -> StorageError | None:
 
 
 def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
-    """Read what others have written; ``names`` says in words who."""
+    """Read what others have written. ``names`` says in words who."""
     try:
         for name, words in names.items():
             read = functools.partial(ctx.run_dir.read_probe, ctx.submission, name)
@@ -122,8 +120,8 @@ def _look(ctx: WorkerContext, host: str, names: dict[str, str]) -> _Answer:
 
 
 def appeared(read: Callable[[], bytes], deadline: float) -> bytes | None:
-    """What ``read`` finds once it does not raise StorageNotFound; None where it still does at
-    ``deadline``, monotonic seconds."""
+    """Return what ``read`` returns once it does not raise StorageNotFound; None if it still does at
+    ``deadline``, in monotonic seconds."""
     while True:
         try:
             return read()

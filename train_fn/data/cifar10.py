@@ -24,8 +24,8 @@ _PIXELS = Pixels(scale=1 / 255 / 0.251, offset=0.473 / 0.251)
 
 
 def load_cifar10(args: Cifar10Args) -> ImageData:
-    """Training and validation images; raises DataMissing where the batches are not here and cannot
-    be downloaded."""
+    """Return training and validation images. Raises DataMissing if the batches are not here and
+    cannot be downloaded."""
     root = Path(args.root).expanduser()
     directory = root / _DIRECTORY
     files = [directory / name for names in _BATCHES.values() for name in names]
@@ -46,8 +46,8 @@ def load_cifar10(args: Cifar10Args) -> ImageData:
 
 
 def _decode(directory: Path) -> Arrays:
-    """The batches are pickles, as their authors published them: as trustworthy as whoever put them
-    there."""
+    """Return the images and labels of the batches. They are pickles, as their authors published
+    them: only as trustworthy as whoever put them there."""
     arrays: Arrays = {}
     hashed = hashlib.sha256()
     for split, names in _BATCHES.items():
@@ -65,8 +65,8 @@ def _decode(directory: Path) -> Arrays:
 
 
 def _download(root: Path, files: list[Path]) -> None:
-    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or
-    no permission."""
+    """Download the data once per node, by torchvision. Raises DataMissing with what to do if there
+    is no network or no permission."""
     with node_lock(cache_root() / "data" / "cifar10.download.lock"):
         if all(file.is_file() for file in files):
             return

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al., 2017) from IDX files, as Debian's package brings them or torchvision
+"""Fashion-MNIST (Xiao et al., 2017) from IDX files, as Debian's package has them or torchvision
 downloads them."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PIXELS = Pixels(scale=1 / 255 / 0.353, offset=0.286 / 0.353)
 
 
 def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
-    """Training and validation images; raises DataMissing where the files are not here and cannot be
-    downloaded."""
+    """Return training and validation images. Raises DataMissing if the files are not here and
+    cannot be downloaded."""
     root = Path(args.root).expanduser()
     paths = {name: _find(root, file) for name, file in _FILES.items()}
     if None in paths.values():
@@ -54,7 +54,7 @@ def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
 
 
 def _find(root: Path, name: str) -> Path | None:
-    """An IDX file, plain or compressed, in the directory itself or where torchvision puts it."""
+    """Return an IDX file, plain or compressed, in the directory itself or in torchvision's."""
     candidates = [root / name, root / f"{name}.gz", root / "FashionMNIST" / "raw" / name]
     return next((path for path in candidates if path.is_file()), None)
 
@@ -71,8 +71,8 @@ def _decode(paths: dict[str, Path]) -> Arrays:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array in LeCun's IDX format: two zero bytes, the type (8: unsigned byte), the number of
-    dimensions, their sizes."""
+    """Return an array in LeCun's IDX format: two zero bytes, the type (8: unsigned byte), the
+    number of dimensions, their sizes."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(data) < 4 or data[:3] != b"\x00\x00\x08":
         raise DataMissing(
@@ -91,8 +91,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 
 def _download(root: Path) -> None:
-    """Once a node, by torchvision. Raises DataMissing with the way out where there is no network or
-    no permission."""
+    """Download the data once per node, by torchvision. Raises DataMissing with what to do if there
+    is no network or no permission."""
     with node_lock(cache_root() / "data" / "fashion_mnist.download.lock"):
         if _find(root, _FILES["val_labels"]) is not None:
             return

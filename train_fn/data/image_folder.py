@@ -1,4 +1,4 @@
-"""Images in one directory a class, decoded and augmented by the loader's processes."""
+"""Images in one directory per class, decoded and augmented by the loader's processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Box = tuple[float, float, float, float]
 
 
 class FolderImages(Dataset[ImageBatch]):
-    """Decodes a micro-batch at a time, into bytes: a fourth of what floats would take on the way to
+    """Decode one micro-batch at a time into bytes: a fourth of what floats would take on the way to
     the device.
 
-    What is random about an image is a function of (seed, epoch, its index).
+    The augmentation of an image is a function of (seed, epoch, its index).
     """
 
     def __init__(self, index: ImageIndex, image_size: int, *, augment: bool) -> None:
@@ -46,8 +46,8 @@ class FolderImages(Dataset[ImageBatch]):
         return images[0], labels[0]
 
     def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> ImageBatch:
-        """uint8 [n, 3, size, size] with channels innermost in memory, and labels; ``epoch`` None
-        leaves the images as they are."""
+        """Return uint8 [n, 3, size, size] with channels innermost in memory, and labels. ``epoch``
+        None leaves the images as they are."""
         pixels = np.empty((len(indices), self._size, self._size, 3), dtype=np.uint8)
         for position, index in enumerate(indices.tolist()):
             choices = (
@@ -61,8 +61,8 @@ class FolderImages(Dataset[ImageBatch]):
         )
 
     def _decode(self, path: Path, choices: random.Random | None) -> NDArray[np.uint8]:
-        """One image [size, size, 3]: cropped and mirrored by ``choices``, or its middle. Raises
-        DataMissing naming the file."""
+        """Return one image [size, size, 3]: cropped and mirrored by ``choices``, or its middle.
+        Raises DataMissing with the file."""
         try:
             with Image.open(path) as file:
                 width, height = file.size
@@ -86,8 +86,8 @@ class FolderImages(Dataset[ImageBatch]):
 
 
 def load_image_folder(args: ImageFolderArgs) -> ImageData:
-    """``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` below the root; raises DataMissing when there
-    is nothing to train on."""
+    """Return the images of ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` below the root. Raises
+    DataMissing if there is nothing to train on."""
     root = Path(args.root).expanduser()
     classes = (
         sorted(entry.name for entry in (root / "train").iterdir() if entry.is_dir())
@@ -117,7 +117,7 @@ def load_image_folder(args: ImageFolderArgs) -> ImageData:
 
 
 def _random_box(size: tuple[int, int], choices: random.Random) -> Box:
-    """A crop of 8 to 100 % of the area with sides 3:4 to 4:3 (Szegedy et al., 2014)."""
+    """Return a crop of 8 to 100 % of the area with sides 3:4 to 4:3 (Szegedy et al., 2014)."""
     width, height = size
     for _ in range(10):
         area = width * height * choices.uniform(0.08, 1.0)

@@ -1,10 +1,9 @@
-"""Which images a directory holds: found once a node, and shared by all its ranks and loader
-processes.
+"""Index the images below a directory once per node, for all its ranks and loader processes.
 
-A million files cannot be looked up by every rank of every attempt: a recovery would wait for it.
-The index lies in this node's cache as flat arrays that are mapped into memory, and stands as long
-as no directory has changed: adding, removing or renaming a file changes its directory's time, and a
-node asks for those few alone.
+If every rank of every attempt listed a million files, each recovery would wait for it. The index is
+in this node's cache as flat arrays that are mapped into memory. It is valid while no directory has
+changed: adding, removing or renaming a file changes its directory's time, and a node checks only
+those few times.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class ImageIndex:
 
 
 def index_images(split: Path, classes: list[str]) -> ImageIndex:
-    """The images below ``split/CLASS``, in a fixed order; from this node's cache while no directory
-    has changed."""
+    """Return the images below ``split/CLASS`` in a fixed order, from this node's cache while no
+    directory has changed."""
     name = hashlib.sha256(f"{split.resolve()} {classes}".encode()).hexdigest()[:16]
     known = cache_root() / "data" / f"image_folder-{name}.json"
     with node_lock(known.with_suffix(".lock")):
@@ -87,7 +86,7 @@ def _cached(split: Path, classes: list[str], known: Path) -> dict[str, Any]:
 
 
 class _NotCached(Exception):
-    """The cache lost the index while its stamps stayed."""
+    """The cache lost the index, but not its stamps."""
 
 
 def _not_cached() -> Arrays:
@@ -109,7 +108,7 @@ def _stamps(directories: list[str]) -> Stamps:
 
 
 def _scan(split: Path, classes: list[str]) -> tuple[Arrays, list[str]]:
-    """Arrays of the index, and every directory that was looked into. Raises OSError."""
+    """Return the arrays of the index, and every directory that was read. Raises OSError."""
     directories = [str(split)]
     paths: list[bytes] = []
     labels: list[int] = []

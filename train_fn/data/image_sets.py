@@ -17,7 +17,7 @@ from train_fn.data.images import ImageData
 
 
 def build_image_data(spec: ImageDataSpec) -> ImageData:
-    """The data set that ``spec`` names; raises DataMissing, saying what to do, when it is not on
+    """Return the data set that ``spec`` names. Raises DataMissing, with what to do, if it is not on
     this node."""
     match spec:
         case DigitsSpec():

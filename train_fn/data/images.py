@@ -1,4 +1,4 @@
-"""Image data sets as tasks see them, and the one kind that lies in memory."""
+"""Image data sets as tasks use them, and the one kind that is in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a data set gives to the task; ``val`` is None where nothing is held out."""
+    """The data that a data set gives to the task; ``val`` is None if nothing is held out."""
 
     train: ImageSet
     val: ImageSet | None
@@ -50,7 +50,8 @@ class ImageData:
 
 @dataclass(frozen=True)
 class Pixels:
-    """How bytes become numbers: ``value * scale - offset``; and how training images vary."""
+    """How bytes become numbers (``value * scale - offset``), and how training images are
+    augmented."""
 
     scale: float
     offset: float
@@ -59,8 +60,8 @@ class Pixels:
 
 
 class InMemoryImages(Dataset[ImageBatch]):
-    """Images as one uint8 array (in memory or memory-mapped), fetched and augmented a micro-batch
-    at a time."""
+    """Images as one uint8 array (in memory or memory-mapped). They are fetched and augmented one
+    micro-batch at a time."""
 
     in_memory = True
 

@@ -24,11 +24,11 @@ _MAX_VOCABULARY = 1 << 16
 
 
 class PackedText(Dataset[torch.Tensor]):
-    """Sample ``i`` is tokens ``[i * length, (i + 1) * length]``: the inputs and, one further, what
-    follows them.
+    """Sample ``i`` is tokens ``[i * length, (i + 1) * length]``: the inputs and, shifted by one,
+    their targets.
 
-    So every token but the first is predicted once an epoch; what fills no whole sequence at the end
-    is left out. Sequences go on past the end of a file, as usual for packed text.
+    So every token but the first is predicted once an epoch. Tokens at the end that fill no whole
+    sequence are left out. Sequences continue past the end of a file, as usual for packed text.
     """
 
     in_memory = True
@@ -44,14 +44,14 @@ class PackedText(Dataset[torch.Tensor]):
         return self.fetch(0, None, np.array([index]))[0]
 
     def fetch(self, seed: int, epoch: int | None, indices: NDArray[np.int64]) -> torch.Tensor:
-        """A micro-batch: int64 [n, length + 1]. Nothing about it is random."""
+        """Return a micro-batch: int64 [n, length + 1]. It is not random."""
         positions = indices[:, None] * self._length + np.arange(self._length + 1)
         return torch.from_numpy(self._tokens[positions].astype(np.int64))
 
 
 @dataclass(frozen=True)
 class TextData:
-    """What the files give to the task; ``val`` is None where nothing is held out."""
+    """The data that the files give to the task; ``val`` is None if nothing is held out."""
 
     train: PackedText
     val: PackedText | None
@@ -60,10 +60,10 @@ class TextData:
 
 
 def load_text_files(args: TextFilesArgs, context_length: int) -> TextData:
-    """Training and validation text.
+    """Return training and validation text.
 
-    Raises DataMissing where there is none, too little of it, or what is no UTF-8 where characters
-    are asked for.
+    Raises DataMissing if there is no text or too little, or if it is not UTF-8 and the spec asks
+    for characters.
     """
     files = _find(args)
     arrays = decoded_once(f"text_files-{args.level}", files, lambda: _decode(files, args.level))
@@ -89,8 +89,8 @@ def load_text_files(args: TextFilesArgs, context_length: int) -> TextData:
 
 
 def _find(args: TextFilesArgs) -> list[Path]:
-    """The files in the order of their paths below the directory; one that several links lead to is
-    read once."""
+    """Return the files sorted by their paths below the directory. A file with several links is read
+    once."""
     root = Path(args.path).expanduser()
     if root.is_file():
         return [root]

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rescue:
-    """Of one attempt, made by the thread that trains."""
+    """Keep the state of one attempt. The thread that trains makes it."""
 
     def __init__(self, ctx: WorkerContext, progress: Progress) -> None:
         self._ctx, self._progress = ctx, progress
@@ -64,8 +64,8 @@ class Rescue:
             self._committed.record()
 
     def leave(self) -> int | None:
-        """Rescue nothing more, since the training thread leaves by itself. Return the step that was
-        kept by then."""
+        """End the rescue, since the training thread leaves by itself. Return the step that was kept
+        by then."""
         self._is_leaving = True
         with self._lock:
             nccl.keep_before_abort(None)
@@ -99,8 +99,8 @@ class Rescue:
         return None
 
     def _place(self) -> tuple[FrameType, int, int] | None:
-        """Where the training thread is; the same again only where it has not moved. None where it
-        has ended, or has no state yet."""
+        """Return where the training thread is; it is equal only if the thread has not moved. None
+        if it has ended, or has no state yet."""
         frame, replica = sys._current_frames().get(self._trains), self._progress.replica
         if frame is None or replica is None:
             return None
@@ -115,7 +115,8 @@ class Rescue:
         return self._progress.phase in _WHOLE_IN and self._replica.state.complete
 
     def _copy(self) -> dict[str, Any] | None:
-        """The state as the step began, None where something moves that no copy is kept of."""
+        """Return the state as the step began; None if something changes of which there is no
+        copy."""
         with self._beside_the_hung():
             return self._copy_here()
 
@@ -137,7 +138,7 @@ class Rescue:
 
     @contextmanager
     def _beside_the_hung(self) -> Iterator[None]:
-        """On a GPU, on a stream of its own: what hangs holds up the one that trains."""
+        """Use a CUDA stream of its own: the training thread's stream is blocked."""
         if self._committed is None:
             yield
             return
@@ -149,7 +150,7 @@ class Rescue:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are one tensor, as a module that is used twice has under two names."""
+    """Return whether both are one tensor: a module that is used twice has it under two names."""
     return one is other or (
         one.data_ptr() == other.data_ptr() and one.numel() > 0 and one.shape == other.shape
     )

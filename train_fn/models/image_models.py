@@ -19,16 +19,16 @@ TORCHVISION_CHANNELS = 3
 def build_image_model(
     spec: ImageModelSpec, *, in_channels: int, num_classes: int, image_size: int
 ) -> nn.Module:
-    """The model on CPU, with weights from torch's global generator. ``image_size`` in pixels, of
-    the smaller side."""
+    """Return the model on CPU, with weights from torch's global generator. ``image_size`` is the
+    smaller side in pixels."""
     if isinstance(spec, MiniResNetSpec):
         return MiniResNet(spec.args, in_channels, num_classes, image_size)
     return _torchvision_model(spec.name, spec.args, num_classes)
 
 
 def _torchvision_model(name: str, args: TorchvisionModelArgs, num_classes: int) -> nn.Module:
-    """A classifier of torchvision without its auxiliary heads, so that its answer is one tensor of
-    logits in training too."""
+    """Return a classifier of torchvision without its auxiliary heads, so that it returns one tensor
+    of logits in training, too."""
     options: dict[str, object] = {"num_classes": num_classes}
     if name in _WITH_AUXILIARY_HEADS:
         options |= {"aux_logits": False, "init_weights": True}

@@ -1,4 +1,4 @@
-"""How many threads torch computes with on a CPU: part of what makes two runs bitwise the same."""
+"""Set how many threads torch uses on a CPU, on which bitwise equal results depend."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from everstep.spec.run_spec import RunSpec
 
 
 def set_threads(spec: RunSpec) -> None:
-    """As many torch threads as a rank has CPUs, in every attempt the same; ``env.OMP_NUM_THREADS``
-    says otherwise.
+    """Use as many torch threads as a rank has CPUs, in every attempt the same;
+    ``env.OMP_NUM_THREADS`` overrides it.
 
     A process that was forked, or waited in the warm pool, imported torch before it knew its rank,
-    and would take every core of its node.
+    and would use every core of its node.
     """
     if "OMP_NUM_THREADS" in spec.env:
         torch.set_num_threads(int(spec.env["OMP_NUM_THREADS"]))

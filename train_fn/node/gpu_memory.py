@@ -1,4 +1,4 @@
-"""What a GPU's memory held when it was too small, and when that of a dead rank is free again."""
+"""Memory of a GPU: what it held when it was too small, and waiting for that of dead ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def wait_for_free_memory(
 
 
 def memory_summary(cause: BaseException, device: torch.device) -> str | None:
-    """Who held the memory of ``device`` when ``cause`` was raised, for people; None where it was
-    not a GPU that was too small."""
+    """Return who held the memory of ``device`` when ``cause`` was raised, in words; None unless a
+    GPU was too small."""
     if device.type != "cuda" or not isinstance(cause, torch.OutOfMemoryError):
         return None
     try:

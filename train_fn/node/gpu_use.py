@@ -27,7 +27,7 @@ Emit = Callable[[EventKind, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a GPU."""
+    """One sample of a GPU."""
 
     busy: float | None
     """Share of the last moment in which a kernel ran, 0 to 1; None where NVML does not tell (no
@@ -39,7 +39,7 @@ class Look:
 
 
 def look_at(device: torch.device) -> Look:
-    """Without waiting for the device. Raises RuntimeError where it does not answer."""
+    """Sample the GPU without waiting for it. Raises RuntimeError if it does not answer."""
     free, total = torch.cuda.mem_get_info(device)
     try:
         busy: float | None = torch.cuda.utilization(device) / 100
@@ -49,8 +49,8 @@ def look_at(device: torch.device) -> Look:
 
 
 class GpuWatch:
-    """Tells of a rank's GPU while its attempt trains, from a thread of its own; of a rank on CPUs
-    nothing, and without a thread."""
+    """Report a rank's GPU while its attempt trains, from a thread of its own. Does nothing on
+    CPUs."""
 
     def __init__(
         self,

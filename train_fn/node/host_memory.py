@@ -1,4 +1,5 @@
-"""Memory that a rank's steps take from the system once, and not at every step anew."""
+"""Keep the memory of a rank's steps in its process, instead of taking it from the system at every
+step."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ _OPERATORS_WORD = (
 
 
 def keep_memory() -> bool:
-    """Have malloc keep what tensors of up to LARGEST_KEPT bytes free, for the next step's; whether
-    it does now.
+    """Let malloc keep freed tensors of up to LARGEST_KEPT bytes for the next step. Return whether
+    it does.
 
-    As it comes, glibc gives the memory of activations back to the system at the end of a step, and
-    gets it again, page by page and each page cleared, in the next. Where the environment says how
-    to allocate (``MALLOC_TRIM_THRESHOLD_``, another malloc), and where malloc is not glibc's,
-    nothing is done. Source: mallopt(3).
+    By default glibc returns the memory of activations to the system at the end of a step, and gets
+    it again in the next, each page cleared. Nothing is changed if the environment chooses how to
+    allocate (``MALLOC_TRIM_THRESHOLD_``, another malloc), or if malloc is not glibc's. Source:
+    mallopt(3).
     """
     if any(name in os.environ for name in _OPERATORS_WORD):
         return False

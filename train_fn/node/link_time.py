@@ -1,8 +1,8 @@
-"""How long a block of bytes takes from one node to another: one end takes it in, the other sends it
-and waits for an answer.
+"""Time how long a block of bytes takes from one node to another: one end receives it, the other
+sends it and waits for an answer.
 
-Plain sockets, so that it can be asked before there is a process group, and bounded in time where a
-network swallows what is sent.
+It uses plain sockets, so that it works before there is a process group. It is limited in time,
+since a network may drop all that is sent.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _CHUNK_BYTES = 1 << 16
 
 
 def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
-    """Take in the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
-    silence; the address to send to.
+    """Receive the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
+    silence. Return the address to send to.
 
-    Raises OSError where ``ip`` is not this node's.
+    Raises OSError if ``ip`` is not this node's.
     """
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     listener = socket.create_server((ip, 0), family=family)
@@ -33,8 +33,8 @@ def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
 
 
 def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
-    """Seconds in which a block of ``LINK_BYTES`` came to ``address``, the best of several; None
-    where one did not in time."""
+    """Return the seconds in which a block of ``LINK_BYTES`` reached ``address``, the best of
+    several; None if one took too long."""
     try:
         with socket.create_connection(address, timeout_s) as connection:
             return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))

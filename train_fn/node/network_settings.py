@@ -16,13 +16,13 @@ from train_fn.node.silent_peers import interface_of
 def interface_problem(
     env: Mapping[str, str], *, nccl: bool, up: Collection[str] | None = None
 ) -> str | None:
-    """Why collectives could not talk through the interface that ``env`` names; None where they
-    could, or none is named.
+    """Return why collectives could not connect through the interface that ``env`` names; None if
+    they could, or if none is named.
 
     Args:
-        nccl: whether NCCL is to be used, else gloo; each reads a variable of its own.
-        up: names of this machine's interfaces that are up and have an address; looked up where it
-            is not given.
+        nccl: whether NCCL is used, else gloo. Each reads a variable of its own.
+        up: names of this machine's interfaces that are up and have an address; by default they are
+            looked up.
     """
     variable = NCCL_VARIABLE if nccl else GLOO_VARIABLE
     value = env.get(variable, "").strip()
@@ -40,10 +40,10 @@ def interface_problem(
 
 
 def meet_on_the_clusters_network(ip: str) -> None:
-    """Let gloo listen where Ray does, at this node's address ``ip``, not where the host's name
-    happens to lead.
+    """Let gloo listen at this node's address ``ip``, as Ray does, and not where the host's name
+    resolves to.
 
-    What the environment says already holds.
+    A variable that is set already stays.
     """
     interface = interface_of(ip)
     if interface is not None:

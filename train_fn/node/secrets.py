@@ -1,5 +1,4 @@
-"""Secrets: files that the operator put on the nodes, read by each rank there. Their values travel
-nowhere."""
+"""Read secrets: files that the operator put on the nodes. Their values are sent nowhere."""
 
 from __future__ import annotations
 
@@ -63,14 +62,14 @@ def _read(directory: Path, project: str, name: str) -> str:
 
 
 class Redactor:
-    """Takes the values of secrets out of texts before anybody can read them."""
+    """Remove the values of secrets from texts before anybody can read them."""
 
     def __init__(self) -> None:
         self._values: tuple[str, ...] = ()
 
     def learn(self, values: Iterable[str]) -> None:
-        """Values to take out from now on; of those with several lines, every line: logs are kept by
-        lines."""
+        """Add values to remove from now on. Of a value with several lines every line counts: logs
+        are kept by lines."""
         parts = {
             part
             for value in values
@@ -87,7 +86,7 @@ class Redactor:
         return text
 
     def error(self, error: RankError) -> RankError:
-        """The same error without values in its texts."""
+        """Return the same error without values in its texts."""
         return dataclasses.replace(
             error, message=self(error.message), traceback=self(error.traceback)
         )

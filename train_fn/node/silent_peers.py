@@ -1,13 +1,13 @@
-"""Ends TCP connections whose other side has fallen silent, so that a collective fails in seconds
-where a host is cut off.
+"""End TCP connections whose other side has fallen silent, so that a collective fails in seconds if
+a host is cut off.
 
 A process that dies closes its connections, and its peers notice at once. A host that loses its
-power or its cable closes nothing: the kernel sends again for a quarter of an hour, and neither gloo
-nor NCCL over TCP asks earlier. This watch asks the kernel: a connection with bytes on their way
-that were not acknowledged for ``limit_s``, and on which nothing was heard either, is shut down; on
-one that is idle the kernel's own keep-alive finds out in about the same time. Whoever waits on such
-a connection gets an error, leaves its step and keeps its state. A peer that is merely slow, stopped
-or in another step acknowledges, whatever its process does.
+power or its cable closes nothing: the kernel retransmits for a quarter of an hour, and neither gloo
+nor NCCL over TCP notices earlier. This watch reads the kernel's counters. It shuts a connection
+down if sent bytes were not acknowledged for ``limit_s`` and nothing arrived either. On an idle
+connection the kernel's keep-alive takes about as long. The rank that waits on such a connection
+gets an error, leaves its step and keeps its state. A peer that is slow, stopped or in another step
+still acknowledges, whatever its process does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the kernel says of one connection."""
+    """The kernel's counters of one connection."""
 
     unacknowledged: int
     """Segments on their way."""
@@ -47,8 +47,8 @@ class Traffic:
 
 
 class SilentPeers:
-    """Watches every TCP connection of this process that leads to another host, from a thread that
-    ends with the process."""
+    """Watch every TCP connection of this process to another host, on a thread that ends with the
+    process."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -67,8 +67,8 @@ class SilentPeers:
                 logger.exception("cannot read the state of connections; trying again")
 
     def look(self, now: float) -> list[str]:
-        """Look once; the other sides, as ``address:port``, of the connections that were ended.
-        ``now`` is monotonic."""
+        """Check all connections once. Return the other sides, as ``address:port``, of those that
+        were ended. ``now`` is monotonic."""
         ended, seen = [], set()
         for inode, connection in _connections():
             with connection:
@@ -117,7 +117,7 @@ def unheard_hosts() -> tuple[str, ...]:
 
 
 def interface_of(ip: str) -> str | None:
-    """The network interface that has the address ``ip`` on this host; None where none has."""
+    """Return the network interface of this host that has the address ``ip``; None if none has."""
     addresses = psutil.net_if_addrs().items()
     return next(
         (name for name, entries in addresses if any(entry.address == ip for entry in entries)), None
@@ -125,7 +125,7 @@ def interface_of(ip: str) -> str | None:
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
-    """Inode and a duplicate, to be closed soon, of every TCP socket of this process."""
+    """Yield inode and a duplicate, to be closed soon, of every TCP socket of this process."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a path for each would be made in vain
         with contextlib.suppress(OSError):
             status = os.fstat(int(name))
@@ -142,7 +142,7 @@ def _connections() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _leads_away(connection: socket.socket) -> bool:
-    """Whether the other side is another host. Raises OSError where there is no other side."""
+    """Return whether the other side is another host. Raises OSError if there is no other side."""
     return str(connection.getpeername()[0]) != str(connection.getsockname()[0])
 
 

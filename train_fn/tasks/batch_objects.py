@@ -1,5 +1,5 @@
-"""What is given as a data set and is none: a DataLoader, a sampler, or an iterable around one,
-whose items are whole batches."""
+"""Refuse data sets whose items are whole batches: a DataLoader, a sampler, or an iterable around
+one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _is_loader(value: Any) -> bool:
 
 
 def _first_of(dataset: Any) -> Any:
-    """The first item; None where reading it would use it up."""
+    """Return the first item; None if reading it would consume it."""
     try:
         return next(iter(copy.deepcopy(dataset)), None)
     except Exception:
@@ -80,7 +80,7 @@ def _first_of(dataset: Any) -> Any:
 
 
 def _is_batch(item: Any, size: int | None) -> bool:
-    """Whether all tensors of ``item`` have a first dimension of a loader's batch size."""
+    """Return whether all tensors of ``item`` have a first dimension of a loader's batch size."""
     lengths = {len(tensor) if tensor.ndim else 0 for tensor in _tensors_in(item)}
     return size is not None and lengths == {size}
 

@@ -20,14 +20,14 @@ _NAMES_SHOWN = 5
 
 
 def where(task: Task, method: str) -> str:
-    """A task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
+    """Return a task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
     12)``."""
     return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
 
 
 def checked_model(task: Task, model: Any) -> nn.Module:
-    """What ``build_model`` returned. Raises BadTask where it is no module, or has nothing to
-    train."""
+    """Return what ``build_model`` returned. Raises BadTask if it is no module, or has no parameters
+    to train."""
     if not isinstance(model, nn.Module):
         raise BadTask(
             f"{where(task, 'build_model')} must return a torch.nn.Module, not {_kind(model)}"
@@ -41,8 +41,8 @@ def checked_model(task: Task, model: Any) -> nn.Module:
 
 
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
-    """What ``build_datasets`` returned. Raises BadTask where it is not ``{"train": …, "val": …}``
-    of data sets."""
+    """Return what ``build_datasets`` returned. Raises BadTask if it is not ``{"train": …, "val":
+    …}`` of data sets."""
     source = where(task, "build_datasets")
     if not isinstance(datasets, dict) or datasets.get("train") is None:
         raise BadTask(
@@ -61,17 +61,17 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Whether a data set is read from one end to the other, and not by index."""
+    """Return whether a data set is read from one end to the other, and not by index."""
     return isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
 
 
 def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
-    """Samples in an epoch of iterable data: its length, where it has one, else ``max_steps`` in
-    ``epochs`` equal parts.
+    """Return the samples in an epoch of iterable data: its length if it has one, else ``max_steps``
+    in ``epochs`` equal parts.
 
-    Raises BadTask where neither is known.
+    Raises BadTask if neither is known.
     """
     length = _length(dataset)
     if length is not None:
@@ -87,7 +87,7 @@ def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
 
 
 def _length(dataset: Any) -> int | None:
-    """How many samples a data set says that it has."""
+    """Return how many samples a data set reports."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -132,7 +132,7 @@ def _check_iterable(source: str, dataset: Any) -> None:
 
 
 def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
-    """What ``build_optimizer`` returned. Raises BadTask where it would not move the model."""
+    """Return what ``build_optimizer`` returned. Raises BadTask if it would not change the model."""
     source = where(task, "build_optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
@@ -163,8 +163,8 @@ def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.opt
 
 
 def checked_scheduler(task: Task, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
-    """What ``build_scheduler`` returned. Raises BadTask for what cannot step once a step, or cannot
-    be saved."""
+    """Return what ``build_scheduler`` returned. Raises BadTask if it cannot step once per step, or
+    cannot be saved."""
     source = where(task, "build_scheduler")
     methods = ("step", "state_dict", "load_state_dict")
     lacking = [name for name in methods if not callable(getattr(scheduler, name, None))]
@@ -188,7 +188,7 @@ def checked_scheduler(task: Task, optimizer: torch.optim.Optimizer, scheduler: A
 
 
 def _binds(function: Any, *arguments: Any) -> bool:
-    """Whether ``function`` can be called with these arguments, as far as is known."""
+    """Return whether ``function`` can be called with these arguments, as far as is known."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -199,13 +199,13 @@ def _binds(function: Any, *arguments: Any) -> bool:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` cannot be called without arguments, as that of LBFGS."""
+    """Return whether ``step`` needs an argument, as that of LBFGS does."""
     # a scheduler wraps the object's own
     return not _binds(type(optimizer).step, optimizer)
 
 
 def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
-    """What ``loss`` returned. Raises BadTask where it is not (0-d tensor, weight)."""
+    """Return what ``loss`` returned. Raises BadTask if it is not (0-d tensor, weight)."""
     if isinstance(answer, torch.Tensor):
         shape = "a 0-d tensor" if answer.ndim == 0 else f"a tensor of shape {tuple(answer.shape)}"
         raise BadTask(
@@ -237,7 +237,7 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
 
 
 def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
-    """Raises BadTask for a loss that no parameter has a part in."""
+    """Raise BadTask for a loss that depends on no parameter."""
     if not loss_sum.requires_grad:
         raise BadTask(
             f"the loss moves no parameter: {where(task, 'loss')} returned one without a gradient. "
@@ -247,7 +247,7 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
 
 
 def uses_nothing(task: Task) -> BadTask:
-    """The error for a loss without the model."""
+    """Return the error for a loss that does not depend on the model."""
     return BadTask(
         f"the loss moves no parameter: {where(task, 'loss')} does not use the model that it was "
         "given"

@@ -1,9 +1,9 @@
-"""Metrics of a task's own that are no quotients of sums, as torchmetrics has them: an F1 score, an
+"""A task's own metrics that are no quotients of sums, as torchmetrics has them: an F1 score, an
 AUC.
 
-``build_metrics`` makes them, and what ``metrics`` returns under the name of one is what its
-``update`` is called with. Each rank updates its own with its share of the validation set; their
-states are merged in the order of ranks, which is that of the samples.
+``build_metrics`` makes them. What ``metrics`` returns under the name of one is the argument of its
+``update``. Each rank updates its own with its share of the validation set. Their states are merged
+in the order of ranks, which is that of the samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEEDED = ("update", "compute", "merge_state", "reset")
 
 
 class OwnMetrics:
-    """One evaluation's metrics on one rank."""
+    """The metrics of one evaluation on one rank."""
 
     def __init__(self, task: Task, metrics: dict[str, Any]) -> None:
         self._task, self._metrics = task, metrics
@@ -31,8 +31,8 @@ class OwnMetrics:
             metric.to(device)
 
     def update(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Enter what ``metrics`` returned of a micro-batch, but for None; return the rest of it,
-        which are sums. Raises BadTask."""
+        """Update the metrics with what ``metrics`` returned for a micro-batch, unless it is None.
+        Return the other values, which are sums. Raises BadTask."""
         for name, metric in self._metrics.items():
             if name in values and values[name] is None:
                 continue
@@ -47,12 +47,12 @@ class OwnMetrics:
         return {name: value for name, value in values.items() if name not in self._metrics}
 
     def states(self) -> dict[str, Any]:
-        """For the other ranks: every metric that was updated, on the CPU."""
+        """Return every metric that was updated, on the CPU, for the other ranks."""
         return {name: metric.cpu() for name, metric in self._metrics.items() if metric.update_count}
 
     def computed(self, states: list[dict[str, Any]]) -> dict[str, float]:
-        """The metrics over all ranks' states, by name; of a metric that computes a dict one for
-        each key. Raises BadTask."""
+        """Return the metrics over all ranks' states, by name. A metric that computes a dict gives
+        one for each key. Raises BadTask."""
         found: dict[str, float] = {}
         for name in self._metrics:
             whole = None
@@ -90,7 +90,7 @@ class OwnMetrics:
 
 
 def build_own_metrics(task: Task) -> OwnMetrics:
-    """The task's metrics, empty. Raises BadTask for what are none."""
+    """Return the task's metrics, empty. Raises BadTask for objects that are no metrics."""
     build = getattr(task, "build_metrics", None)
     metrics = build() if build is not None else {}
     source = where(task, "build_metrics")

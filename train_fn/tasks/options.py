@@ -1,5 +1,5 @@
-"""What a task asks for beside its methods: a step's number in ``loss``, and no loss in
-validation."""
+"""Options of a task beside its methods: whether ``loss`` takes the step's number, and whether there
+is a loss in validation."""
 
 from __future__ import annotations
 

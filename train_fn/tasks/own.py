@@ -1,5 +1,4 @@
-"""A task of the user's: a plain class that is found by its name and made with the spec's
-arguments."""
+"""Load a user's task: a plain class, found by its name and built with the spec's arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
 
 
 def build_own_task(code: CodeSpec) -> Task:
-    """Import and make it. Raises BadTask, naming file and line, for what is no task; what its own
-    code raises passes."""
+    """Import and build the task. Raises BadTask with file and line if it is no task. Lets errors of
+    its own code through."""
     assert code.task is not None
     make = load_named(code.task)
     if not callable(make):
