@@ -21,6 +21,7 @@ ON_REQUEST = {
     "api": "api",
     "control_plane": "scale.control_plane",
     "gpu": "gpu.step_costs",
+    "kills": "kills",
     "large_state": "large_state",
     "loader": "loader",
     "reconciler": "reconciler",

@@ -130,6 +130,7 @@ class Keeper:
             return False
         dead = [node for node in note.nodes if not lives(node.raylet_pid, note.temp_dir)]
         if dead:
+            self._precedence.let_run()
             for node in dead:
                 log.warning("node %s is dead", node.node_id)
                 kill_all([pid for pid in node.pids if lives(pid, note.temp_dir)])

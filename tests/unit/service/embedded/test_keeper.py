@@ -79,6 +79,19 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
     assert slow._refill_at is None
 
 
+def test_the_death_of_a_node_lets_what_recovers_run(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(slow._precedence, "let_run", lambda: asked.append("now"))
+    slow._note = replace(slow._note, nodes=(node(0), replace(node(1), raylet_pid=-1)))
+    assert slow.tick()
+    assert not asked, "all live"
+    monkeypatch.setattr(keeper_module, "lives", lambda pid, _: pid != -1)
+    assert slow.tick()
+    assert asked == ["now"] and len(slow._note.nodes) == 1
+
+
 def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,12 +25,24 @@ RANK = (
     "import os; os.sched_setaffinity(0, {%d}); os.setpriority(os.PRIO_PROCESS, 0, -10)\nwhile "
     "True: pass"
 )
+BUSY_THREAD = (
+    "import os, threading, time; os.sched_setaffinity(0, {%d})\ndef work():\n while True: "
+    "time.sleep(0.01); sum(range(100_000))\nthreading.Thread(target=work).start()"
+)
+"""A process whose first thread waits for ever, as that of an actor does."""
+BORN_IDLE = (
+    "import os, time; os.setpriority(os.PRIO_PROCESS, 0, %d); "
+    "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); time.sleep(600)"
+)
 KEEPER = """
-import sys
+import os, sys, threading
 from service.embedded import precedence
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 precedence.FIRST_RESPITE_S = precedence.LONGEST_RESPITE_S = 0.5
 kept = precedence.Precedence(sys.argv[1])
-kept.give_way([int(sys.argv[2])])
+kept.give_way(map(int, sys.argv[2:]))
+told = lambda: [kept.let_run(float(line)) for line in sys.stdin]
+threading.Thread(target=told, daemon=True).start()
 kept.keep()
 """
 needs_privilege = pytest.mark.skipif(
@@ -50,19 +62,26 @@ class Processes:
         self, script: str, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", script, *arguments]
-        self._started.append(subprocess.Popen(command, env={**os.environ, **(env or {})}, cwd=ROOT))
+        environ = {**os.environ, **(env or {})}
+        self._started.append(
+            subprocess.Popen(command, env=environ, cwd=ROOT, stdin=subprocess.PIPE)
+        )
         return self._started[-1]
+
+    def start_member(self, script: str) -> psutil.Process:
+        """A process of the cluster."""
+        return psutil.Process(
+            self.start(script, env={CLUSTER_DIR_VARIABLE: str(self.temp_dir)}).pid
+        )
 
     def start_control(self) -> psutil.Process:
         """A process of the cluster that wakes up every 10 ms, to do something."""
-        return psutil.Process(
-            self.start(CONTROL % self.core, env={CLUSTER_DIR_VARIABLE: str(self.temp_dir)}).pid
-        )
+        return self.start_member(CONTROL % self.core)
 
     def end(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 @pytest.fixture
@@ -74,6 +93,18 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 def policy(process: psutil.Process) -> int:
     return os.sched_getscheduler(process.pid)
+
+
+def classes(process: psutil.Process) -> set[int]:
+    """Of all its threads."""
+    return {os.sched_getscheduler(thread.id) for thread in process.threads()}
+
+
+def tell(keeper: subprocess.Popen[bytes], seconds: bytes) -> None:
+    """Let what keeps order run in the normal class for so long."""
+    assert keeper.stdin is not None
+    keeper.stdin.write(seconds + b"\n")
+    keeper.stdin.flush()
 
 
 @needs_privilege
@@ -94,6 +125,38 @@ def test_a_process_gives_way_until_ranks_leave_it_no_turn(processes: Processes) 
     rank.kill()
     wait_for(lambda: policy(control) == os.SCHED_IDLE, 60, "the process to give way again")
     assert control.nice() == CONTROL_NICENESS
+
+
+@needs_privilege
+def test_a_thread_that_nobody_looks_at_is_let_out_with_its_process(processes: Processes) -> None:
+    control = processes.start_member(BUSY_THREAD % processes.core)
+    wait_for(lambda: control.num_threads() == 2, 60, "its second thread")
+    processes.start(KEEPER, str(processes.temp_dir), str(control.pid))
+    wait_for(lambda: classes(control) == {os.SCHED_IDLE}, 60, "the process to give way")
+
+    processes.start(RANK % processes.core)
+    wait_for(
+        lambda: classes(control) == {os.SCHED_OTHER},
+        60,
+        "a process to be let out whose second thread gets no turn",
+    )
+
+
+@needs_privilege
+def test_control_processes_run_at_once_while_something_waits_for_them(
+    processes: Processes,
+) -> None:
+    control = processes.start_control()
+    keeper = processes.start(KEEPER, str(processes.temp_dir), str(control.pid))
+    wait_for(lambda: policy(control) == os.SCHED_IDLE, 60, "the process to give way")
+    tell(keeper, b"600")
+    wait_for(lambda: policy(control) == os.SCHED_OTHER, 60, "the process to be let out")
+
+    late = processes.start_member(BORN_IDLE % CONTROL_NICENESS)
+    wait_for(lambda: late.nice() == CONTROL_NICENESS, 60, "a process of a parent in class IDLE")
+    wait_for(lambda: policy(late) == os.SCHED_OTHER, 60, "it to be let out as well")
+    tell(keeper, b"0")
+    wait_for(lambda: policy(control) == policy(late) == os.SCHED_IDLE, 60, "both to give way again")
 
 
 @needs_privilege
