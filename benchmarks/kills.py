@@ -59,7 +59,8 @@ def kill_once(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     _, (_, first_at) = around(run, attempt.attempt, killed_at, GIVE_UP_S)
     wait_for(lambda: len(run.failures()) > number, GIVE_UP_S, "the failure")
     lost = run.failures()[-1].steps_lost
-    service.mend()
+    service.refill()
+    wait_for(service.whole, GIVE_UP_S, "the node's replacement", every_s=0.2)
     return {"recovery_s": first_at - killed_at, "steps_lost": -1 if lost is None else lost}
 
 

@@ -23,8 +23,10 @@ from train_fn.loop.built_alike import check_data, check_weights
 from train_fn.loop.replica import Replica
 from train_fn.loop.state_broadcast import broadcast
 from train_fn.snapshots.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
+from train_fn.snapshots.leaving import OVERHEAD_BYTES
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.kept_state import KeptState
+from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -93,10 +95,20 @@ def take_over(
     before_load(is_fresh)
     if is_fresh and peers.rank == restored.holder:
         found = state.state_dict()
-    state.load_state_dict(broadcast(peers, found, restored.holder))
+    is_mapped = restored.source == "snapshot" and found is not None
+    state.load_state_dict(
+        found := broadcast(peers, found, restored.holder),
+        gives_memory=not is_mapped or _may_stay(ctx, found),
+    )
     snapshot_store(ctx).remove_after(state.step)
     logger.info("starting at step %d from %s", state.step, restored.checkpoint or restored.source)
     return restored
+
+
+def _may_stay(ctx: WorkerContext, state: dict[str, Any]) -> bool:
+    """Whether the file of a snapshot may fill shared memory for as long as this rank lives: two
+    newer states fit beside it."""
+    return snapshot_store(ctx).free_bytes() >= 2 * size_bytes(state) + OVERHEAD_BYTES
 
 
 def announce(ctx: WorkerContext, state: KeptState, restored: Restored) -> None:

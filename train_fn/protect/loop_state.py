@@ -207,8 +207,9 @@ class LoopState:
             "own_loop": {"data": self._known_data},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state. ``state`` is copied and not changed.
+    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+        """Load a state. ``state`` is copied and not changed: how a user's loop has laid out its
+        memory is not known, so nothing is taken over.
 
         Raises BadTask if it is not of the objects that ``es.protect`` was given.
         """

@@ -33,8 +33,9 @@ class KeptState(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as nested dicts of plain values and live tensors."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state. ``state`` is copied and not changed."""
+    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+        """Load a state. ``state`` is copied and not changed. If it ``gives_memory``, the state may
+        keep parts of it, which the caller does not use afterwards."""
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""

@@ -21,6 +21,7 @@ from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
 from train_fn.state.frozen_part import FrozenPart, other_base
 from train_fn.state.packed_moments import Packer, unpacked
+from train_fn.state.shared_memory import adopt
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
@@ -189,8 +190,12 @@ class TrainState:
         if self.frozen is not None:
             self.frozen.require_unchanged(thorough=False)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
         """Load a state. ``state`` is copied and not changed.
+
+        Args:
+            gives_memory: whether large frozen parameters may take over the memory of theirs in
+                ``state``, which the caller does not use afterwards.
 
         Raises:
             DataChanged: it was trained on other data.
@@ -200,6 +205,8 @@ class TrainState:
         self._check_data(state)
         self._check_contents(state)
         self.complete = False
+        if gives_memory:
+            adopt(self.model, state["model"])
         self._load_weights(state)
         self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
