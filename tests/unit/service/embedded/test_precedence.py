@@ -41,7 +41,7 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 precedence.FIRST_RESPITE_S = precedence.LONGEST_RESPITE_S = 0.5
 kept = precedence.Precedence(sys.argv[1])
 kept.give_way(map(int, sys.argv[2:]))
-told = lambda: [kept.let_run(float(line)) for line in sys.stdin]
+told = lambda: [kept.let_run(float(told)) for told in iter(lambda: os.read(0, 64), b"")]
 threading.Thread(target=told, daemon=True).start()
 kept.keep()
 """
