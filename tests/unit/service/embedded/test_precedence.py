@@ -37,7 +37,6 @@ BORN_IDLE = (
 KEEPER = """
 import os, sys, threading
 from service.embedded import precedence
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 precedence.FIRST_RESPITE_S = precedence.LONGEST_RESPITE_S = 0.5
 kept = precedence.Precedence(sys.argv[1])
 kept.give_way(map(int, sys.argv[2:]))
@@ -131,7 +130,8 @@ def test_a_process_gives_way_until_ranks_leave_it_no_turn(processes: Processes) 
 def test_a_thread_that_nobody_looks_at_is_let_out_with_its_process(processes: Processes) -> None:
     control = processes.start_member(BUSY_THREAD % processes.core)
     wait_for(lambda: control.num_threads() == 2, 60, "its second thread")
-    processes.start(KEEPER, str(processes.temp_dir), str(control.pid))
+    on_its_core = f"import os; os.sched_setaffinity(0, {{{processes.core}}})\n{KEEPER}"
+    processes.start(on_its_core, str(processes.temp_dir), str(control.pid))
     wait_for(lambda: classes(control) == {os.SCHED_IDLE}, 60, "the process to give way")
 
     processes.start(RANK % processes.core)
