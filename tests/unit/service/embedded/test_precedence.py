@@ -179,8 +179,8 @@ def test_a_cluster_that_was_started_at_a_low_priority_is_left_as_it_is(
     """Its ranks could not be told from what gives way to them; nor could they be without a
     privilege."""
     control = processes.start_control()
-    low = f"import os; os.nice({CONTROL_NICENESS})\n{KEEPER}"
-    assert processes.start(low, str(processes.temp_dir), str(control.pid)).wait(200) == 0
+    low = f"import os; os.setpriority(os.PRIO_PROCESS, 0, {CONTROL_NICENESS})\n{KEEPER}"
+    assert processes.start(low, str(processes.temp_dir), str(control.pid)).wait(60) == 0
     assert policy(control) == os.SCHED_OTHER
 
 
