@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from train_fn.node.gpu_use import look_at
+from train_fn.node.gpu_use import sample_gpu
 
 
 def test_a_gpu_that_works_is_busy_and_its_memory_is_counted() -> None:
@@ -17,8 +17,8 @@ def test_a_gpu_that_works_is_busy_and_its_memory_is_counted() -> None:
         for _ in range(20):
             x.mm(x)
         torch.cuda.synchronize()
-        busy.append(look_at(device).busy)
-    look = look_at(device)
+        busy.append(sample_gpu(device).busy)
+    look = sample_gpu(device)
     assert look.allocated_bytes >= 2 * x.numel() * 4
     assert look.allocated_bytes <= look.used_bytes <= look.total_bytes
     known = [each for each in busy if each is not None]

@@ -1,5 +1,5 @@
-"""``python -m train_fn.node.device_look RANK DEVICE DIRECTORY`` looks at a node and its GPU, and
-prints what it found as one line of JSON."""
+"""``python -m train_fn.node.device_look RANK DEVICE DIRECTORY``: check a node and its GPU, and
+print the result as one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from train_fn.node.preflight import look_at_this_node
+from train_fn.node.preflight import check_node
 
 if __name__ == "__main__":
     rank, device, directory = sys.argv[1:]
-    found = look_at_this_node(int(rank), torch.device(device), Path(directory))
+    found = check_node(int(rank), torch.device(device), Path(directory))
     print(json.dumps(dataclasses.asdict(found)))

@@ -15,8 +15,8 @@ import torch
 
 from everstep.wire.events import EventKind
 
-LOOK_S = 2.0
-"""Between two looks. NVML's own figure is a mean over at most a second."""
+SAMPLE_EVERY_S = 2.0
+"""Between two samples. NVML's own figure is a mean over at most a second."""
 FIRST_REPORT_S = 10.0
 REPORT_EVERY_S = 60.0
 
@@ -26,26 +26,26 @@ Emit = Callable[[EventKind, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Look:
+class GpuSample:
     """One sample of a GPU."""
 
     busy: float | None
-    """Share of the last moment in which a kernel ran, 0 to 1; None where NVML does not tell (no
+    """Share of the last moment in which a kernel ran, 0 to 1; None if NVML does not know (no
     nvidia-ml-py, or MIG)."""
     used_bytes: int
     total_bytes: int
     allocated_bytes: int
-    """Most that this process's own tensors took so far."""
+    """Most bytes that this process's own tensors took so far."""
 
 
-def look_at(device: torch.device) -> Look:
+def sample_gpu(device: torch.device) -> GpuSample:
     """Sample the GPU without waiting for it. Raises RuntimeError if it does not answer."""
     free, total = torch.cuda.mem_get_info(device)
     try:
         busy: float | None = torch.cuda.utilization(device) / 100
-    except Exception:  # NVML's own errors, or no NVML: memory is worth telling by itself
+    except Exception:  # NVML's own errors, or no NVML: memory is worth reporting by itself
         busy = None
-    return Look(busy, total - free, total, torch.cuda.max_memory_allocated(device))
+    return GpuSample(busy, total - free, total, torch.cuda.max_memory_allocated(device))
 
 
 class GpuWatch:
@@ -58,20 +58,20 @@ class GpuWatch:
         rank: int,
         node_id: str,
         device: torch.device,
-        look: Callable[[torch.device], Look] = look_at,
+        sample: Callable[[torch.device], GpuSample] = sample_gpu,
         *,
-        look_s: float = LOOK_S,
+        sample_every_s: float = SAMPLE_EVERY_S,
         first_s: float = FIRST_REPORT_S,
         every_s: float = REPORT_EVERY_S,
     ) -> None:
-        self._emit, self._rank, self._node_id, self._device, self._look = (
+        self._emit, self._rank, self._node_id, self._device, self._sample = (
             emit,
             rank,
             node_id,
             device,
-            look,
+            sample,
         )
-        self._look_s, self._next_s, self._every_s = look_s, first_s, every_s
+        self._sample_every_s, self._next_s, self._every_s = sample_every_s, first_s, every_s
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,11 +93,11 @@ class GpuWatch:
 
     def _run(self) -> None:
         began = time.monotonic()
-        looks: list[Look] = []
-        while not self._closing.wait(self._look_s):
+        samples: list[GpuSample] = []
+        while not self._closing.wait(self._sample_every_s):
             try:
-                looks.append(self._look(self._device))
-            except Exception as exc:  # a device that is lost is the training's to notice
+                samples.append(self._sample(self._device))
+            except Exception as exc:  # training notices a lost device
                 logger.warning(
                     "cannot read the use of %s any more, so it is not reported: %s",
                     self._device,
@@ -106,11 +106,11 @@ class GpuWatch:
                 return
             seconds = time.monotonic() - began
             if seconds >= self._next_s:
-                self._emit(EventKind.GPU_USE, self._summary(looks, seconds))
-                began, looks, self._next_s = time.monotonic(), [], self._every_s
+                self._emit(EventKind.GPU_USE, self._summary(samples, seconds))
+                began, samples, self._next_s = time.monotonic(), [], self._every_s
 
-    def _summary(self, looks: list[Look], seconds: float) -> dict[str, Any]:
-        busy = [look.busy for look in looks if look.busy is not None]
+    def _summary(self, samples: list[GpuSample], seconds: float) -> dict[str, Any]:
+        busy = [sample.busy for sample in samples if sample.busy is not None]
         return {
             "rank": self._rank,
             "node_id": self._node_id,
@@ -118,8 +118,8 @@ class GpuWatch:
             if torch.cuda.is_available()
             else str(self._device),
             "busy": round(statistics.mean(busy), 3) if busy else None,
-            "used_bytes": max(look.used_bytes for look in looks),
-            "total_bytes": looks[-1].total_bytes,
-            "allocated_bytes": max(look.allocated_bytes for look in looks),
+            "used_bytes": max(sample.used_bytes for sample in samples),
+            "total_bytes": samples[-1].total_bytes,
+            "allocated_bytes": max(sample.allocated_bytes for sample in samples),
             "seconds": round(seconds, 1),
         }

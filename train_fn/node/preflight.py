@@ -44,7 +44,7 @@ KEPT_FREE_BYTES = 1 << 30
 """Least free space on the temporary disk and in shared memory, and least free memory."""
 FAR_SLOWER = 5.0
 """A node that is so many times slower than the median of the others is unfit."""
-LOOK_S = 60.0
+CHECK_S = 60.0
 """Longest check in a process of its own, which imports torch first."""
 NOTICEABLE_S = 0.1
 """Shorter times measure the clock more than the node."""
@@ -60,7 +60,7 @@ class Figures:
     problems: list[str] = field(default_factory=list)
 
 
-def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figures:
+def check_node(rank: int, device: torch.device, directory: Path) -> Figures:
     """Measure arithmetic, memory and disk. No call waits for another node."""
     figures = Figures(rank, os.uname().nodename)
     size = MATMUL_SIZE[device.type]
@@ -82,7 +82,7 @@ def look_at_this_node(rank: int, device: torch.device, directory: Path) -> Figur
     return figures
 
 
-def look_from_outside(rank: int, device_type: str, directory: Path) -> Figures:
+def check_in_new_process(rank: int, device_type: str, directory: Path) -> Figures:
     """Check this node from a new process, which sees the GPUs that are visible now.
 
     A process that has used CUDA keeps the devices of that moment, and Ray shows a rank the GPUs of
@@ -94,17 +94,17 @@ def look_from_outside(rank: int, device_type: str, directory: Path) -> Figures:
             [*command, str(rank), device_type, str(directory)],
             capture_output=True,
             text=True,
-            timeout=LOOK_S,
+            timeout=CHECK_S,
         )
     except subprocess.TimeoutExpired:
-        return Figures(rank, os.uname().nodename, problems=[f"its check took over {LOOK_S:g} s"])
+        return Figures(rank, os.uname().nodename, problems=[f"its check took over {CHECK_S:g} s"])
     if done.returncode != 0:
         last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         return Figures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
     return Figures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
 
 
-def look_for_room(figures: Figures, directory: Path) -> None:
+def check_space(figures: Figures, directory: Path) -> None:
     """Add a problem for each place with too little free space, and for too little memory."""
     for name, place in (("disk", directory), ("shared memory", shared_memory_root())):
         try:
@@ -119,7 +119,7 @@ def look_for_room(figures: Figures, directory: Path) -> None:
         figures.problems.append(f"{available_bytes >> 20} MiB of memory are available")
 
 
-def look_at_the_links(figures: Figures, world_size: int, device: torch.device) -> None:
+def time_links(figures: Figures, world_size: int, device: torch.device) -> None:
     """Time an exchange with each neighbour in a ring, then all-reduces. A collective."""
     block = torch.ones(LINK_BYTES // 4, device=device)
     links = []
@@ -259,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    figures = look_at_this_node(rank, device, options.directory)
-    look_for_room(figures, options.directory)
+    figures = check_node(rank, device, options.directory)
+    check_space(figures, options.directory)
     found = _figures_of_all(figures, world_size, device, options.timeout_s)
     problems = unfit(found, options.far_slower)
     if rank == 0:
@@ -278,7 +278,7 @@ def _figures_of_all(
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
         )
-        look_at_the_links(figures, world_size, device)
+        time_links(figures, world_size, device)
         found: list[Figures] = [figures] * world_size
         dist.all_gather_object(found, figures)
     except (RuntimeError, ValueError) as exc:

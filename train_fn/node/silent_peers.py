@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import psutil
 
-LOOK_S = 1.0
+POLL_S = 1.0
 _TCP_INFO = struct.Struct("=8B13I")
 _RETRANSMITS, _UNACKED, _LAST_DATA_RECEIVED, _LAST_ACK_RECEIVED = 2, 8 + 4, 8 + 11, 8 + 12
 
@@ -60,7 +60,7 @@ class SilentPeers:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             try:
                 self.look(time.monotonic())
             except Exception:
@@ -96,7 +96,7 @@ class SilentPeers:
         return ended
 
     def _is_silent(self, inode: int, traffic: Traffic, now: float) -> bool:
-        if traffic.unacknowledged == 0 or traffic.silent_s < 2 * LOOK_S:
+        if traffic.unacknowledged == 0 or traffic.silent_s < 2 * POLL_S:
             self._waiting_since.pop(inode, None)
             return False
         since = self._waiting_since.setdefault(inode, now)

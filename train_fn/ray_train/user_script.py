@@ -37,7 +37,7 @@ SHARED_VARIABLE = "EVERSTEP_SHARED_DIR"
 
 READY_S = 300.0
 """Longest wait for all ranks to have the script's files."""
-LOOK_S = 0.5
+POLL_S = 0.5
 """Seconds between two looks for a stop."""
 ABORT_AFTER_S = 5.0
 """Seconds after which a script that was interrupted is taken to wait for its peers."""
@@ -237,16 +237,16 @@ class _StopWatch:
 
     def _run(self) -> None:
         looks = 0
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             heard = self._ctx.journal.stop_requested
             if self._ctx.world_rank == 0 and heard in STOPS and not self._takes_stops():
                 self._store.set(_STOP_KEY, heard)
             if self.agreed() is None:
                 continue
             with self._lock:
-                if not self._over.is_set() and looks % round(REPEAT_S / LOOK_S) == 0:
+                if not self._over.is_set() and looks % round(REPEAT_S / POLL_S) == 0:
                     _raise_in(self._script_thread, Interrupted)
-            if looks == round(ABORT_AFTER_S / LOOK_S):
+            if looks == round(ABORT_AFTER_S / POLL_S):
                 abort_collectives()
             looks += 1
 

@@ -15,7 +15,7 @@ from train_fn.node.link_time import pass_time, take_in
 from train_fn.node.network_settings import interface_problem
 from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.out_of_memory import look_for_oom, oom_kills
-from train_fn.node.preflight import Figures, look_at_this_node, look_from_outside
+from train_fn.node.preflight import Figures, check_in_new_process, check_node
 from train_fn.node.probe import accepts_connection
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process
@@ -93,8 +93,8 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Check computation, memory and storage of this node, and return the figures as those of
         ``number``."""
         if ray.get_gpu_ids():
-            return look_from_outside(number, "cuda", own_temporary_dir())
-        return look_at_this_node(number, torch.device("cpu"), own_temporary_dir())
+            return check_in_new_process(number, "cuda", own_temporary_dir())
+        return check_node(number, torch.device("cpu"), own_temporary_dir())
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
         """Listen for a block that another node sends to time a link. Return the address."""

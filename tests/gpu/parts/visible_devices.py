@@ -14,7 +14,7 @@ import torch
 
 from tests.gpu.verdict import Shown
 from train_fn.node.device_evidence import look_at_gpu, visible_gpu
-from train_fn.node.preflight import look_from_outside
+from train_fn.node.preflight import check_in_new_process
 
 MOST_ORDERS = 6
 
@@ -53,7 +53,7 @@ def problems_as_a_rank(device_type: str, visible: str, directory: Path) -> list[
     node's other ranks later."""
     own = visible.rpartition(",")[2]
     os.environ["CUDA_VISIBLE_DEVICES"] = own
-    problems = list(look_from_outside(0, device_type, directory).problems)
+    problems = list(check_in_new_process(0, device_type, directory).problems)
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
     index = visible.count(",")
     if visible_gpu(index) != own:

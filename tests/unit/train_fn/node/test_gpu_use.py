@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from everstep.wire.events import EventKind
-from train_fn.node.gpu_use import GpuWatch, Look
+from train_fn.node.gpu_use import GpuSample, GpuWatch
 from train_fn.recovery.progress import ProgressTracker
 
 CUDA = torch.device("cuda", 0)
@@ -17,12 +17,12 @@ CUDA = torch.device("cuda", 0)
 class Gpu:
     """Answers with the looks it has, then is lost."""
 
-    def __init__(self, *looks: Look) -> None:
+    def __init__(self, *looks: GpuSample) -> None:
         self.looks = list(looks)
         self.samples: list[dict[str, Any]] = []
         self.lost = threading.Event()
 
-    def look(self, _device: torch.device) -> Look:
+    def look(self, _device: torch.device) -> GpuSample:
         if not self.looks:
             self.lost.set()
             raise RuntimeError("the GPU is lost")
@@ -34,12 +34,19 @@ class Gpu:
 
     def watch(self, device: torch.device = CUDA) -> GpuWatch:
         return GpuWatch(
-            self.emit, 3, "node-a", device, self.look, look_s=0.001, first_s=0.0, every_s=0.0
+            self.emit,
+            3,
+            "node-a",
+            device,
+            self.look,
+            sample_every_s=0.001,
+            first_s=0.0,
+            every_s=0.0,
         )
 
 
 def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
-    gpu = Gpu(Look(0.5, 70, 100, 30), Look(None, 60, 100, 40))
+    gpu = Gpu(GpuSample(0.5, 70, 100, 30), GpuSample(None, 60, 100, 40))
     with gpu.watch():
         assert gpu.lost.wait(60)
     assert [

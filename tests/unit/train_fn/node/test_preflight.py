@@ -16,12 +16,12 @@ import torch.distributed as dist
 from train_fn.node import preflight
 from train_fn.node.preflight import (
     Figures,
-    look_at_the_links,
-    look_at_this_node,
-    look_for_room,
-    look_from_outside,
+    check_in_new_process,
+    check_node,
+    check_space,
     main,
     report,
+    time_links,
     unfit,
 )
 from train_fn.ray_train import worker_actor
@@ -38,8 +38,8 @@ def process_group() -> Iterator[None]:
 
 
 def test_a_sound_node_is_fit(tmp_path: Path, process_group: None) -> None:
-    figures = look_at_this_node(0, CPU, tmp_path)
-    look_at_the_links(figures, 1, CPU)
+    figures = check_node(0, CPU, tmp_path)
+    time_links(figures, 1, CPU)
     assert figures.problems == []
     assert figures.seconds.keys() == {
         "matmul",
@@ -55,8 +55,8 @@ def test_a_sound_node_is_fit(tmp_path: Path, process_group: None) -> None:
 
 def test_what_fails_or_lacks_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "KEPT_FREE_BYTES", 1 << 60)
-    figures = look_at_this_node(3, CPU, tmp_path / "absent")
-    look_for_room(figures, tmp_path / "absent")
+    figures = check_node(3, CPU, tmp_path / "absent")
+    check_space(figures, tmp_path / "absent")
     assert any(problem.startswith("disk: ") and "absent" in problem for problem in figures.problems)
     assert (
         sum(
@@ -105,7 +105,7 @@ def test_without_torchrun_or_an_interface_it_says_so(
 
 
 def test_a_look_from_a_process_of_its_own_finds_the_same(tmp_path: Path) -> None:
-    figures = look_from_outside(3, "cpu", tmp_path)
+    figures = check_in_new_process(3, "cpu", tmp_path)
     assert (figures.rank, figures.host) == (3, os.uname().nodename)
     assert figures.problems == []
     assert figures.seconds.keys() == {"matmul", "memory", "disk"}
@@ -122,7 +122,7 @@ def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_i
     def refuse(*_: object) -> None:
         raise AssertionError("looked at the GPU from the rank's own process")
 
-    monkeypatch.setattr(worker_actor, "look_at_this_node", refuse)
+    monkeypatch.setattr(worker_actor, "check_node", refuse)
     figures = EverstepTrainWorker.check_node(SimpleNamespace(), 2)
     [problem] = figures.problems
     assert figures.rank == 2 and problem.startswith("its check failed: ")
@@ -134,5 +134,5 @@ def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_i
 def test_a_look_that_does_not_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "LOOK_S", 0.01)
-    assert look_from_outside(0, "cpu", tmp_path).problems == ["its check took over 0.01 s"]
+    monkeypatch.setattr(preflight, "CHECK_S", 0.01)
+    assert check_in_new_process(0, "cpu", tmp_path).problems == ["its check took over 0.01 s"]
