@@ -21,6 +21,10 @@ from tests.integration.ray_cluster import RayCluster, ray_cluster
 from train_fn.protect.guarantees import EXACT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
+GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
+TRAINER_STEPS_PER_EPOCH = 9
+"""Of 144 samples by 2 ranks with 2 micro-batches of 4."""
+TRAINER_STEPS = 180
 STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
 
@@ -29,6 +33,25 @@ STEPS_PER_EPOCH = 29
 def cluster() -> Iterator[RayCluster]:
     with ray_cluster(2) as running:
         yield running
+
+
+@pytest.fixture
+def trainer_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
+    digest = CodeStore(open_storage(str(tmp_path))).put(pack(GALLERY)).digest
+    spec = RunSpec.model_validate(
+        {
+            "name": "trainer",
+            "code": {
+                "archive": digest,
+                "train_fn": "hf_trainer:train_fn",
+                "config": {"epochs": TRAINER_STEPS // TRAINER_STEPS_PER_EPOCH},
+            },
+            "scaling": {"min_workers": 2, "max_workers": 2},
+        }
+    )
+    run = DrivenRun(cluster, tmp_path, spec)
+    yield run
+    run.stop()
 
 
 @pytest.fixture
@@ -77,3 +100,19 @@ def test_a_protected_loop_loses_no_step_is_paused_and_goes_on(run: DrivenRun) ->
     newest = CheckpointStore(run.run_dir).list()[-1]
     assert newest.step == 60 * STEPS_PER_EPOCH
     CheckpointStore(run.run_dir).verify(newest.name)
+
+
+def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None:
+    """Every optimizer step is a step of the run, and the last one is in the last checkpoint."""
+    run = trainer_run
+    run.start()
+    run.wait_for_step(40)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    first, second = (event.data for event in run.of(EventKind.RESTORED))
+    assert (first["source"], second["source"]) == ("fresh", "snapshot") and second["step"] >= 40
+    assert {step for step, _ in run.steps()} == set(range(1, TRAINER_STEPS + 1))
+    assert run.last(EventKind.TRAINING_STARTED).data["total_steps"] == TRAINER_STEPS
+    assert CheckpointStore(run.run_dir).list()[-1].step == TRAINER_STEPS
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
