@@ -85,11 +85,12 @@ def run_json(
         transitions: its transitions, oldest first.
         dashboard_url: base URL of the Ray dashboard; None until it is known.
         now: unix seconds.
-        public_url: base URL of this service for browsers, without a trailing slash; None for no
-            links to pages.
+        public_url: base URL of this service for browsers, without a trailing slash, through which
+            Ray's dashboard is reached, too; None for no links to pages.
     """
     latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
     protected = protection(run)
+    ray_url = f"{public_url}/ray/" if public_url and dashboard_url else dashboard_url
     answer = dict(zip(_SAME, _same_fields(run), strict=True)) | {
         "reason": _reason(run.reason_code, run.reason_message),
         "created_at": _time(run.created_at),
@@ -107,10 +108,8 @@ def run_json(
             now if run.finished_at is None else run.finished_at
         ),
         "links": {
-            "ray_dashboard": dashboard_url,
-            "ray_job": f"{dashboard_url}/#/jobs/{run.ray_job_id}"
-            if dashboard_url and run.ray_job_id
-            else None,
+            "ray_dashboard": ray_url and f"{ray_url}/",
+            "ray_job": f"{ray_url}/#/jobs/{run.ray_job_id}" if ray_url and run.ray_job_id else None,
             "dashboard": f"{public_url}/runs/{run.id}" if public_url else None,
         },
         "transitions": [

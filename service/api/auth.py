@@ -10,6 +10,7 @@ from typing import Annotated, Final
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import Connection
+from starlette.requests import HTTPConnection
 
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, not_found
@@ -116,12 +117,15 @@ def _unauthorized() -> ProblemError:
 
 
 def admitted(
-    request: Request, context: ApiContext, found: TokenRow | None, session: str | None = None
+    request: HTTPConnection,
+    context: ApiContext,
+    found: TokenRow | None,
+    session: str | None = None,
 ) -> Principal:
     """Return the caller for a token, and record the call.
 
     Args:
-        request: the request.
+        request: the request or WebSocket.
         context: the service's context.
         found: the token; None if there is no valid one.
         session: SHA-256 of the browser session that led to the token; None if the token itself was

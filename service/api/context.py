@@ -24,6 +24,7 @@ from service.api.rate_limit import RateLimit
 from service.api.readiness import ClusterProbe, ReadinessCheck
 from service.api.token_use import TokenUse
 from service.cluster.deployment_checks import DeploymentChecks
+from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayJobs
 from service.control_files.kept_checkpoints import KeptSteps
 from service.control_files.node_marks import MarksFile
@@ -74,6 +75,7 @@ class ApiContext:
         max_code_bytes: int = DEFAULT_MAX_CODE_BYTES,
         storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
+        ray_dashboard: RayDashboard | None = None,
         notify: NotifyRule = NOBODY,
         embedded: bool = False,
     ) -> None:
@@ -90,6 +92,9 @@ class ApiContext:
         self.max_upload_bytes = max_upload_bytes
         self.max_code_bytes = max_code_bytes
         self.storage_roots = storage_roots
+        self.ray = ray
+        self.ray_dashboard = ray_dashboard
+        """Passes requests on to Ray's dashboard; None passes on none."""
         self.notify = notify
         self.embedded = embedded
         """Whether user code runs as this service's own user."""

@@ -1,4 +1,6 @@
-"""The Ray cluster as the service sees it, over HTTP: jobs, nodes, and checks of a deployment.
+"""The Ray cluster as the service sees it, over HTTP: jobs, nodes, checks of a deployment, and
+Ray's dashboard for people.
 
-Imports the model and the database. The reconciler, the API and the embedded cluster import it.
+Imports the model and the database. The reconciler, the API, the pages and the embedded cluster
+import it.
 """

@@ -31,6 +31,7 @@ from service.api.auth import (
 )
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
+from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database
 from service.db.errors import DatabaseError
@@ -119,7 +120,8 @@ async def serve(
     existing = (
         RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
     )
-    async with RayJobs(supervisor.endpoint if supervisor else lambda: existing) as ray:
+    endpoint = supervisor.endpoint if supervisor else lambda: existing
+    async with RayJobs(endpoint) as ray, RayDashboard(endpoint) as ray_dashboard:
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()
@@ -142,6 +144,7 @@ async def serve(
             max_code_bytes=settings.max_code_bytes,
             storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
+            ray_dashboard=ray_dashboard,
             notify=settings.notify,
             embedded=settings.embedded,
         )
@@ -153,7 +156,7 @@ async def serve(
         )
         if settings.metrics_token:
             await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
-        server = ApiServer(create_app(context), lambda: announce(settings, url, view), settings)
+        server = ApiServer(create_app(context), lambda: announce(settings, url), settings)
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
                 await server.serve([listener])
@@ -236,10 +239,10 @@ def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[
             loop.remove_signal_handler(number)
 
 
-def announce(settings: Settings, url: str, view: ClusterView) -> None:
+def announce(settings: Settings, url: str) -> None:
     """Print that the API answers, and its URLs."""
     print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
-    print(f"Ray dashboard:     {view.dashboard_url}")
+    print(f"Ray dashboard:     {url}/ray/")
     print(f"Admin token:       {settings.token_path}", flush=True)
     if settings.embedded:
         print(f"Trust:             {EMBEDDED_TRUST}", flush=True)

@@ -20,8 +20,11 @@ router: Final = APIRouter(include_in_schema=False)
 _DIRECTORY: Final = Path(__file__).parent / "static"
 _MEDIA_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
+    ".ico": "image/x-icon",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff": "font/woff",
+    ".woff2": "font/woff2",
     ".txt": "text/plain; charset=utf-8",
     ".md": "text/plain; charset=utf-8",
     "": "text/plain; charset=utf-8",
@@ -53,7 +56,11 @@ def asset(name: str) -> Asset:
     """Return the file with this name below ``static/``. Raises 404."""
     if name not in _names():
         raise not_found(f"file {name[:80]!r} does not exist")
-    path = _DIRECTORY / name
+    return read_asset(_DIRECTORY / name)
+
+
+def read_asset(path: Path) -> Asset:
+    """Read a file whose type is in the table of media types."""
     body = path.read_bytes()
     return Asset(
         body,
@@ -73,13 +80,23 @@ async def get_asset(name: str, request: Request) -> Response:
     if name not in _names():
         raise not_found(f"file {name[:80]!r} does not exist")
     found = await anyio.to_thread.run_sync(asset, name)
+    return asset_response(found, request, is_final=request.query_params.get("v") == found.version)
+
+
+def asset_response(found: Asset, request: Request, *, is_final: bool) -> Response:
+    """Return the response with a file.
+
+    Args:
+        found: the file.
+        request: the request, which may have the file already.
+        is_final: whether the content behind this URL never changes.
+    """
     headers = {
         "ETag": f'"{found.version}"',
         "Vary": "Accept-Encoding",
         "X-Content-Type-Options": "nosniff",
     }
-    fresh = request.query_params.get("v") == found.version
-    headers["Cache-Control"] = f"public, max-age={_A_YEAR_S}, immutable" if fresh else "no-cache"
+    headers["Cache-Control"] = f"public, max-age={_A_YEAR_S}, immutable" if is_final else "no-cache"
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):

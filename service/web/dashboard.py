@@ -11,6 +11,7 @@ from service.web import (
     fork_page,
     log_in_page,
     log_page,
+    ray_pages,
     reference,
     run_list,
     run_pages,
@@ -29,5 +30,6 @@ def install(app: FastAPI) -> None:
         log_page,
         run_pages,
         cluster_pages,
+        ray_pages,
     ):
         app.include_router(module.router)

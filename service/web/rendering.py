@@ -144,7 +144,8 @@ def _finished(request: Request, response: Response) -> Response:
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     body = getattr(response, "body", b"")
-    if len(body) >= _COMPRESS_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+    may_compress = "gzip" in request.headers.get("accept-encoding", "")
+    if len(body) >= _COMPRESS_BYTES and may_compress and "content-encoding" not in response.headers:
         response.body = gzip.compress(body, 5, mtime=0)
         response.headers["Content-Encoding"] = "gzip"
         response.headers["Content-Length"] = str(len(response.body))

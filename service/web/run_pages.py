@@ -55,6 +55,9 @@ async def run_page(
         caller,
         run=run,
         actions=_actions(run, caller),
+        ray_job=f"/ray/#/jobs/{row.ray_job_id}"
+        if row.ray_job_id and caller.project is None
+        else None,
         progress_share=progress_share,
         **values,
     )

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import Depends, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials
+from starlette.requests import HTTPConnection
 
 from service.api.auth import Principal, admitted, controlled_run, principal, visible_run
 from service.api.context import ApiContext, Context
@@ -34,17 +35,22 @@ CSRF_FIELD: Final = "csrf"
 _SALT_BYTES: Final = 16
 
 
-def cookie_of(request: Request) -> str:
+def cookie_of(request: HTTPConnection) -> str:
     """Return the session's secret from the browser; empty if there is none."""
     return request.cookies.get(SECURE_COOKIE if _is_secure(request) else COOKIE, "")
 
 
-def _is_secure(request: Request) -> bool:
-    return request.url.scheme == "https"
+def _is_secure(request: HTTPConnection) -> bool:
+    return request.url.scheme in ("https", "wss")
 
 
 async def web_caller(request: Request, context: Context) -> Principal:
     """Return who is logged in. Raises 401 if nobody is; pages then redirect to the log-in page."""
+    return await caller_of(request, context)
+
+
+async def caller_of(request: HTTPConnection, context: ApiContext) -> Principal:
+    """Return who is logged in, for a request or a WebSocket. Raises 401 if nobody is."""
     secret = cookie_of(request)
     found = await context.database_look(context.sessions.find, secret) if secret else None
     caller = admitted(request, context, found, sha256_of(secret))
@@ -128,8 +134,8 @@ async def read_form(request: Request) -> dict[str, str]:
         ) from exc
 
 
-def _host_of(origin: str) -> str | None:
-    """Return the host and port of an origin; None if it is invalid."""
+def host_of(origin: str) -> str | None:
+    """Return the host and port of an origin or URL; None if it is invalid."""
     try:
         return urlsplit(origin).netloc
     except ValueError:  # as for "http://["
@@ -141,7 +147,7 @@ def _check_origin(request: Request) -> None:
     session cookie to misuse."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site is not None and site not in ("same-origin", "none")
-    if origin is not None and _host_of(origin) != request.headers.get("host", ""):
+    if origin is not None and host_of(origin) != request.headers.get("host", ""):
         foreign = True
     if foreign:
         raise ProblemError(

@@ -61,7 +61,7 @@ def _assert_ray_dashboard_knows(service: ServiceProcess, run: RunHandle) -> None
     jobs = httpx.get(url, headers={"Authorization": f"Bearer {token}"}).json()
     [job] = [job for job in jobs if (job.get("metadata") or {}).get("run_id") == run.id]
     assert job["metadata"]["run_name"] == run.name
-    assert run.links.ray_job is not None and job["submission_id"] in run.links.ray_job
+    assert run.links.ray_job == f"{service.url}/ray/#/jobs/{job['submission_id']}"
     assert httpx.get(url).status_code in (401, 403)
 
 

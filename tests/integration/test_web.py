@@ -12,19 +12,18 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from playwright.async_api import BrowserContext, ConsoleMessage, Page, async_playwright, expect
+from playwright.async_api import BrowserContext, Page, expect
 from sqlalchemy import insert
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
-from tests.browser.log_in import session_cookie
 from tests.browser.story import Story, tell
+from tests.browser.watching import watching
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.digits_run import digits
 from tests.support.service_process import ServiceProcess
@@ -54,31 +53,6 @@ async def story(api: ApiService) -> Story:
 async def context(api: ApiService) -> AsyncIterator[BrowserContext]:
     async with watching(api.url, api.token("admin")) as found:
         yield found
-
-
-@asynccontextmanager
-async def watching(url: str, token: str) -> AsyncIterator[BrowserContext]:
-    """A browser that is logged in; what its console says beyond what a test expects is a
-    failure."""
-    said: list[str] = []
-
-    def note(message: ConsoleMessage) -> None:
-        # of tests that ask for what is missing, or cut the line
-        expected = ("Failed to load resource", "htmx:")
-        if message.type in ("error", "warning") and not message.text.startswith(expected):
-            said.append(message.text)
-
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=chromium_path(), args=["--no-sandbox"]
-        )
-        found = await browser.new_context(base_url=url, viewport={"width": 1360, "height": 900})
-        await found.add_cookies([await session_cookie(url, token)])
-        found.on("console", note)
-        found.on("weberror", lambda error: said.append(str(error.error)))
-        yield found
-        await browser.close()
-    assert said == []
 
 
 @pytest.fixture

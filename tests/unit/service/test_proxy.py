@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,15 +27,16 @@ defaults
     timeout client 10s
     timeout server 10s
 frontend front
-    bind 127.0.0.1:{port}
-    default_backend {backend}
+    bind 127.0.0.1:PORT
+    default_backend BACKEND
 """
 
 
 class Telling(http.server.BaseHTTPRequestHandler):
-    """Answers with the headers that it was sent."""
+    """Answers with the headers that it was sent, after as many seconds as ``X-Wait`` says."""
 
     def do_GET(self) -> None:
+        time.sleep(float(self.headers.get("X-Wait", 0)))
         headers = json.dumps({name.lower(): value for name, value in self.headers.items()}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(headers)))
@@ -46,18 +50,37 @@ class Telling(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def grafana(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Clients reach what stands for Grafana through the deployment's own rules for it."""
+    text = CONFIGURATION.read_text()
+    rules = text[text.index("backend grafana\n") :]
+    with proxied(tmp_path_factory, FRONT, rules, "grafana:3000") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Clients reach what stands for a replica through the deployment's own rules for requests."""
+    text = CONFIGURATION.read_text()
+    rules = text[text.index("backend everstep\n") : text.index("backend grafana\n")]
+    front = FRONT.replace("timeout server 10s", "timeout server 1s")
+    with proxied(tmp_path_factory, front, rules, r"service-[ab]:8000") as client:
+        yield client
+
+
+@contextmanager
+def proxied(
+    tmp_path_factory: pytest.TempPathFactory, front: str, backend: str, server: str
+) -> Iterator[httpx.Client]:
+    """A client of HAProxy, whose ``server``, a pattern, is one that tells what it was sent."""
     program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     if program is None:
         pytest.skip("HAProxy is not installed: apt-get install -y haproxy")
     upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Telling)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
-    text = CONFIGURATION.read_text()
-    rules = text[text.index("backend grafana\n") :].replace(
-        "grafana:3000", f"127.0.0.1:{upstream.server_port}"
-    )
+    backend = re.sub(server, f"127.0.0.1:{upstream.server_port}", backend)
     port = free_port()
     file = tmp_path_factory.mktemp("proxy") / "haproxy.cfg"
-    file.write_text(FRONT.format(port=port, backend="grafana") + rules)
+    name = backend.split()[1]
+    file.write_text(front.replace("PORT", str(port)).replace("BACKEND", name) + backend)
     process = subprocess.Popen([program, "-db", "-q", "-f", str(file)])
     try:
         with httpx.Client(
@@ -70,6 +93,12 @@ def grafana(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         process.wait(10)
         upstream.shutdown()
         upstream.server_close()
+
+
+def test_a_flame_graph_may_take_its_time(service: httpx.Client) -> None:
+    slow = {"X-Wait": "2"}
+    assert service.get("/ray/worker/cpu_profile", headers=slow).status_code == 200
+    assert service.get("/runs", headers=slow).status_code == 504
 
 
 def answers(client: httpx.Client) -> bool:
