@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from everstep.options.model import FlagValue, SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
+from service.model.prices import Prices
 from service.submission_rules.packages import NO_PACKAGES, PipRule
 from service.submission_rules.webhooks import NotifyRule, origin_of
 
@@ -83,6 +84,11 @@ class Settings(ServeOptions):
                 f"characters; {OPTIONS['notify_origins'].variable} needs a longer one"
             )
         return NotifyRule(origins, self.notify_secret)
+
+    @property
+    def prices(self) -> Prices:
+        """What an hour of a resource costs."""
+        return Prices(self.price_gpu_hour, self.price_cpu_hour, self.currency)
 
     @property
     def embedded(self) -> bool:

@@ -52,7 +52,7 @@ def runs(
     if terminal().as_json:
         terminal().json(shown)
         return
-    headers = ("id", "name", "status", "step", "ranks", "loss", "created", "reason")
+    headers = ("id", "name", "status", "step", "left", "ranks", "loss", "created", "reason")
     terminal().table(
         headers,
         [
@@ -61,6 +61,7 @@ def runs(
                 run.name,
                 run.status,
                 words.progress(run),
+                words.time_left(run),
                 run.world_size,
                 words.number(run.metrics["loss"]) if "loss" in run.metrics else None,
                 words.ago(run.created_at),
@@ -99,6 +100,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             "forked from",
             f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
         ),
+        ("progress", words.headline(run)),
         (
             "step",
             words.progress(run)

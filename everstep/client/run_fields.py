@@ -14,11 +14,13 @@ from everstep.wire import (
     ForkedFrom,
     LatestCheckpoint,
     Links,
+    Progress,
     Protection,
     Reason,
     Run,
     RunStatus,
     Transition,
+    Usage,
 )
 
 
@@ -49,6 +51,8 @@ class RunFields:
         links: Links
         transitions: tuple[Transition, ...]
         forked_from: ForkedFrom | None
+        progress: Progress | None
+        usage: Usage | None
         guarantee: str | None
     else:
 

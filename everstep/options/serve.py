@@ -108,6 +108,18 @@ class ServeOptions(OptionsModel):
     allow_pip: Annotated[str, Option("EVERSTEP_ALLOW_PIP")] = ""
     """Packages that runs may bring: PACKAGE or PROJECT:PACKAGE, separated by commas; 1 allows all
     packages to all projects."""
+    price_gpu_hour: Annotated[float | None, Option("EVERSTEP_PRICE_GPU_HOUR")] = Field(
+        default=None, ge=0, allow_inf_nan=False
+    )
+    """Price of a GPU for an hour, shown with every run."""
+    price_cpu_hour: Annotated[float | None, Option("EVERSTEP_PRICE_CPU_HOUR")] = Field(
+        default=None, ge=0, allow_inf_nan=False
+    )
+    """Price of a CPU for an hour, shown with every run."""
+    currency: Annotated[str, Option("EVERSTEP_CURRENCY")] = Field(
+        default="USD", pattern="^[A-Z]{3}$"
+    )
+    """Currency of the prices: three letters, such as EUR."""
     rate_per_s: Annotated[float, Option("EVERSTEP_RATE_PER_S")] = Field(
         default=DEFAULT_RATE_PER_S, ge=0
     )

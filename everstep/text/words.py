@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.wire import Run, RunStatus
+from everstep.wire import Run, RunStatus, Usage
 
 STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.QUEUED: "cyan",
@@ -84,6 +85,57 @@ def where(run: Run) -> str:
     return run.status if has_no_steps(run) else f"{run.status} at step {progress(run)}"
 
 
+def headline(run: Run) -> str:
+    """Return how far a run is, how fast, how long still, its loss, its time and what it used.
+
+    What is not known is left out: ``18 % · 3.4 steps/s · 2 min 5 s left · loss 0.076 · 1 min 3 s
+    elapsed · 0.06 CPU-h``.
+    """
+    return " · ".join(headline_parts(run))
+
+
+def headline_parts(run: Run) -> list[str]:
+    """Return the parts of ``headline``."""
+    parts = []
+    if run.progress is not None:
+        if run.progress.fraction is not None:
+            parts.append(f"{math.floor(100 * run.progress.fraction)} %")
+        if run.progress.steps_per_s is not None:
+            parts.append(pace(run.progress.steps_per_s))
+        if run.progress.eta_s is not None:
+            parts.append(f"{duration(run.progress.eta_s)} left")
+    if "loss" in run.metrics:
+        parts.append(f"loss {number(run.metrics['loss'])}")
+    if run.progress is not None:
+        parts.append(f"{duration(run.progress.elapsed_s)} elapsed")
+    return [*parts, *usage_parts(run.usage)]
+
+
+def time_left(run: Run) -> str | None:
+    """Return how long a run still takes at its pace; None if that is not known."""
+    if run.progress is None or run.progress.eta_s is None:
+        return None
+    return duration(run.progress.eta_s)
+
+
+def pace(steps_per_s: float) -> str:
+    """Return a speed: ``3.4 steps/s``; slower than one step in ten seconds: ``12.0 s/step``."""
+    if steps_per_s >= 0.1:
+        return f"{steps_per_s:.3g} steps/s"
+    return f"{duration(1 / steps_per_s)}/step"
+
+
+def usage_parts(usage: Usage | None) -> list[str]:
+    """Return resources held and their price: ``0.06 CPU-h``, ``0.12 USD``; only what is known."""
+    if usage is None:
+        return []
+    parts = [f"{hours:.3g} GPU-h" for hours in (usage.gpu_h,) if hours]
+    parts += [f"{hours:.3g} CPU-h" for hours in (usage.cpu_h,) if hours]
+    if usage.cost is not None:
+        parts.append(f"{usage.cost:.2f} {usage.currency}")
+    return parts
+
+
 def lost(run: Run) -> str:
     """Return how many steps a run has lost: ``2 steps lost``.
 
@@ -105,6 +157,8 @@ def summary(run: Run) -> str:
     if validation:
         text += f": {numbers(validation)}"
     text += f"; {count(run.restarts, 'restart')}, {lost(run)}"
+    if used := usage_parts(run.usage):
+        text += f"; {', '.join(used)}"
     if run.reason is not None:
         text += f"\n{run.reason.code}: {run.reason.message}"
     return text

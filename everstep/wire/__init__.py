@@ -36,12 +36,14 @@ from everstep.wire.run import (
     LatestCheckpoint,
     Links,
     Loss,
+    Progress,
     Protection,
     Reason,
     ReasonCode,
     Run,
     RunStatus,
     Transition,
+    Usage,
 )
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "Page",
     "Problem",
     "ProblemError",
+    "Progress",
     "ProjectGoodput",
     "Protection",
     "RankTimes",
@@ -87,6 +90,7 @@ __all__ = [
     "StragglerReport",
     "Time",
     "Transition",
+    "Usage",
     "Verdict",
     "WorkerInfo",
     "format_time",

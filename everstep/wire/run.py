@@ -103,6 +103,32 @@ class Links(Answer):
     """URL of this run's own page."""
 
 
+class Progress(Answer):
+    """How far a run is, how fast it trains, and how long it still takes."""
+
+    fraction: float | None
+    """Steps done of all steps, 0 to 1; null while the number of steps is not known."""
+    steps_per_s: float | None
+    """Pace of the last minute or so, with evaluations and saves; null while no rank trains."""
+    eta_s: float | None
+    """Time left at this pace; null while either is not known."""
+    elapsed_s: float
+    """Time since the run was created, to its end."""
+
+
+class Usage(Answer):
+    """Resources that ranks have held, from the start of each attempt to its end."""
+
+    gpu_h: float | None
+    """GPU hours; null for a run that an older version began."""
+    cpu_h: float | None
+    """CPU hours, as requested for the ranks; null for a run that an older version began."""
+    cost: float | None
+    """Their price; null if the operator has set none."""
+    currency: str | None
+    """Currency of the price; null without a price."""
+
+
 class Best(Answer):
     metric: str
     """Name of the validation metric."""
@@ -161,6 +187,10 @@ class Run(Answer):
     transitions: tuple[Transition, ...]
     forked_from: ForkedFrom | None = None
     """Set by `resume_from`; null for a run without it."""
+    progress: Progress | None = None
+    """How far, how fast, how long still; null from a service of an older version."""
+    usage: Usage | None = None
+    """Resources held and their price; null from a service of an older version."""
     guarantee: str | None = None
     """How samples are used over restarts and changes of the world size, in words; null before the
     first step."""

@@ -12,9 +12,11 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from everstep.wire import Event, Run, format_time
+from service.model.prices import NO_PRICES, Prices
 from service.model.rows import EventRow, TransitionRow
 from service.model.run_rows import ListedRun, RunRow, RunSummary
 from service.projections.goodput import TimeLedger
+from service.projections.progress import progress_of, usage_of
 from service.projections.protection import ENDED, protection
 
 JsonObject = dict[str, Any]
@@ -64,9 +66,10 @@ def run_answer(
     dashboard_url: str | None,
     now: float,
     public_url: str | None = None,
+    prices: Prices = NO_PRICES,
 ) -> Run:
     """Return the result of ``run_json`` as a model."""
-    return Run.model_validate(run_json(run, transitions, dashboard_url, now, public_url))
+    return Run.model_validate(run_json(run, transitions, dashboard_url, now, public_url, prices))
 
 
 def run_json(
@@ -75,6 +78,7 @@ def run_json(
     dashboard_url: str | None,
     now: float,
     public_url: str | None = None,
+    prices: Prices = NO_PRICES,
 ) -> JsonObject:
     """Return the run as of ``now``, as the JSON of ``Run``.
 
@@ -87,10 +91,11 @@ def run_json(
         now: unix seconds.
         public_url: base URL of this service for browsers, without a trailing slash, through which
             Ray's dashboard is reached, too; None for no links to pages.
+        prices: what an hour of a resource costs.
     """
     latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
     protected = protection(run)
-    ray_url = f"{public_url}/ray/" if public_url and dashboard_url else dashboard_url
+    ray_url = f"{public_url}/ray" if public_url and dashboard_url else dashboard_url
     answer = dict(zip(_SAME, _same_fields(run), strict=True)) | {
         "reason": _reason(run.reason_code, run.reason_message),
         "created_at": _time(run.created_at),
@@ -108,7 +113,7 @@ def run_json(
             now if run.finished_at is None else run.finished_at
         ),
         "links": {
-            "ray_dashboard": ray_url and f"{ray_url}/",
+            "ray_dashboard": ray_url,
             "ray_job": f"{ray_url}/#/jobs/{run.ray_job_id}" if ray_url and run.ray_job_id else None,
             "dashboard": f"{public_url}/runs/{run.id}" if public_url else None,
         },
@@ -122,6 +127,8 @@ def run_json(
             for row in transitions
         ],
         "forked_from": origin and origin.model_dump(),
+        "progress": progress_of(run, now),
+        "usage": usage_of(run, now, prices),
     }
     return {name: answer[name] for name in Run.model_fields}
 

@@ -39,6 +39,7 @@ from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
 from service.figures import RunFigures
+from service.model.prices import NO_PRICES, Prices
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.packages import NO_PACKAGES, PipRule
 from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
@@ -78,6 +79,7 @@ class ApiContext:
         ray_dashboard: RayDashboard | None = None,
         notify: NotifyRule = NOBODY,
         embedded: bool = False,
+        prices: Prices = NO_PRICES,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -96,6 +98,7 @@ class ApiContext:
         self.ray_dashboard = ray_dashboard
         """Passes requests on to Ray's dashboard; None passes on none."""
         self.notify = notify
+        self.prices = prices
         self.embedded = embedded
         """Whether user code runs as this service's own user."""
         self.runs = RunStore(database, clock)

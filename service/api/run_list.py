@@ -85,7 +85,8 @@ def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, b
     for head in heads:
         if head.id in fresh:
             run, transitions = fresh[head.id]
-            found[head.id] = to_json(run_json(run, transitions, dashboard_url, now, public_url))
+            answer = run_json(run, transitions, dashboard_url, now, public_url, context.prices)
+            found[head.id] = to_json(answer)
             if run.status.terminal:
                 context.kept_answers.keep(head, about, found[head.id])
     return found

@@ -115,6 +115,7 @@ async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
             context.cluster_view.dashboard_url,
             context.clock(),
             context.public_url,
+            context.prices,
         )
     )
 
@@ -192,5 +193,6 @@ async def run_answers(context: ApiContext, runs: Sequence[RunRow]) -> list[Run]:
     transitions = await context.database_call(context.runs.transitions, [run.id for run in runs])
     now, dashboard_url = context.clock(), context.cluster_view.dashboard_url
     return [
-        run_answer(run, transitions[run.id], dashboard_url, now, context.public_url) for run in runs
+        run_answer(run, transitions[run.id], dashboard_url, now, context.public_url, context.prices)
+        for run in runs
     ]

@@ -84,9 +84,15 @@ async def submitted(
         (run, transitions), is_new = await context.database_write(_made, context, make)
     except UnknownProject as exc:
         raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    return run_json(
-        run, transitions, context.cluster_view.dashboard_url, context.clock(), context.public_url
-    ), is_new
+    answer = run_json(
+        run,
+        transitions,
+        context.cluster_view.dashboard_url,
+        context.clock(),
+        context.public_url,
+        context.prices,
+    )
+    return answer, is_new
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from everstep.spec.run_spec import RunSpec
 from service.model.rows import TransitionRow
 from service.model.run_rows import RunRow
 from service.projections.goodput import TimeLedger
+from service.projections.work import WorkLedger
 
 
 def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
@@ -19,6 +20,7 @@ def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
         spec=spec.model_dump(mode="json"),
         created_by=created_by,
         time_ledger=TimeLedger.begin(now).dump(),
+        work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
         created_at=now,
         updated_at=now,
     )

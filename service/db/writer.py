@@ -24,6 +24,7 @@ from service.projections.changes import NO_WORKERS
 from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger
 from service.projections.reasons import preempted
+from service.projections.work import WorkLedger
 
 logger = structlog.get_logger(__name__)
 
@@ -48,6 +49,7 @@ class RunWriter:
         self._connection = connection
         self._found = None if new else run
         self._ledger = TimeLedger.load(run.time_ledger)
+        self._work = None if run.work_ledger is None else WorkLedger.load(run.work_ledger)
         self._events: list[dict[str, Any]] = []
         self._transitions: list[dict[str, Any]] = []
         self._points: dict[tuple[str, int], MetricPoint] = {}
@@ -83,6 +85,8 @@ class RunWriter:
             self._ledger.apply(
                 row, latest=self.now, is_own_loop=self.run.stored_spec.runs_own_function
             )
+            if self._work is not None:
+                self._work.apply(row, latest=self.now)
         except UNFIT as exc:
             # As for changes, invalid data must not stop the tail. The time stays in its bucket.
             logger.error(
@@ -178,6 +182,7 @@ class RunWriter:
         """Write everything. Raises TransitionConflict if the row changed since it was read."""
         changed = {
             "time_ledger": self._ledger.dump(),
+            "work_ledger": None if self._work is None else self._work.dump(),
             "updated_at": self.now,
             "row_version": self.run.row_version + 1,
         }

@@ -43,6 +43,9 @@ class RunSummary(Row):
     created_at: float
     time_ledger: dict[str, Any]
     """State of the goodput fold; see TimeLedger."""
+    work_ledger: dict[str, Any] | None = None
+    """State of the fold of pace and resources; see WorkLedger. None for a run of an older
+    version."""
     status: Annotated[RunStatus, Chars(16)] = RunStatus.QUEUED
     reason_code: Annotated[str, Chars(64)] | None = None
     reason_message: str | None = None

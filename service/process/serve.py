@@ -147,6 +147,7 @@ async def serve(
             ray_dashboard=ray_dashboard,
             notify=settings.notify,
             embedded=settings.embedded,
+            prices=settings.prices,
         )
         await asyncio.to_thread(
             ensure_local_token,

@@ -45,7 +45,11 @@ _environment: Final = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_environment.globals |= {"asset": asset_url, "csrf_field": CSRF_FIELD}
+_environment.globals |= {
+    "asset": asset_url,
+    "csrf_field": CSRF_FIELD,
+    "headline": cli_words.headline,
+}
 _environment.filters |= {
     "count": cli_words.count,
     "lost": cli_words.lost,

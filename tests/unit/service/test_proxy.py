@@ -60,7 +60,7 @@ def grafana(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Clients reach what stands for a replica through the deployment's own rules for requests."""
     text = CONFIGURATION.read_text()
-    rules = text[text.index("backend everstep\n") : text.index("backend grafana\n")]
+    rules = text[text.index("\nbackend everstep\n") : text.index("backend grafana\n")]
     front = FRONT.replace("timeout server 10s", "timeout server 1s")
     with proxied(tmp_path_factory, front, rules, r"service-[ab]:8000") as client:
         yield client

@@ -156,6 +156,10 @@ async def test_the_link_is_shown_to_those_who_may_follow_it(api: ApiService) -> 
     run_id, _ = await api.running(project="vision")
     link = f'href="/ray/#/jobs/{run_id}-s001"'
     assert link in (await (await browser_of(api, "viewer")).get(f"/runs/{run_id}")).text
+    api.context.public_url = "https://everstep.example"
+    links = (await api.get(f"/v1/runs/{run_id}"))["links"]
+    assert links["ray_dashboard"] == "https://everstep.example/ray"
+    assert links["ray_job"] == f"https://everstep.example/ray/#/jobs/{run_id}-s001"
     restricted = await browser_of(api, "admin", "vision")
     assert "/ray/" not in (await restricted.get(f"/runs/{run_id}")).text
     assert "/ray/" not in (await restricted.get("/cluster")).text
