@@ -13,13 +13,12 @@ from everstep.spec.run_spec import RunSpec
 from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.ray_cluster import RayCluster
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(2) as running:
-        yield running
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    return two_nodes
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from storage.logs.journal import read_journal
 from storage.logs.rank_logs import read_rank_logs
 from storage.run_names import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.ray_cluster import RayCluster
 from tests.support.small_disk import mounted_small_disk
 from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
@@ -32,11 +32,9 @@ pytestmark = pytest.mark.timeout(600)
 Begin = Callable[..., DrivenRun]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    """Two nodes. A test that kills one puts another in its place."""
-    with ray_cluster(2) as running:
-        yield running
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    return two_nodes
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from storage.filesystem import open_storage
 from tests.integration import straight_line
 from tests.integration.driven_run import DrivenRun
 from tests.integration.driven_run import spec as driven_spec
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.ray_cluster import RayCluster
 from tests.integration.straight_line import LR, NUM_SAMPLES, by_plain_torch
 from train_fn.node.node_dir import shared_memory_root
 
@@ -27,10 +27,9 @@ pytestmark = pytest.mark.timeout(600)
 Begin = Callable[..., DrivenRun]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(2) as running:
-        yield running
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    return two_nodes
 
 
 @pytest.fixture

@@ -148,13 +148,15 @@ def _follow_over_broken_connections(service: ServiceProcess, run: RunHandle) -> 
     return seen
 
 
-def test_a_killed_node_shrinks_the_run_and_nothing_else(own_service: ServiceProcess) -> None:
-    run = own_service.client().runs.create(digits("killed node", epochs=6, workers=(1, 3)))
+def test_a_killed_node_shrinks_the_run_and_nothing_else(
+    mended: ServiceProcess,
+) -> None:
+    run = mended.client().runs.create(digits("killed node", epochs=6, workers=(1, 3)))
     wait_for_step(run, 25)
     workers = run.attempts()[-1].workers
     assert len({worker.node_id for worker in workers}) == 3
     assert run.protection.node_loss == "no_steps"
-    own_service.kill_node(workers[-1].node_id)
+    mended.kill_node(workers[-1].node_id)
     run.wait(timeout_s=240)
     assert run.step == 6 * 12 and run.steps_lost == 0
     assert run.attempts()[0].world_size == 3

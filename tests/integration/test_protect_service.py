@@ -17,7 +17,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster, ray_cluster
+from tests.integration.ray_cluster import RayCluster
 from train_fn.protect.guarantees import EXACT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
@@ -29,10 +29,9 @@ STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(2) as running:
-        yield running
+@pytest.fixture
+def cluster(two_nodes: RayCluster) -> RayCluster:
+    return two_nodes
 
 
 @pytest.fixture

@@ -33,19 +33,6 @@ SPEC = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_node_service() -> Iterator[ServiceProcess]:
-    with ServiceProcess(nodes=1) as process:
-        yield process
-
-
-@pytest.fixture
-def one_node(one_node_service: ServiceProcess) -> Iterator[ServiceProcess]:
-    """Killed and stopped as tests like; it is there again for the next one."""
-    yield one_node_service
-    one_node_service.mend()
-
-
 def serve(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """``serve`` that is expected to end by itself."""
     command = [sys.executable, "-m", "service.process.serve", *args]
@@ -97,34 +84,34 @@ def api(service: ServiceProcess, method: str, path: str, **kwargs: Any) -> Any:
 
 
 def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(
-    one_node: ServiceProcess,
+    mended: ServiceProcess,
 ) -> None:
-    jobs_before = ray_jobs(one_node).keys()
-    run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
+    jobs_before = ray_jobs(mended).keys()
+    run_id = api(mended, "POST", "/v1/runs", json=SPEC)["id"]
     wait_for(
-        lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["step"] >= 5,
+        lambda: api(mended, "GET", f"/v1/runs/{run_id}")["step"] >= 5,
         120,
         "step 5",
         every_s=ASK_S,
     )
-    cluster = one_node.cluster()
-    one_node.kill()
-    size = len(journal(one_node, run_id))
+    cluster = mended.cluster()
+    mended.kill()
+    size = len(journal(mended, run_id))
     wait_for(
-        lambda: len(journal(one_node, run_id)) > size + 500,
+        lambda: len(journal(mended, run_id)) > size + 500,
         120,
         "training that goes on without a service",
     )
 
-    one_node.start()
-    assert one_node.cluster()["address"] == cluster["address"]
-    wait_for_success(one_node, run_id)
-    run = api(one_node, "GET", f"/v1/runs/{run_id}")
+    mended.start()
+    assert mended.cluster()["address"] == cluster["address"]
+    wait_for_success(mended, run_id)
+    run = api(mended, "GET", f"/v1/runs/{run_id}")
     assert (run["submission"], run["restarts"], run["step"]) == (1, 0, run["total_steps"])
-    assert ray_jobs(one_node).keys() - jobs_before == {f"{run_id}-s001"}
-    events = api(one_node, "GET", f"/v1/runs/{run_id}/events?limit=1000")["items"]
+    assert ray_jobs(mended).keys() - jobs_before == {f"{run_id}-s001"}
+    events = api(mended, "GET", f"/v1/runs/{run_id}/events?limit=1000")["items"]
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
-    [series] = api(one_node, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")[
+    [series] = api(mended, "GET", f"/v1/runs/{run_id}/metrics?names=loss&max_points=1000")[
         "series"
     ].values()
     assert [point[0] for point in series] == list(range(1, run["total_steps"] + 1)), (
@@ -132,21 +119,21 @@ def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(
     )
 
 
-def test_a_kill_between_row_and_job_makes_one_job(one_node: ServiceProcess) -> None:
-    jobs_before = ray_jobs(one_node).keys()
+def test_a_kill_between_row_and_job_makes_one_job(mended: ServiceProcess) -> None:
+    jobs_before = ray_jobs(mended).keys()
     expected = set()
     for point in ("after_claim", "after_submit"):
-        one_node.kill()
-        process = one_node.launch(env={"EVERSTEP_CRASH_POINT": point})
-        wait_for(lambda: _answers(one_node), 120, "the API")
-        run_id = api(one_node, "POST", "/v1/runs", json={**SPEC, "train": {"max_steps": 3}})["id"]
+        mended.kill()
+        process = mended.launch(env={"EVERSTEP_CRASH_POINT": point})
+        wait_for(lambda: _answers(mended), 120, "the API")
+        run_id = api(mended, "POST", "/v1/runs", json={**SPEC, "train": {"max_steps": 3}})["id"]
         assert process.wait(60) == -signal.SIGKILL
 
-        one_node.start()
-        wait_for_success(one_node, run_id)
-        assert api(one_node, "GET", f"/v1/runs/{run_id}")["submission"] == 1
+        mended.start()
+        wait_for_success(mended, run_id)
+        assert api(mended, "GET", f"/v1/runs/{run_id}")["submission"] == 1
         expected.add(f"{run_id}-s001")
-    assert ray_jobs(one_node).keys() - jobs_before == expected
+    assert ray_jobs(mended).keys() - jobs_before == expected
 
 
 def _answers(service: ServiceProcess) -> bool:
@@ -157,24 +144,24 @@ def _answers(service: ServiceProcess) -> bool:
 
 
 def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(
-    one_node: ServiceProcess,
+    mended: ServiceProcess,
 ) -> None:
-    run_id = api(one_node, "POST", "/v1/runs", json=SPEC)["id"]
+    run_id = api(mended, "POST", "/v1/runs", json=SPEC)["id"]
     wait_for(
-        lambda: api(one_node, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"],
+        lambda: api(mended, "GET", f"/v1/runs/{run_id}")["latest_checkpoint"],
         120,
         "a checkpoint",
         every_s=ASK_S,
     )
-    temp_dir = one_node.cluster()["temp_dir"]
-    token = one_node.token
+    temp_dir = mended.cluster()["temp_dir"]
+    token = mended.token
     assert len(list(members(temp_dir))) > 5
-    process = one_node.process
+    process = mended.process
     assert process is not None
     # Somebody follows events: the stop does not wait for them.
     headers = {"Authorization": f"Bearer {token}", "Accept": "text/event-stream"}
     with httpx.stream(
-        "GET", f"{one_node.url}/v1/runs/{run_id}/events", headers=headers, timeout=60
+        "GET", f"{mended.url}/v1/runs/{run_id}/events", headers=headers, timeout=60
     ) as stream:
         follower = stream.iter_lines()
         assert next(follower).startswith("id:")
@@ -183,14 +170,14 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
             pass
     assert process.wait(60) == 0
     assert list(members(temp_dir)) == []
-    assert one_node.processes() == []
+    assert mended.processes() == []
     assert not Path(temp_dir).exists()
-    assert not (one_node.home / "cluster.json").exists() and not (one_node.home / "url").exists()
+    assert not (mended.home / "cluster.json").exists() and not (mended.home / "url").exists()
 
-    one_node.start()
-    assert one_node.token == token
-    wait_for_success(one_node, run_id)
-    run = api(one_node, "GET", f"/v1/runs/{run_id}")
+    mended.start()
+    assert mended.token == token
+    wait_for_success(mended, run_id)
+    run = api(mended, "GET", f"/v1/runs/{run_id}")
     assert run["submission"] == 2
     assert run["step"] == run["total_steps"]
 

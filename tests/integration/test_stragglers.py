@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
     spec = make_spec(epochs=40, global_batch_size=30, micro_batch_size=10, eval_every_epochs=40)
     found = train_to_end(

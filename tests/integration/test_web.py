@@ -159,6 +159,7 @@ async def test_a_service_that_is_away_is_told_and_its_return_too(
     await expect(page.locator("#connection")).to_be_hidden()
 
 
+@pytest.mark.alone
 async def test_a_hundred_thousand_points_are_thinned_and_drawn(
     api: ApiService, story: Story, page: Page
 ) -> None:

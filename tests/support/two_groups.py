@@ -1,0 +1,66 @@
+"""Tests that share a cluster are one piece of work, and pieces can run side by side.
+
+A piece is a file, or all files that share a cluster, so that it is started once. With
+``-n 2 --dist loadfile`` each process of pytest-xdist takes one piece after the other. A test that
+cannot bear a neighbour is marked ``alone``.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+SHARED = {
+    "service": ("test_doctor.py", "test_main_job.py", "test_service_restart.py"),
+    "two_nodes": (
+        "test_driver.py",
+        "test_last_save.py",
+        "test_own_code.py",
+        "test_own_script.py",
+        "test_protect_service.py",
+    ),
+}
+"""Files whose tests share a cluster, by the fixture that starts it."""
+_PIECE = {f"tests/integration/{name}": piece for piece, names in SHARED.items() for name in names}
+
+
+def piece_of(nodeid: str) -> str:
+    """Return the cluster that a test's file shares, or else the file."""
+    path = nodeid.split("::", 1)[0]
+    return _PIECE.get(path, path)
+
+
+def keep_pieces_together(items: list[pytest.Item]) -> None:
+    """Let the files of a piece follow each other.
+
+    Raises:
+        UsageError: a test asks for a shared cluster, and its file is not in ``SHARED``.
+    """
+    first: dict[str, int] = {}
+    for item in items:
+        first.setdefault(piece_of(item.nodeid), len(first))
+    items.sort(key=lambda item: first[piece_of(item.nodeid)])
+    for item in items:
+        for name in SHARED:
+            if _is_of_conftest(item, name) and piece_of(item.nodeid) != name:
+                file = PurePosixPath(item.nodeid.split("::", 1)[0]).name
+                raise pytest.UsageError(
+                    f"{item.nodeid} uses the shared fixture {name}; "
+                    f"add {file!r} to SHARED[{name!r}] in tests/support/two_groups.py"
+                )
+
+
+class ByPiece(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each of the processes of pytest-xdist one piece after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return piece_of(nodeid)
+
+
+def _is_of_conftest(item: pytest.Item, name: str) -> bool:
+    """Whether a test uses the shared fixture, and not one of its module with the same name."""
+    info = getattr(item, "_fixtureinfo", None)
+    found = info.name2fixturedefs.get(name) if info is not None else None
+    return bool(found) and found[-1].baseid == "tests/integration"

@@ -1,0 +1,91 @@
+"""Tests that share a cluster follow each other in one process, and none shares it unknown."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.two_groups import SHARED, keep_pieces_together, piece_of
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def item(file: str, *fixtures: str, baseid: str = "tests/integration") -> Any:
+    """A collected test, and where the fixtures that it uses are defined."""
+    definitions = {name: [SimpleNamespace(baseid=baseid)] for name in fixtures}
+    info = SimpleNamespace(name2fixturedefs=definitions)
+    return SimpleNamespace(nodeid=f"tests/integration/{file}::test_it", _fixtureinfo=info)
+
+
+def test_files_that_share_a_cluster_are_one_piece_and_follow_each_other() -> None:
+    names = ["test_doctor.py", "test_driver.py", "test_main_job.py", "test_web.py", "test_team.py"]
+    items = [item(name) for name in names]
+    keep_pieces_together(items)
+    assert [piece_of(each.nodeid) for each in items] == [
+        "service",
+        "service",
+        "two_nodes",
+        "tests/integration/test_web.py",
+        "tests/integration/test_team.py",
+    ]
+
+
+def test_every_file_that_shares_is_there() -> None:
+    for names in SHARED.values():
+        for name in names:
+            assert (REPOSITORY / "tests/integration" / name).is_file(), name
+
+
+def test_a_file_that_shares_unknown_is_named_with_the_way_out() -> None:
+    keep_pieces_together([item("test_main_job.py", "service")])
+    own = item("test_web.py", "service", baseid="tests/integration/test_web.py")
+    keep_pieces_together([own])
+    for shared in SHARED:
+        with pytest.raises(pytest.UsageError, match=rf"'test_web.py' to SHARED\['{shared}'\]"):
+            keep_pieces_together([item("test_web.py", shared)])
+
+
+SUITE = """
+import os
+
+def test_one(): print("process", os.getpid())
+def test_two(): print("process", os.getpid())
+def test_three(): print("process", os.getpid())
+def test_four(): print("process", os.getpid())
+"""
+
+
+def test_two_processes_of_xdist_take_whole_pieces(tmp_path: Path) -> None:
+    """Three files: two share a cluster, and the third runs beside them."""
+    folder = tmp_path / "tests" / "integration"
+    folder.mkdir(parents=True)
+    names = ("test_doctor.py", "test_main_job.py", "test_built.py")
+    for name in names:
+        (folder / name).write_text(SUITE)
+    (tmp_path / "conftest.py").write_text(
+        "from tests_conftest import pytest_xdist_make_scheduler\n"
+    )
+    source = (REPOSITORY / "tests/conftest.py").read_text()
+    (tmp_path / "tests_conftest.py").write_text(source)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-rA", "-n", "2", "--dist", "loadfile", "tests"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran: dict[str, set[str]] = {name: set() for name in names}
+    for process, name in re.findall(r"^\[(gw\d)\].* PASSED \S+/(\w+\.py)::", done.stdout, re.M):
+        ran[name].add(process)
+    assert ran["test_doctor.py"] == ran["test_main_job.py"] and len(ran["test_doctor.py"]) == 1
+    assert ran["test_built.py"].isdisjoint(ran["test_doctor.py"]) and ran["test_built.py"]
