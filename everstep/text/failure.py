@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.text.words import count, duration
-from everstep.wire import ErrorKind, Failure, LogLine
+from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine
 
+_CACHED = re.compile(r"/[^\s\"']*/(?:cache/code/[0-9a-f]{64}|runs/[^\"'/\s]+/workdir)/")
+"""The directory on a node in which uploaded code lies, or a script's working directory."""
+_ANY_CAUSE = re.compile(r" ?There are some potential root causes\.[^\n]*")
 _TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
 """``LookupError: no such sample``."""
 
@@ -40,7 +43,39 @@ def headline(fault: Failure) -> str:
         if fault.evidence.get("pairs")
         else f"{rank}{place} failed{when}; the evidence does not show why",
     }[fault.verdict]
-    return f"{what} (attempt {fault.attempt}, verdict {fault.verdict})"
+    cause = f", by {drill(fault.drill)}" if fault.drill else ""
+    return f"{what}{cause} (attempt {fault.attempt}, verdict {fault.verdict})"
+
+
+def drill(ordered: CausingDrill) -> str:
+    """Return a drill and who ordered it: ``drill kill_worker by ada``."""
+    by = f" by {ordered.by}" if ordered.by else ""
+    return f"drill {ordered.kind}{by}"
+
+
+def sentence(fault: Failure) -> str:
+    """Return what failed and what it cost, in one sentence."""
+    costs = cost(fault) or [fault.action or "no action"]
+    text = f"{headline(fault)}: {', '.join(costs)}."
+    return text[:1].upper() + text[1:]
+
+
+def cost(fault: Failure) -> list[str]:
+    """Return what a failure cost, as far as it is known: steps, and time without training."""
+    parts = []
+    if fault.evidence.get("worked_s") is not None:
+        parts.append(f"at most {duration(float(fault.evidence['worked_s']))} of work done again")
+    elif fault.steps_lost is not None:
+        parts.append(f"{count(fault.steps_lost, 'step')} lost")
+    if fault.recovery_s is not None:
+        parts.append(f"training again after {duration(fault.recovery_s)}")
+    return parts
+
+
+def plain(text: str) -> str:
+    """Return a text of an exception with the user's own paths, and without Ray's list of causes
+    that are possible for any process."""
+    return _ANY_CAUSE.sub("", _CACHED.sub("", text))
 
 
 def _lost(kind: ErrorKind | None, rank: str) -> str:
@@ -69,7 +104,7 @@ def line(fault: Failure) -> str:
 
 def cause(fault: Failure) -> str:
     """Return the line of the exception that says what happened; empty if there is none."""
-    return exception_line(fault.exception or "")
+    return exception_line(plain(fault.exception or ""))
 
 
 def exception_line(text: str) -> str:
@@ -94,7 +129,7 @@ def _evidence(fault: Failure) -> list[str]:
     evidence = fault.evidence
     lines = []
     if evidence.get("death"):
-        lines.append(f"evidence: {_first_words(str(evidence['death']))}")
+        lines.append(f"evidence: {_first_words(plain(str(evidence['death'])))}")
     if evidence.get("oom_line"):
         lines.append(f"kernel: {str(evidence['oom_line']).strip()}")
     elif evidence.get("oom_kills"):
@@ -117,7 +152,7 @@ def _evidence(fault: Failure) -> list[str]:
     if evidence.get("stack"):
         lines += [
             "stack:",
-            *(f"  {line}" for line in str(evidence["stack"]).strip().splitlines()[-8:]),
+            *(f"  {line}" for line in plain(str(evidence["stack"])).strip().splitlines()[-8:]),
         ]
     if fault.last_lines:
         lines += ["last log lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
@@ -131,7 +166,7 @@ def _processes(number: int) -> str:
 def evidence_items(fault: Failure) -> list[tuple[str, str]]:
     """Return each piece of evidence as a name and a text; nested values get a line each."""
     return [
-        (name.replace("_", " "), _text(value))
+        (name.replace("_", " "), plain(_text(value)))
         for name, value in fault.evidence.items()
         if value not in (None, "", [], {})
     ]
@@ -158,7 +193,7 @@ def _first_words(text: str) -> str:
 
 
 def _log_line(line: LogLine) -> str:
-    return f"{line.at.astimezone():%H:%M:%S} {line.level} {line.message[:300]}"
+    return f"{line.at.astimezone():%H:%M:%S} {line.level} {plain(line.message)[:300]}"
 
 
 def lost(num: int, unit: str | None, since_report_s: float | None) -> str:

@@ -5,7 +5,7 @@ Times are RFC 3339 in UTC, durations in seconds, sizes in bytes. Imports nothing
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
 from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readiness
-from everstep.wire.failure import ErrorKind, Failure, Verdict
+from everstep.wire.failure import CausingDrill, ErrorKind, Failure, Verdict
 from everstep.wire.figures import (
     EpochSamples,
     Goodput,
@@ -51,6 +51,7 @@ __all__ = [
     "Answer",
     "Attempt",
     "Best",
+    "CausingDrill",
     "Checkpoint",
     "ClusterInfo",
     "CodeArchive",

@@ -74,6 +74,15 @@ class FailureEvent(Protocol):
     def data(self) -> Mapping[str, Any]: ...
 
 
+class CausingDrill(Answer):
+    """The drill that injected a failure."""
+
+    id: str
+    kind: str
+    by: str | None
+    """Name of the token that requested it; null for a drill of an older version."""
+
+
 class Failure(Answer):
     """One failure: the data of its event, and what later events add."""
 
@@ -96,6 +105,8 @@ class Failure(Answer):
     recovery_s: float | None
     world_size_before: int | None
     world_size_after: int | None
+    drill: CausingDrill | None = None
+    """The drill that caused it; null for a failure that nobody ordered."""
     submission: int = 0
     """Ray Job whose attempt failed."""
     last_lines: tuple[LogLine, ...] = ()

@@ -46,12 +46,19 @@ DrillableRun = Annotated[RunRow, Depends(drillable_run)]
     responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
     openapi_extra=DRILL_BODY,
 )
-async def request_drill(request: Request, run: DrillableRun, context: Context) -> Drill:
+async def request_drill(
+    request: Request, run: DrillableRun, context: Context, caller: Caller
+) -> Drill:
     """Only for runs that are RUNNING, one drill at a time. The run's driver takes it up within a
     second; the list shows the result."""
     wanted = await read_model(DrillRequest, request)
     now = context.clock()
-    data = {"id": new_drill_id(now), "kind": wanted.kind.value, "rank": wanted.rank}
+    data = {
+        "id": new_drill_id(now),
+        "kind": wanted.kind.value,
+        "rank": wanted.rank,
+        "by": caller.name,
+    }
     event = await rank_orders.record(context, run, orders.DRILL, now, data)
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
     await context.storage_call(RunDir(context.storage, run.id).order_drill, run.submission, order)

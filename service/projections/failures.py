@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from everstep.wire import Failure, Verdict
+from everstep.wire import CausingDrill, Failure, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from storage.run_names import CheckpointName
@@ -19,6 +19,8 @@ KINDS: Final = frozenset(
         EventKind.CHECKPOINT_CORRUPT,
         EventKind.CHECKPOINT_FAILED,
         EventKind.JOURNAL_DAMAGED,
+        EventKind.DRILL_REQUESTED,
+        EventKind.DRILL_STARTED,
     }
 )
 _FROM_RECOVERY: Final = (
@@ -34,16 +36,24 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
     """Return every failure, oldest first, damaged checkpoints included.
 
     - A recovery adds its cost to the failure before it.
+    - A drill that was started is the cause of the next failure of its attempt.
     - A lost worker becomes ``out_of_memory`` if its node's kernel reports that it killed it.
     - Failed saves are one failure, once there are so many in a row that the run is
       ``storage_unavailable``.
     """
     found: list[Failure] = []
     waiting: int | None = None
+    requested: dict[str, EventRow] = {}
+    drill: EventRow | None = None
     for event in events:
-        if event.kind == EventKind.FAILURE:
+        if event.kind == EventKind.DRILL_REQUESTED:
+            requested[str(event.data["id"])] = event
+        elif event.kind == EventKind.DRILL_STARTED:
+            drill = requested.get(str(event.data.get("id")))
+        elif event.kind == EventKind.FAILURE:
             waiting = len(found)
-            found.append(Failure.of(event))
+            found.append(_by_drill(Failure.of(event), drill))
+            drill = None
         elif event.kind == EventKind.EVIDENCE:
             _add_evidence(found, event)
         elif event.kind == EventKind.RECOVERED and waiting is not None:
@@ -63,6 +73,16 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
         elif event.kind == EventKind.CHECKPOINT_FAILED and _is_last_straw(event.data):
             found.append(_failed_saves(event))
     return found
+
+
+def _by_drill(failure: Failure, drill: EventRow | None) -> Failure:
+    """Return the failure with its drill, if one was started on its attempt. A driver that was lost
+    names no attempt."""
+    if drill is None or failure.attempt not in (0, drill.attempt):
+        return failure
+    data = drill.data
+    ordered = CausingDrill(id=str(data["id"]), kind=str(data["kind"]), by=data.get("by"))
+    return _with(failure, drill=ordered)
 
 
 def _recovered(failure: Failure, event: EventRow) -> Failure:

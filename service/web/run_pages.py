@@ -106,13 +106,28 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
     )
 
 
+def _blocks(lines: list[str]) -> list[tuple[str, str]]:
+    """Return lines as (tag, text): indented lines that follow each other are one ``pre``."""
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        if not line.startswith("  "):
+            found.append(("p", line))
+        elif found and found[-1][0] == "pre":
+            found[-1] = ("pre", f"{found[-1][1]}\n{line[2:]}")
+        else:
+            found.append(("pre", line[2:]))
+    return found
+
+
 def _failure_view(failure: Failure) -> dict[str, Any]:
     """Return a failure with its headline and the lines that follow."""
     headline = failure_words.headline(failure)
     return {
         "fault": failure,
         "headline": headline[:1].upper() + headline[1:],
-        "rest": [line.strip() for line in failure_words.story(failure)],
+        "rest": _blocks(failure_words.story(failure)),
+        "exception": failure_words.plain(failure.exception or ""),
+        "sentence": failure_words.sentence(failure),
         "evidence": failure_words.evidence_items(failure),
     }
 
