@@ -31,7 +31,7 @@ _GPUS_VARIABLE = "EVERSTEP_TEST_GPUS_PER_NODE"
 
 
 class RayCluster:
-    """Handle of one cluster; ``env`` is what a driver on its head needs."""
+    """Handle of one cluster; ``env`` is what a driver on its head needs, once it has started."""
 
     def __init__(
         self, temp_dir: Path, env: Mapping[str, str], *, preload: bool, gpus_per_node: int = 0
@@ -80,6 +80,9 @@ class RayCluster:
             text=True,
         )
         log.close()
+
+    def start(self) -> None:
+        """Start the head."""
         self.env["RAY_ADDRESS"] = self._order("start")["address"]
 
     def add_node(self, **env: str) -> str:
@@ -148,15 +151,14 @@ def ray_cluster(
     """
     # short: a unix socket's path has 107 bytes
     temp_dir = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
-    cluster = None
+    cluster = RayCluster(temp_dir, env, preload=preload, gpus_per_node=gpus_per_node)
     try:
-        cluster = RayCluster(temp_dir, env, preload=preload, gpus_per_node=gpus_per_node)
+        cluster.start()
         for _ in range(num_nodes):
             cluster.add_node()
         yield cluster
     finally:
-        if cluster is not None:
-            cluster.stop()
+        cluster.stop()
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
