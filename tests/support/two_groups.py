@@ -13,7 +13,12 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 SHARED = {
-    "service": ("test_doctor.py", "test_main_job.py", "test_service_restart.py"),
+    "service": (
+        "test_doctor.py",
+        "test_main_job.py",
+        "test_ray_dashboard.py",
+        "test_service_restart.py",
+    ),
     "two_nodes": (
         "test_driver.py",
         "test_last_save.py",
