@@ -30,6 +30,7 @@ WAITING_FILES = (
     *("/train_fn/protect/agreement.py", "/train_fn/protect/volatile.py"),
     "/train_fn/ray_train/user_script.py",
     *("/train_fn/step/carrier.py", "/train_fn/step/peers.py", "/train_fn/step/step_values.py"),
+    "/train_fn/step/used_parameters.py",
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
 ends with one, a barrier of Ray Train."""
