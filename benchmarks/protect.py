@@ -66,7 +66,8 @@ def _rank(rank: int, base: str, num_turns: int) -> None:
             dist.barrier()
             steps_s = []
             if not is_protected:
-                state._close_hooks()
+                for hook in state._hooks:
+                    hook.remove()
             for _ in range(TURN):
                 began = time.perf_counter()
                 loss = train()
