@@ -15,7 +15,10 @@ from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine
 
 _CACHED = re.compile(r"/[^\s\"']*/(?:cache/code/[0-9a-f]{64}|runs/[^\"'/\s]+/workdir)/")
 """The directory on a node in which uploaded code lies, or a script's working directory."""
-_ANY_CAUSE = re.compile(r" ?There are some potential root causes\.[^\n]*")
+_ANY_CAUSE = re.compile(
+    r" ?(?:Some common causes include:|There are some potential root causes\.)[^\n]*"
+)
+"""Ray's words since 2.60, and those before."""
 _TYPE_AND_MESSAGE = re.compile(r"[^\W\d][\w.]*:( |$)")
 """``LookupError: no such sample``."""
 
