@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DEFAULT_GROUP = "0"
-"""torch's name of the process group of all ranks."""
 UNKNOWN = -1
+_OF_ALL_RANKS = ("default_pg", "")
+"""torch's description of the process group of all ranks, and under its wrapper for debugging."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,30 @@ class CollectiveCounts:
     """Number of the last one that the device has started; gloo does not record it."""
 
 
-def read_counts(dump: bytes | str) -> CollectiveCounts | None:
-    """Return the counts in a dump of the flight recorder (version 2, as JSON); None if it has
-    none."""
+def read_counts(enqueued: int, dump: bytes | str) -> CollectiveCounts | None:
+    """Return the counts of the group of all ranks; None if they cannot be told from the dump.
+
+    The recorder keeps groups that ended in this process, and numbers groups anew in each process.
+    So the group is found by its last collective. gloo numbers sends and receives like collectives,
+    and records only collectives. Ranks may differ in those numbers, so they count for nothing.
+
+    Args:
+        enqueued: number of the group's last collective, as the group itself says.
+        dump: what the flight recorder holds (version 2, as JSON).
+    """
+    if enqueued == 0:
+        return CollectiveCounts(0)
     try:
-        status = json.loads(dump)["pg_status"][DEFAULT_GROUP]
-        return CollectiveCounts(
-            int(status["last_enqueued_collective"]), int(status["last_started_collective"])
-        )
-    except (ValueError, KeyError, TypeError):
+        found = json.loads(dump)
+        entries = [each for each in found["entries"] if each["process_group"][1] in _OF_ALL_RANKS]
+        last = next(each for each in reversed(entries) if each["collective_seq_id"] == enqueued)
+        numbers = {each["collective_seq_id"] for each in entries if each["pg_id"] == last["pg_id"]}
+        started = int(found["pg_status"][str(last["pg_id"])]["last_started_collective"])
+    except (ValueError, KeyError, TypeError, IndexError, StopIteration):
         return None
+    if last["profiling_name"].startswith("gloo:") and len(numbers) <= enqueued - min(numbers):
+        return None
+    return CollectiveCounts(enqueued, started)
 
 
 def find_late(counts: Mapping[int, CollectiveCounts | None]) -> list[int]:

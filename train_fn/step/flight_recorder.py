@@ -12,12 +12,17 @@ from train_fn.recovery.collective_trace import CollectiveCounts, read_counts
 
 
 def collective_counts() -> CollectiveCounts | None:
-    """Return how far this process is in its collectives; None without a process group, or if torch
-    recorded nothing. Does not wait for the device."""
+    """Return how far this process is in the collectives of its group of all ranks; None without a
+    group, or if the group's numbers do not tell that. Does not wait for the device."""
     if not dist.is_initialized():
+        return None
+    group: Any = dist.distributed_c10d._get_default_group()
+    try:
+        enqueued = group._get_sequence_number_for_group()
+    except RuntimeError:  # a backend that does not number its collectives
         return None
     recorder: Any = _distributed_c10d
     # A build for GPUs records NCCL's collectives apart from those of other backends.
     is_nccl = dist.get_backend() == "nccl"
     dump = recorder._dump_nccl_trace_json if is_nccl else recorder._dump_fr_trace_json
-    return read_counts(dump(includeCollectives=False))
+    return read_counts(enqueued, dump(includeCollectives=True))
