@@ -15,7 +15,7 @@ from everstep.cli.terminal import (
     command,
     terminal,
 )
-from everstep.text import words
+from everstep.text import losses, words
 from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
 
 
@@ -73,10 +73,11 @@ def _show(out: Terminal, found: Drill) -> None:
         ]
     )
     if found.report is not None:
-        out.fields(_fields(found.report))
+        out.fields(report_fields(found.report))
 
 
-def _fields(report: DrillReport) -> list[tuple[str, object]]:
+def report_fields(report: DrillReport) -> list[tuple[str, object]]:
+    """Return names and values to show of a drill's report; None is left out."""
     phases = ", ".join(
         f"{name.replace('_', ' ')} {words.duration(seconds)}"
         for name, seconds in report.phases.items()
@@ -109,7 +110,7 @@ def _fields(report: DrillReport) -> list[tuple[str, object]]:
             if report.restored_step is None
             else f"step {report.restored_step} ({report.restored_from})",
         ),
-        ("steps lost", report.steps_lost),
+        (f"{losses.unit(report)}s lost", losses.of_drill(report)),
         ("loss", _parity(report.parity) if report.parity else None),
         ("samples", _samples(report.parity) if report.parity else None),
         ("note", report.note),

@@ -10,6 +10,7 @@ from everstep.cli.terminal import JsonOption, RunArgument, UrlOption, command, t
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.text import words
+from everstep.text.ending import summary
 
 
 @command
@@ -65,7 +66,7 @@ def why(
             }
         )
         return
-    out.line(words.summary(run.run).splitlines()[0])
+    out.line(summary(run.run).splitlines()[0])
     if run.reason is not None:
         out.line(f"{run.reason.code}: {run.reason.message}")
     for line in event_words.stragglers(report):

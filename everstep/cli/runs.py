@@ -18,7 +18,8 @@ from everstep.cli.terminal import (
 from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle
 from everstep.spec.plain_text import printable
-from everstep.text import words
+from everstep.text import losses, words
+from everstep.text.ending import summary
 from everstep.wire import Run
 
 
@@ -87,7 +88,9 @@ def _fields(run: Run) -> list[tuple[str, object]]:
     """Return names and values to show of a run; None is left out."""
     checkpoint, is_live = run.latest_checkpoint, not run.status.terminal
     survives = ", ".join(run.protection.survives) or "nothing"
-    lost = words.count(run.protection.worst_case_steps_lost, "step")
+    lost = f"at most {words.count(run.protection.worst_case_steps_lost, 'step')}"
+    if run.redone_s is not None:
+        lost = "the work since the last checkpoint that it reported"
     return [
         ("id", run.id),
         ("name", run.name),
@@ -122,11 +125,11 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ("attempt", f"{run.attempt} of submission {run.submission}"),
         (
             "failures",
-            f"{words.count(run.restarts, 'restart')}, {words.lost(run)}",
+            f"{words.count(run.restarts, 'restart')}, {losses.of_run(run)}",
         ),
         (
             "survives",
-            f"loss of {survives}; at most {lost} would be repeated" if is_live else None,
+            f"loss of {survives}; {lost} would be repeated" if is_live else None,
         ),
         ("protection", run.protection.message if is_live else None),
         ("samples", run.guarantee),
@@ -150,7 +153,7 @@ def watch_to_the_end(run: RunHandle) -> None:
     if out.as_json:
         out.json(ended)
     else:
-        for line in words.summary(ended).splitlines():
+        for line in summary(ended).splitlines():
             out.line(line, style=words.STATUS_STYLES[ended.status])
         if code != Exit.SUCCEEDED and ended.restarts + (ended.status == "FAILED"):
             out.note(

@@ -6,7 +6,7 @@ import sys
 from html import escape
 from typing import Any
 
-from everstep.text import words
+from everstep.text import losses, words
 from everstep.wire import Run
 
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
@@ -33,7 +33,7 @@ def run_html(run: Run) -> str:
         )
         rows.append(("metrics", shown))
     if run.restarts:
-        rows.append(("restarts", f"{run.restarts}, {run.steps_lost} steps lost"))
+        rows.append(("restarts", f"{run.restarts}, {losses.of_run(run)}"))
     cells = "".join(
         f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{text}</td></tr>'
         for what, text in rows

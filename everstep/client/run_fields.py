@@ -47,6 +47,7 @@ class RunFields:
         latest_checkpoint: LatestCheckpoint | None
         restarts: int
         steps_lost: int
+        redone_s: float | None
         protection: Protection
         links: Links
         transitions: tuple[Transition, ...]

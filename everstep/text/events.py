@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.text import failure
+from everstep.text import failure, losses
 from everstep.text.words import count, duration, numbers, size
 from everstep.wire import Event, Failure, StragglerReport
 from everstep.wire.events import OWN_FILES, EventKind
@@ -71,10 +71,11 @@ def event(item: Event) -> str | None:
         case EventKind.FAILURE:
             return f"failure: {failure.line(Failure.of(item))}"
         case EventKind.RECOVERED:
+            lost = losses.of_recovery(data)
             return (
                 f"recovered in {duration(data.get('recovery_s') or 0)}: "
                 f"{data.get('world_size_before')} -> "
-                f"{count(data.get('world_size_after') or 0, 'rank')}{_lost(data)}"
+                f"{count(data.get('world_size_after') or 0, 'rank')}{f', {lost}' if lost else ''}"
             )
         case EventKind.STRAGGLER if data.get("slow"):
             return (
@@ -116,14 +117,6 @@ def event(item: Event) -> str | None:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
         case _:
             return None
-
-
-def _lost(data: Mapping[str, Any]) -> str:
-    """Return the cost in steps; nothing if the run reports none."""
-    num = data.get("steps_lost")
-    if num is None:
-        return ""
-    return f", {failure.lost(num, data.get('unit'), data.get('since_report_s'))}"
 
 
 def _slowness(data: Mapping[str, Any]) -> str:

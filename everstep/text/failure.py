@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from everstep.text import losses
 from everstep.text.words import count, duration
 from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine
 
@@ -58,18 +59,15 @@ def drill(ordered: CausingDrill) -> str:
 
 def sentence(fault: Failure) -> str:
     """Return what failed and what it cost, in one sentence."""
-    costs = cost(fault) or [fault.action or "no action"]
+    costs = _cost(fault) or [fault.action or "no action"]
     text = f"{headline(fault)}: {', '.join(costs)}."
     return text[:1].upper() + text[1:]
 
 
-def cost(fault: Failure) -> list[str]:
+def _cost(fault: Failure) -> list[str]:
     """Return what a failure cost, as far as it is known: steps, and time without training."""
-    parts = []
-    if fault.evidence.get("worked_s") is not None:
-        parts.append(f"at most {duration(float(fault.evidence['worked_s']))} of work done again")
-    elif fault.steps_lost is not None:
-        parts.append(f"{count(fault.steps_lost, 'step')} lost")
+    lost = losses.of_failure(fault)
+    parts = [] if lost is None else [lost]
     if fault.recovery_s is not None:
         parts.append(f"training again after {duration(fault.recovery_s)}")
     return parts
@@ -199,31 +197,12 @@ def _log_line(line: LogLine) -> str:
     return f"{line.at.astimezone():%H:%M:%S} {line.level} {plain(line.message)[:300]}"
 
 
-def lost(num: int, unit: str | None, since_report_s: float | None) -> str:
-    """Return the cost of a failure in steps; for a loop whose steps are its reports, also how long
-    it had worked since the last one."""
-    if unit is None:
-        return f"{count(num, 'step')} lost"
-    words = f"{count(num, 'report')} lost"
-    if since_report_s is not None:
-        words += f" and at most {duration(since_report_s)} of work since the last one done again"
-    return words
-
-
 def _outcome(fault: Failure) -> str:
     parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
         parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
-    if fault.evidence.get("worked_s") is not None:
-        parts.append(f"at most {duration(float(fault.evidence['worked_s']))} of work done again")
-    elif fault.steps_lost is not None:
-        parts.append(
-            lost(
-                fault.steps_lost,
-                fault.evidence.get("lost_unit"),
-                fault.evidence.get("since_report_s"),
-            )
-        )
+    lost = losses.of_failure(fault)
+    parts += [] if lost is None else [lost]
     if fault.detect_s is not None:
         parts.append(f"detected after {duration(fault.detect_s)}")
     if fault.recovery_s is not None:

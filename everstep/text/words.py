@@ -134,31 +134,3 @@ def usage_parts(usage: Usage | None) -> list[str]:
     if usage.cost is not None:
         parts.append(f"{usage.cost:.2f} {usage.currency}")
     return parts
-
-
-def lost(run: Run) -> str:
-    """Return how many steps a run has lost: ``2 steps lost``.
-
-    A run that was restarted before any step was reported has lost a number that nobody knows: a
-    user's script may report none.
-    """
-    if run.restarts and not run.step and not run.steps_lost:
-        return "no steps reported"
-    return f"{count(run.steps_lost, 'step')} lost"
-
-
-def summary(run: Run) -> str:
-    """Return how a run ended: a line, and a second one for its reason."""
-    parts = [where(run)]
-    if run.finished_at is not None:
-        parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")
-    text = " ".join(parts)
-    validation = {name: value for name, value in run.metrics.items() if name.startswith("val_")}
-    if validation:
-        text += f": {numbers(validation)}"
-    text += f"; {count(run.restarts, 'restart')}, {lost(run)}"
-    if used := usage_parts(run.usage):
-        text += f"; {', '.join(used)}"
-    if run.reason is not None:
-        text += f"\n{run.reason.code}: {run.reason.message}"
-    return text

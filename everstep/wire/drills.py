@@ -108,6 +108,9 @@ class DrillReport(Answer):
     """Seconds by phase: ``detect`` until the failure was detected, then ``leave``, ``decide``,
     ``start``, ``restore``, ``first_step``, which add up to ``recovery_s``."""
     steps_lost: int | None
+    redone_s: float | None = None
+    """For a `train_fn` whose steps are its reports: how long it had worked since the last one. Null
+    if a step is an optimizer step."""
     world_size_before: int | None
     world_size_after: int | None
     restored_step: int | None

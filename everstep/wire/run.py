@@ -180,6 +180,9 @@ class Run(Answer):
     """Attempts after the first."""
     steps_lost: int
     """Steps that had to be repeated, over all failures."""
+    redone_s: float | None = None
+    """For a `train_fn` whose steps are its reports: how long it has worked in vain at most, between
+    the last report before each failure and the failure. Null if a step is an optimizer step."""
     protection: Protection
     goodput: float | None
     """Share of wall time spent training, 0 to 1; null before the first step."""

@@ -79,6 +79,9 @@ class RunSummary(Row):
     """Attempts after the first."""
     steps_lost: int = 0
     """Steps that had to be repeated, over all failures."""
+    redone_s: float | None = None
+    """Seconds of work between reports that were done again, at most; None unless a step is a report
+    of a user's function."""
     started_at: float | None = None
     """Time of the first optimizer step."""
     finished_at: float | None = None

@@ -56,6 +56,9 @@ def recovered(run: RunRow, event: EventRow) -> Changes:
         # The driver also knows steps that were lost before they were reported, so its number
         # replaces the one from the journal.
         columns["steps_lost"] = run.steps_lost - run.steps_lost_at_restore + int(reported)
+    if event.data.get("unit"):
+        since_report_s = event.data.get("since_report_s") or 0.0
+        columns["redone_s"] = (run.redone_s or 0.0) + since_report_s
     return Changes(columns, **to_status(run, RunStatus.RUNNING))
 
 

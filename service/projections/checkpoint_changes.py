@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from everstep.wire import ReasonCode, RunStatus
-from everstep.wire.events import BEGINNINGS
+from everstep.wire.events import BEGINNINGS, OWN_FILES
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes
@@ -23,6 +23,9 @@ def restored(run: RunRow, event: EventRow) -> Changes:
         "steps_lost": run.steps_lost + lost,
         "steps_lost_at_restore": lost,
     }
+    if event.data.get("source") != OWN_FILES:
+        redone_s = (run.redone_s or 0.0) if event.data.get("unit") else None
+        columns |= {} if redone_s == run.redone_s else {"redone_s": redone_s}
     if (best := _best_after(run, event)) != run.best:
         columns["best"] = best
     return Changes(columns | _checkpoints(_standing(run.recent_checkpoints, event)))

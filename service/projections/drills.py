@@ -139,6 +139,7 @@ def _report(story: Story, started: EventRow, metrics: Sequence[EventRow]) -> Dri
         recovery_s=recovered.get("recovery_s"),
         phases=_phases(recovered),
         steps_lost=recovered.get("steps_lost"),
+        redone_s=(recovered.get("since_report_s") or 0.0) if restored.get("unit") else None,
         world_size_before=recovered.get("world_size_before"),
         world_size_after=recovered.get("world_size_after"),
         restored_step=restored.get("step"),

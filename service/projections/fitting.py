@@ -63,6 +63,7 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "snapshots": _optional(lambda value: _is_text(value) and len(value) <= 16),
     **dict.fromkeys(("guarantee", "reason_code", "reason_message"), _optional(_is_text)),
     "started_at": _is_number,
+    "redone_s": _optional(_is_number),
     "metrics": lambda value: all(
         _is_text(name) and type(each) in (int, float) for name, each in value.items()
     ),

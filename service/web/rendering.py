@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from everstep.text import losses
 from everstep.text import words as cli_words
 from service.api.auth import Principal
 from service.api.context import ApiContext
@@ -52,7 +53,8 @@ _environment.globals |= {
 }
 _environment.filters |= {
     "count": cli_words.count,
-    "lost": cli_words.lost,
+    "lost": losses.of_run,
+    "unit": losses.unit,
     "has_no_steps": cli_words.has_no_steps,
     "duration": cli_words.duration,
     "span": words.span,

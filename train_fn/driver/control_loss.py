@@ -72,10 +72,16 @@ def weigh_loss(
         )
         return Loss(history, given_up=dataclasses.replace(given_up, attempts=history.last_attempt))
     time.sleep(decision.backoff_s)
-    return Loss(
-        history,
-        RecoveryNote(noticed_at, detect_s, history.last_step, history.world_size, noticed_at),
+    moved_at = history.moved_at
+    note = RecoveryNote(
+        noticed_at,
+        detect_s,
+        history.last_step,
+        history.world_size,
+        noticed_at,
+        None if moved_at is None else round(max(0.0, noticed_at - moved_at), 3),
     )
+    return Loss(history, note)
 
 
 def _detect_s(spec: RunSpec, history: History, noticed_at: float) -> float | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from google_crc32c import value as crc32c
 
 from everstep.text import failure as failure_words
+from everstep.text import losses
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.event_files import EventFile, open_event_file
@@ -118,10 +119,10 @@ def _failed(event: JournalEvent) -> str:
 
 
 def _recovered(data: dict[str, Any]) -> str:
+    lost = losses.of_recovery(data)
     return (
         f"Training again after {data.get('recovery_s')} s with {data.get('world_size_after')} "
-        "ranks "
-        f"(before: {data.get('world_size_before')}), {data.get('steps_lost')} steps lost."
+        f"ranks (before: {data.get('world_size_before')}){f', {lost}' if lost else ''}."
     )
 
 

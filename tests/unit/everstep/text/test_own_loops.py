@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.text import events, failure, words
+from everstep.cli.drills import report_fields as drill_fields
+from everstep.client.notebook import run_html
+from everstep.text import events, failure, losses, words
+from everstep.text.ending import summary as ending_of
 from everstep.wire import Event, Failure
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
-from everstep.wire.run import Run
+from everstep.wire.run import Links, Run, RunStatus
 from service.model.rows import EventRow
 from service.projections import drills, failures
 
@@ -56,14 +59,14 @@ def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said()
         )
     ]
     [found] = failures.failures(rows)
-    assert words in failure.story(found)[-1]
+    assert words in failure.story(found)[-1] and words in failure.sentence(found)
     unknown = {**cost, "since_report_s": None}
     assert events.event(event(EventKind.RECOVERED, **unknown)).endswith("2 reports lost")
 
 
 def test_a_run_without_steps_claims_none_lost() -> None:
     def lost(**fields: int) -> str:
-        return words.lost(Run.model_construct(**fields))
+        return losses.of_run(Run.model_construct(**fields))
 
     assert lost(restarts=1, step=0, steps_lost=0) == "no steps reported"
     assert lost(restarts=0, step=0, steps_lost=0) == "0 steps lost"
@@ -71,9 +74,35 @@ def test_a_run_without_steps_claims_none_lost() -> None:
     assert lost(restarts=1, step=0, steps_lost=3) == "3 steps lost"
 
 
+def test_a_run_whose_steps_are_reports_says_how_long_was_done_again() -> None:
+    def lost(**fields: Any) -> str:
+        return losses.of_run(Run.model_construct(restarts=2, step=9, **fields))
+
+    redone = "at most 24.0 s of work between reports done again"
+    assert lost(steps_lost=2, redone_s=24.0) == f"2 reports lost and {redone}"
+    assert lost(steps_lost=1, redone_s=0.0) == "1 report lost"
+    early = Run.model_construct(restarts=1, step=0, steps_lost=0, redone_s=24.0)
+    assert losses.of_run(early) == f"0 reports lost and {redone}", "before its first report"
+    shown = Run.model_construct(
+        id="run_1",
+        name="mine",
+        reason=None,
+        status=RunStatus.RUNNING,
+        step=9,
+        total_steps=None,
+        world_size=None,
+        metrics={},
+        restarts=2,
+        steps_lost=2,
+        redone_s=24.0,
+        links=Links(ray_dashboard=None, ray_job=None, dashboard=None),
+    )
+    assert f"2, 2 reports lost and {redone}" in run_html(shown)
+
+
 def test_a_script_that_succeeded_without_steps_is_at_none() -> None:
     def summary(**fields: Any) -> str:
-        return words.summary(
+        return ending_of(
             Run.model_construct(
                 **{
                     "created_at": AT,
@@ -109,13 +138,13 @@ def test_a_run_that_trains_without_steps_names_none() -> None:
     assert where(guarantee=None, status="QUEUED") == "QUEUED at step 0", "it has not begun"
 
 
-def drill_of(source: str, unit: str | None = None) -> Drill:
+def drill_of(source: str, unit: str | None = None, lost: int | None = None) -> Drill:
     history: list[tuple[EventKind, dict[str, Any]]] = [
         (EventKind.DRILL_REQUESTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
         (EventKind.DRILL_STARTED, {"id": "d", "kind": "kill_worker", "rank": 1}),
         (EventKind.FAILURE, FAILED),
         (EventKind.RESTORED, {"step": 0, "source": source, "checkpoint": None, "unit": unit}),
-        (EventKind.RECOVERED, {**RECOVERED, "since_report_s": 3.0}),
+        (EventKind.RECOVERED, {**RECOVERED, "steps_lost": lost, "since_report_s": 3.0}),
     ]
     rows = [
         EventRow(number, float(number), kind, 1, 1, data)
@@ -138,3 +167,12 @@ def test_a_drill_of_a_function_says_that_its_steps_are_reports() -> None:
     assert found.report is not None and "of 3.0 s" in str(found.report.note)
     other = drill_of("checkpoint")
     assert other.report is not None and other.report.note is None
+    [[label, text]] = [
+        field
+        for field in drill_fields(drill_of("checkpoint", "reports", 2).report)
+        if "lost" in field[0]
+    ]
+    assert label == "reports lost"
+    assert text == "2 reports lost and at most 3.0 s of work since the last one done again"
+    steps = dict(drill_fields(drill_of("checkpoint", lost=2).report))
+    assert steps["steps lost"] == "2 steps lost" and "reports lost" not in steps

@@ -143,8 +143,24 @@ def test_going_back_counts_lost_steps_until_the_driver_knows_better() -> None:
         run_row(steps_lost=8, steps_lost_at_restore=5), event(EventKind.RECOVERED)
     ).columns
     assert silent == {"steps_lost_at_restore": 0}
+    assert "redone_s" not in back and "redone_s" not in reported
     ahead = project(run_row(step=9), event(EventKind.RESTORED, step=10, epoch=1)).columns
     assert ahead["steps_lost"] == 0, "a survivor may know of steps that were never reported"
+
+
+def test_work_between_the_reports_of_a_function_adds_up() -> None:
+    began = event(EventKind.RESTORED, step=0, epoch=0, source="fresh", unit="reports")
+    assert project(run_row(), began).columns["redone_s"] == 0.0
+    again = event(EventKind.RECOVERED, steps_lost=0, unit="reports", since_report_s=12.5)
+    assert project(run_row(redone_s=4.0), again).columns["redone_s"] == 16.5
+    unknown = event(EventKind.RECOVERED, steps_lost=0, unit="reports", since_report_s=None)
+    assert project(run_row(redone_s=4.0), unknown).columns["redone_s"] == 4.0
+    back = event(EventKind.RESTORED, step=3, epoch=0, source="checkpoint", unit="reports")
+    assert "redone_s" not in project(run_row(redone_s=4.0), back).columns
+    own = event(EventKind.RESTORED, step=3, epoch=0, source="own_files")
+    assert "redone_s" not in project(run_row(redone_s=4.0), own).columns
+    protected = event(EventKind.RESTORED, step=3, epoch=0, source="snapshot")
+    assert project(run_row(redone_s=4.0), protected).columns["redone_s"] is None
 
 
 def test_the_latest_checkpoint_is_of_the_lineage() -> None:

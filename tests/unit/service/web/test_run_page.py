@@ -68,6 +68,41 @@ async def test_a_run_through_a_failure_is_told(api: ApiService, browser: Browser
     assert "attempt 2 with 1 rank" in shown and "failure: node_lost of rank 1" in shown
 
 
+async def test_the_head_says_reports_where_a_step_is_a_report(
+    api: ApiService, browser: Browser
+) -> None:
+    async def figures(run_id: str) -> str:
+        html = await browser.page(f"/runs/{run_id}")
+        return text_of(html[html.index('id="figures"') : html.index("curves-title")])
+
+    run_id, journal = await api.running()
+    api.apply(run_id, [journal.steps(5), fail(journal)])
+    journal.attempt = 2
+    api.apply(
+        run_id,
+        [
+            *journal.start(step=3, source="checkpoint", unit="reports"),
+            journal.event(
+                EventKind.RECOVERED,
+                recovery_s=3.1,
+                steps_lost=2,
+                unit="reports",
+                since_report_s=12.0,
+            ),
+        ],
+    )
+    text = await figures(run_id)
+    assert "Reports lost 2 at most 12.0 s of work done again" in text and "Reports 3" in text
+    assert "Steps" not in text
+    assert "2 reports lost" in text_of(await browser.page("/runs"))
+    compared = text_of(await browser.page(f"/compare?run={run_id}"))
+    assert "1, 2 reports lost and at most 12.0 s of work between reports done again" in compared
+    task, journal = await api.running()
+    api.apply(task, [journal.steps(5)])
+    text = await figures(task)
+    assert "Steps lost 0" in text and "Steps 5" in text and "Reports" not in text
+
+
 async def test_a_run_is_stopped_resumed_and_deleted_by_buttons(
     api: ApiService, browser: Browser
 ) -> None:

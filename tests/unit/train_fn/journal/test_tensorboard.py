@@ -129,6 +129,7 @@ def test_steps_that_are_done_again_are_there_once_and_restarts_are_told(run_dir:
     assert scalars["val_accuracy"] == [(5, 0.5), (8, 0.75)] and "bad" not in scalars
     assert [step for step, _ in texts] == [5, 8]
     assert "Attempt 0 failed at step 5" in texts[0][1] and "with 1 ranks" in texts[0][1]
+    assert "(before: 2), 2 steps lost." in texts[0][1]
     assert "three failures" in texts[1][1]
     assert len(list(directory_of(run_dir).iterdir())) == 2
 
