@@ -62,6 +62,8 @@ class Keeper:
         self._note_path = note_path
         self._note = note
         self._precedence = Precedence(note.temp_dir)
+        self._at_once = max(1, note.num_nodes)
+        """How many nodes are started side by side."""
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
@@ -85,6 +87,9 @@ class Keeper:
             self._note.dashboard_url,
         )
         self._fill_first()
+        # Not before: nodes that start would keep the head, which they wait for, from its turn.
+        if self._note.head is not None:
+            self._precedence.give_way(self._note.head.pids)
         self._note = replace(self._note, state="ready")
         self._publish()
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
@@ -171,7 +176,6 @@ class Keeper:
 
     def _start_head(self) -> None:
         self._note = cluster_parts.start_head(self._note)
-        self._precedence.give_way(self._note.nodes[0].pids)
         self._publish()
 
     def _fill_first(self) -> None:
@@ -216,14 +220,19 @@ class Keeper:
         )
 
     def _fill(self) -> None:
-        """Start a node in every free slot, in parallel. Those that do not start are tried later."""
+        """Start a node in every free slot, in parallel. Those that do not start are tried later.
+
+        Nodes that start side by side delay each other, and Ray gives each of them 30 s. So once one
+        was late, half as many are started at once.
+        """
         taken = {node.slot for node in self._note.nodes}
         free = [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
         if not free or self._stopping:
             return
-        with ThreadPoolExecutor(len(free)) as pool:
+        with ThreadPoolExecutor(min(len(free), self._at_once)) as pool:
             added = [node for node in pool.map(self._try_to_start_node, free) if node is not None]
         if len(added) < len(free):
+            self._at_once = max(1, self._at_once // 2)
             self._refill_at = time.monotonic() + RETRY_S
         nodes = sorted([*self._note.nodes, *added], key=lambda node: node.slot)
         self._note = replace(self._note, nodes=tuple(nodes))
@@ -234,6 +243,8 @@ class Keeper:
     def _try_to_start_node(self, slot: int) -> NodeNote | None:
         """Start a node, or return None and leave nothing of it. Ray gives a raylet 30 s, which may
         be too short on a busy machine."""
+        if self._stopping or not lives(self._note.gcs_pid, self._note.temp_dir):
+            return None
         try:
             return self._start_node(slot)
         except Exception:

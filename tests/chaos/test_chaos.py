@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from everstep.client.runs import RunHandle
 from service.reconciler.unhealthy import NODE_VERDICTS
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
+from tests.support.descriptors import more_than, open_descriptors
 from tests.support.digits_run import (
     STEPS_PER_EPOCH,
     assert_every_sample_counted_once,
@@ -37,6 +39,7 @@ SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(
     sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3)
 )
+FirstDescriptors = dict[tuple[int, float], Counter[str]]
 WORLDS = (5, 2, 3)
 """Ranks of a seed, by its remainder; seeds of one size come together, so that they share a
 cluster."""
@@ -90,9 +93,8 @@ def clusters() -> Iterator[Callable[[int], ServiceProcess]]:
 
 
 @pytest.fixture(scope="module")
-def num_fds() -> dict[tuple[int, float], int]:
-    """Open file descriptors of each long-lived process, by pid and start, after the first run that
-    it saw."""
+def first_fds() -> FirstDescriptors:
+    """What each long-lived process had open, by pid and start, after the first run that it saw."""
     return {}
 
 
@@ -129,17 +131,17 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
 def test_seeded_faults(
     seed: int,
     clusters: Callable[[int], ServiceProcess],
-    num_fds: dict[tuple[int, float], int],
+    first_fds: FirstDescriptors,
     replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
-    check_seed(seed, clusters(world_of(seed)), num_fds, replayed, tmp_path)
+    check_seed(seed, clusters(world_of(seed)), first_fds, replayed, tmp_path)
 
 
 def check_seed(
     seed: int,
     cluster: ServiceProcess,
-    num_fds: dict[tuple[int, float], int],
+    first_fds: FirstDescriptors,
     replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
     directory: Path,
 ) -> RunHandle:
@@ -172,7 +174,7 @@ def check_seed(
     _check_steps_lost(run)
     _check_blamed(run, done)
     _check_nothing_left(cluster, run)
-    _check_file_descriptors(cluster, num_fds)
+    _check_file_descriptors(cluster, first_fds)
     return run
 
 
@@ -249,7 +251,7 @@ def _actors(service: ServiceProcess) -> list[str]:
     ]
 
 
-def _check_file_descriptors(service: ServiceProcess, num_fds: dict[tuple[int, float], int]) -> None:
+def _check_file_descriptors(service: ServiceProcess, first_fds: FirstDescriptors) -> None:
     """Of the processes that stay from run to run: the service, the cluster's keeper, and the nodes'
     raylets."""
     assert service.process is not None
@@ -261,13 +263,13 @@ def _check_file_descriptors(service: ServiceProcess, num_fds: dict[tuple[int, fl
     ):
         try:
             process = psutil.Process(pid)
-            key, found = (pid, process.create_time()), process.num_fds()
+            key, found = (pid, process.create_time()), open_descriptors(process)
         except psutil.NoSuchProcess:
             continue
-        allowed = num_fds.setdefault(key, found) + MORE_FDS
-        assert found <= allowed, (
-            f"{process.cmdline()[:4]} has {found} file descriptors, {allowed - MORE_FDS} after "
-            "its first run"
+        first = first_fds.setdefault(key, found)
+        assert found.total() <= first.total() + MORE_FDS, (
+            f"{process.cmdline()[:4]} has {found.total()} file descriptors, {first.total()} after "
+            f"its first run; more are {more_than(first, found)}"
         )
 
 

@@ -13,11 +13,18 @@ import pytest
 import torch
 
 from tests.chaos.replay import Segments
-from tests.chaos.test_chaos import check_seed, clusters_with, num_fds, replayed, world_of
+from tests.chaos.test_chaos import (
+    FirstDescriptors,
+    check_seed,
+    clusters_with,
+    first_fds,
+    replayed,
+    world_of,
+)
 from tests.support.service_process import ServiceProcess
 from tests.support.silent_backend import SilentOptions, autoload
 
-__all__ = ["num_fds", "replayed"]
+__all__ = ["first_fds", "replayed"]
 
 pytestmark = pytest.mark.chaos
 
@@ -41,10 +48,10 @@ def clusters(
 def test_seeded_faults_among_silent_peers(
     seed: int,
     clusters: Callable[[int], ServiceProcess],
-    num_fds: dict[tuple[int, float], int],
+    first_fds: FirstDescriptors,
     replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
-    run = check_seed(seed, clusters(world_of(seed)), num_fds, replayed, tmp_path)
+    run = check_seed(seed, clusters(world_of(seed)), first_fds, replayed, tmp_path)
     begun = [event.data for event in run.events() if event.kind == "training_started"]
     assert {data["backend"] for data in begun} == {"silent"}

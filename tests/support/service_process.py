@@ -221,7 +221,7 @@ class ServiceProcess:
             self.start()
         if not self.whole():
             self.refill()
-            wait_for(self.whole, 60, "a whole cluster")
+            wait_for(self.whole, 180, "a whole cluster")
 
     def processes(self) -> list[psutil.Process]:
         """Every live process that belongs to this home, by its environment."""

@@ -1,7 +1,8 @@
 """The process of a rank: what its actor and its training thread tell each other.
 
 The actor's calls and the training thread run in one process and share this module's state, which
-``prepare`` resets for each attempt.
+``prepare`` resets for each attempt. A process serves one attempt only, since its actor is killed
+with the group: so what torch numbers by process, as its groups, is the same on all ranks.
 """
 
 from __future__ import annotations

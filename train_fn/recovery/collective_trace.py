@@ -29,8 +29,9 @@ def read_counts(enqueued: int, dump: bytes | str) -> CollectiveCounts | None:
     """Return the counts of the group of all ranks; None if they cannot be told from the dump.
 
     The recorder keeps groups that ended in this process, and numbers groups anew in each process.
-    So the group is found by its last collective. gloo numbers sends and receives like collectives,
-    and records only collectives. Ranks may differ in those numbers, so they count for nothing.
+    So the group is that of the newest collective, if this has the number that the group says. gloo
+    numbers sends and receives like collectives, and records only collectives. Ranks may differ in
+    those numbers, so they count for nothing.
 
     Args:
         enqueued: number of the group's last collective, as the group itself says.
@@ -41,10 +42,12 @@ def read_counts(enqueued: int, dump: bytes | str) -> CollectiveCounts | None:
     try:
         found = json.loads(dump)
         entries = [each for each in found["entries"] if each["process_group"][1] in _OF_ALL_RANKS]
-        last = next(each for each in reversed(entries) if each["collective_seq_id"] == enqueued)
+        last = entries[-1]
         numbers = {each["collective_seq_id"] for each in entries if each["pg_id"] == last["pg_id"]}
         started = int(found["pg_status"][str(last["pg_id"])]["last_started_collective"])
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration):
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    if last["collective_seq_id"] != enqueued:
         return None
     if last["profiling_name"].startswith("gloo:") and len(numbers) <= enqueued - min(numbers):
         return None

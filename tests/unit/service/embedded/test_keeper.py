@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -21,8 +22,76 @@ from service.embedded.keeper import Keeper
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 
 
-def node(slot: int) -> NodeNote:
-    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), 0.0, 1, ())
+def node(slot: int, pids: tuple[int, ...] = ()) -> NodeNote:
+    return NodeNote(f"node-{slot}", slot == 0, slot, os.getpid(), 0.0, 1, pids)
+
+
+class Counting(Keeper):
+    """A cluster that notes what begins, ends and gives way, in this order."""
+
+    said: ClassVar[list[str]] = []
+    running: ClassVar[list[int]] = []
+    most: ClassVar[list[int]] = []
+    late: ClassVar[list[int]] = []
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def _start_fork_server(self) -> None:
+        pass
+
+    def _start_node(self, slot: int) -> NodeNote:
+        with self.lock:
+            self.running.append(slot)
+            self.most.append(len(self.running))
+        time.sleep(0.05)  # the others begin meanwhile
+        with self.lock:
+            self.running.remove(slot)
+        if slot in self.late:
+            self.late.remove(slot)
+            raise Exception("The current node timed out during startup.")
+        self.said.append(f"node {slot}")
+        return node(slot)
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    pid = os.getpid()
+    note = ClusterNote("starting", pid, started_at(pid), str(tmp_path), 4, 1)
+    with_head = replace(note, gcs_pid=pid, dashboard_pid=pid, nodes=(node(0, pids=(1, 2)),))
+    monkeypatch.setattr(keeper_module.cluster_parts, "start_head", lambda _: with_head)
+    monkeypatch.setattr(keeper_module, "lives", lambda pid, _: pid is not None)
+    for name in ("said", "running", "most", "late"):
+        monkeypatch.setattr(Counting, name, [])
+    keeper = Counting(tmp_path / "cluster.json", note)
+    monkeypatch.setattr(
+        keeper._precedence, "give_way", lambda pids: keeper.said.append(f"{pids} give way")
+    )
+    return keeper
+
+
+def test_the_head_gives_way_once_the_nodes_that_wait_for_it_are_up(counting: Counting) -> None:
+    counting.start()
+    assert sorted(counting.said[:4]) == ["node 1", "node 2", "node 3", "node 4"]
+    assert counting.said[4:] == ["(1, 2) give way"]
+    assert max(counting.most) == 4, "side by side"
+
+
+def test_after_a_late_node_fewer_are_started_side_by_side(counting: Counting) -> None:
+    counting.late.extend((1, 2, 3, 4))
+    counting.start()
+    assert [each.slot for each in counting._note.nodes] == [0, 1, 2, 3, 4]
+    assert max(counting.most[:4]) == 4 and max(counting.most[4:]) == 2
+    counting.late.append(1)
+    for _ in range(2):
+        counting._note = replace(counting._note, nodes=counting._note.nodes[:1])
+        counting.most.clear()
+        counting._fill()
+    assert set(counting.most) == {1}, "never none"
+
+
+def test_no_node_is_started_without_the_head_that_it_would_wait_for(counting: Counting) -> None:
+    counting._note = replace(counting._note, gcs_pid=None)
+    counting._fill()
+    assert counting.most == []
 
 
 class Slow(Keeper):

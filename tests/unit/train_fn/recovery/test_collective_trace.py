@@ -96,6 +96,11 @@ def test_a_dump_that_does_not_show_the_group_s_last_collective_says_nothing(dump
     assert read_counts(2 if b"3" not in dump else 4, dump) is None
 
 
+def test_a_group_that_only_sends_is_not_taken_for_one_that_ended_in_the_process() -> None:
+    """Both have a second operation."""
+    assert read_counts(2, dump_of(1, 2, 3, 4, 5)) is None
+
+
 def test_a_dump_of_a_gpu_is_read_by_its_documented_form() -> None:
     dump = dump_of(11, 11, 12, kind="nccl:all_reduce", last_started_collective="11")
     assert read_counts(12, dump) == CollectiveCounts(12, 11)
