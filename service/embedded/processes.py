@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -20,6 +21,8 @@ import psutil
 CLUSTER_DIR_VARIABLE = "EVERSTEP_CLUSTER_DIR"
 _MOST_ROUNDS = 4
 """Rounds with only processes that were killed before; then they are given up."""
+_EXEC_S, _EXEC_POLL_S = 5.0, 0.01
+"""Longest wait for processes in the middle of an ``execve``, and the seconds between two checks."""
 logger = logging.getLogger(__name__)
 RAY_TITLES = ("ray::", "ray-dashboard-")
 """Prefixes of the titles of Ray's processes that overwrite their environment."""
@@ -27,19 +30,7 @@ RAY_TITLES = ("ray::", "ray-dashboard-")
 
 def belongs(process: psutil.Process, temp_dir: str) -> bool:
     """Return whether a live process is part of the cluster in ``temp_dir``."""
-    try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        marker = process.environ().get(CLUSTER_DIR_VARIABLE)
-        if marker is not None:
-            return marker == temp_dir
-        return (
-            process.cmdline()[:1] != []
-            and process.cmdline()[0].startswith(RAY_TITLES)
-            and _holds_files_below(process, temp_dir)
-        )
-    except (psutil.NoSuchProcess, psutil.AccessDenied, IndexError):
-        return False
+    return _is_member(process, temp_dir) is True
 
 
 def lives(pid: int | None, temp_dir: str) -> bool:
@@ -61,10 +52,25 @@ def started_at(pid: int) -> float:
 
 
 def members(temp_dir: str, *, without: Sequence[int] = ()) -> Iterator[psutil.Process]:
-    """Yield every live process of the cluster in ``temp_dir`` except the pids in ``without``."""
-    for process in psutil.process_iter():
-        if process.pid not in without and belongs(process, temp_dir):
-            yield process
+    """Yield every live process of the cluster in ``temp_dir`` except the pids in ``without``.
+
+    Wait for processes that another program is just being loaded into: nobody can tell whose they
+    are.
+    """
+    deadline = time.monotonic() + _EXEC_S
+    left = [process for process in psutil.process_iter() if process.pid not in without]
+    while left:
+        unknown = []
+        for process in left:
+            is_member = _is_member(process, temp_dir)
+            if is_member is None:
+                unknown.append(process)
+            elif is_member:
+                yield process
+        if time.monotonic() > deadline:
+            return
+        if left := unknown:
+            time.sleep(_EXEC_POLL_S)
 
 
 def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -> int:
@@ -92,6 +98,26 @@ def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -
         psutil.wait_procs(alive, timeout=5)
         grace_s = 0
     return len(ended)
+
+
+def _is_member(process: psutil.Process, temp_dir: str) -> bool | None:
+    """Like ``belongs``, or None in the middle of an ``execve``.
+
+    Linux then shows neither environment nor arguments. On a machine with busy disks that may last a
+    second: a raylet's child that outlived the raylet was missed, and stayed.
+    """
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        environ, arguments = process.environ(), process.cmdline()
+        if CLUSTER_DIR_VARIABLE in environ:
+            return environ[CLUSTER_DIR_VARIABLE] == temp_dir
+        if not arguments:
+            # A kernel thread and a process that is ending have no program.
+            return None if not environ and process.exe() else False
+        return arguments[0].startswith(RAY_TITLES) and _holds_files_below(process, temp_dir)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def _signal_all(processes: Sequence[psutil.Process], *, terminate: bool) -> None:
