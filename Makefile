@@ -10,6 +10,8 @@ export LIBC_FATAL_STDERR_ ?= 1
 
 export NO_MKDOCS_2_WARNING ?= 1
 SLOWEST := --durations 20 --durations-min 1
+# tests that share a cluster stay together; see tests/support/two_groups.py
+TWO_GROUPS := -n 2 --dist loadfile
 
 .PHONY: help install demo serve test test-unit test-one chaos hosts soak gpu check format docs bench sbom audit lock clean
 
@@ -31,7 +33,8 @@ serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="-
 test: $(STAMP)  ## Checks, documentation, unit and integration tests, the short part of the chaos suite; prints the slowest 20
 	@$(MAKE) --no-print-directory check docs
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu" $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)

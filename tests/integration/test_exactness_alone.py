@@ -160,7 +160,8 @@ def test_what_is_published_is_the_state_of_its_step_and_the_run_goes_on_from_it(
 
 def test_a_newer_checkpoint_beats_an_older_snapshot(tmp_path: Path) -> None:
     run_dir, spec = make_run_dir(tmp_path), make_spec()
-    kill_alone(Job(run_dir, spec, 1, killed=(0, 14), setup=f"{TRAINEES}:publishing_once"), tmp_path)
+    once = f"{TRAINEES}:publishing_once"
+    kill_alone(Job(run_dir, spec, 1, killed=(0, 14), killed_after=10, setup=once), tmp_path)
     assert [label.step for label in published(run_dir)[1]] == [1]
     resumed = train_to_end(Job(run_dir, spec, 1, attempt=2), tmp_path)
     restored = restored_in(resumed)
@@ -211,7 +212,8 @@ def test_a_run_that_the_node_cannot_keep_says_so_and_trains(tmp_path: Path) -> N
 def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -> None:
     """Attempt 2 ran where it could not see attempt 1's snapshots; attempt 3 meets them again."""
     run_dir, spec = make_run_dir(tmp_path), make_spec()
-    kill_alone(Job(run_dir, spec, 1, killed=(0, 18), setup=ALL_THE_TIME), tmp_path)
+    first = Job(run_dir, spec, 1, killed=(0, 18), killed_after=10, setup=ALL_THE_TIME)
+    kill_alone(first, tmp_path)
     store, labels = published(run_dir)
     hidden = store.directory.rename(store.directory.with_name("away"))
     kill_alone(

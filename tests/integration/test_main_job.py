@@ -58,11 +58,11 @@ def _assert_ray_dashboard_knows(service: ServiceProcess, run: RunHandle) -> None
     """The job carries the run's name, the run links to the job, and nobody else may look."""
     url = f"{service.cluster()['dashboard_url']}/api/jobs/"
     token = (service.home / "ray_token").read_text().strip()
-    jobs = httpx.get(url, headers={"Authorization": f"Bearer {token}"}).json()
+    jobs = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=30).json()
     [job] = [job for job in jobs if (job.get("metadata") or {}).get("run_id") == run.id]
     assert job["metadata"]["run_name"] == run.name
     assert run.links.ray_job == f"{service.url}/ray/#/jobs/{job['submission_id']}"
-    assert httpx.get(url).status_code in (401, 403)
+    assert httpx.get(url, timeout=30).status_code in (401, 403)
 
 
 def test_cancel_commits_a_checkpoint_and_frees_the_cluster(service: ServiceProcess) -> None:

@@ -215,7 +215,7 @@ def test_a_second_service_on_one_home_names_the_first(service: ServiceProcess) -
     refused = serve(service.home, "--port", str(free_port()))
     assert refused.returncode == 2
     assert str(service.process.pid) in refused.stderr and "EVERSTEP_HOME" in refused.stderr
-    assert httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
+    assert httpx.get(f"{service.url}/healthz", timeout=30).status_code == 200
 
 
 def test_the_url_is_told_to_clients_of_this_machine(service: ServiceProcess) -> None:

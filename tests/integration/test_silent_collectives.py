@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +54,22 @@ def test_a_death_in_the_middle_of_a_step_costs_nothing_and_changes_nothing(
 def test_the_state_is_kept_before_an_abort_that_takes_long(tmp_path: Path, abort_s: float) -> None:
     """It is copied while its rank still waits: weights, moments and running statistics are those of
     the last step, whatever the passes of the broken one have changed."""
-    spec, silent = make_spec("batch"), SilentOptions(abort_s=abort_s)
+    seen = tmp_path / "seen"
+    spec, silent = make_spec("batch"), SilentOptions(abort_s=abort_s, abort_until=str(seen))
     peace, broken = make_run_dir(tmp_path, "peace"), make_run_dir(tmp_path, "broken")
     train_to_end(Job(peace, spec, 2), tmp_path)
-    kept: list[float] = []
 
     def kill_once_kept(ranks: list[Any]) -> None:
         wait_for(lambda: ranks[1].exitcode is not None, 60, "the death of rank 1")
-        died_at = time.monotonic()
         store = node_snapshots(broken, "node0", 1)
         wait_for(lambda: [label.step for label in store.labels()] == [13], 30, "the state of it")
-        kept.append(time.monotonic() - died_at)
+        seen.touch()  # no abort has ended before this
         if abort_s > 60:
             ranks[0].kill()  # as the controller does once a state is kept and its rank is not freed
 
     survivor, _ = run_ranks(
         Job(broken, spec, 2, killed=(1, 13), silent=silent), tmp_path, kill_once_kept
     )
-    assert kept[0] < 5, "before the abort has ended"
     if abort_s < 60:
         assert isinstance(survivor.error, StepFailed)
         assert survivor.error.error.snapshot_step == 13

@@ -44,6 +44,8 @@ class SilentOptions:
 
     abort_s: float = 0.0
     """How long an abort takes before the collectives end."""
+    abort_until: str = ""
+    """A file that an abort waits for as well."""
     run_ahead: bool = False
     delay_s: float = 0.0
     """How long a collective takes beyond what gloo needs."""
@@ -182,6 +184,8 @@ class SilentGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """End what runs, with garbage in place of a result."""
         time.sleep(self._options.abort_s)  # who waits for a collective waits for this, too
+        while self._options.abort_until and not Path(self._options.abort_until).exists():
+            time.sleep(0.05)
         with self._lock:
             self._is_aborted = True
             for work in self._works:

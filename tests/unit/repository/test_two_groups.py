@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -50,6 +51,23 @@ def test_a_file_that_shares_unknown_is_named_with_the_way_out() -> None:
     for shared in SHARED:
         with pytest.raises(pytest.UsageError, match=rf"'test_web.py' to SHARED\['{shared}'\]"):
             keep_pieces_together([item("test_web.py", shared)])
+
+
+def test_make_test_runs_every_integration_test_once() -> None:
+    """By the marks that leave a test out of one of the commands."""
+    lines = [
+        line
+        for line in (REPOSITORY / "Makefile").read_text().splitlines()
+        if "pytest tests/integration tests/chaos " in line
+    ]
+    beside, alone = (re.search(r'-m "([^"]+)"', line) for line in lines)
+    assert beside is not None and alone is not None
+    assert ["$(TWO_GROUPS)" in line for line in lines] == [True, False]
+    for chaos, gpu, is_alone in itertools.product([False, True], repeat=3):
+        marks = {"chaos": chaos, "gpu": gpu, "alone": is_alone}
+        taken = [bool(eval(found[1], {}, dict(marks))) for found in (beside, alone)]
+        wanted = not chaos and not gpu
+        assert taken == [wanted and not is_alone, wanted and is_alone], marks
 
 
 SUITE = """
