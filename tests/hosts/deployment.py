@@ -27,18 +27,18 @@ import httpx
 from everstep import Client
 from tests.hosts.compose_file import REPOSITORY, Part, image_environment, read_compose
 from tests.hosts.host import Host
-from tests.hosts.network import Cable, switch
+from tests.hosts.network import SUBNET, Cable, switch
 from tests.support.postgres_server import binaries
 from tests.support.service_process import wait_for
 
 ADDRESSES = {
-    "head": "172.30.0.10",
-    "object-store": "172.30.0.20",
-    "database": "172.30.0.21",
-    "service-a": "172.30.0.30",
-    "service-b": "172.30.0.31",
-    "proxy": "172.30.0.40",
-    "bucket": "172.30.0.60",
+    "head": f"{SUBNET}.10",
+    "object-store": f"{SUBNET}.20",
+    "database": f"{SUBNET}.21",
+    "service-a": f"{SUBNET}.30",
+    "service-b": f"{SUBNET}.31",
+    "proxy": f"{SUBNET}.40",
+    "bucket": f"{SUBNET}.60",
 }
 FIRST_WORKER = 50
 STARTED = ("object-store", "bucket", "head", "database", "service-a", "service-b", "proxy")
@@ -47,6 +47,9 @@ SETTINGS = {
     # a machine of few cores and little memory
     "WORKER_ARGS": "--num-cpus=1 --object-store-memory=100000000",
     "WORKER_SHM": "512m",
+    "EVERSTEP_SUBNET": f"{SUBNET}.0/24",
+    "EVERSTEP_FRONT_SUBNET": f"{SUBNET}.0/24",
+    "EVERSTEP_HEAD_IP": ADDRESSES["head"],
 }
 TEST_ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
@@ -65,13 +68,17 @@ class Deployment:
         (base / "resolv.conf").touch()
         base.chmod(0o755)
         names = [ADDRESSES["proxy"], "localhost"]
-        subprocess.run([REPOSITORY / "deploy/secrets.sh", base / "secrets", *names], check=True)
+        subprocess.run(
+            [REPOSITORY / "deploy/secrets.sh", base / "secrets", *names],
+            env={**os.environ, **SETTINGS},
+            check=True,
+        )
         (base / "secrets").chmod(0o755)
         for name in STARTED:
             self._add(name, self._parts[name], ADDRESSES[name])
         for number in range(1, workers + 1):
             self._add(
-                f"worker-{number}", self._parts["worker"], f"172.30.0.{FIRST_WORKER + number}"
+                f"worker-{number}", self._parts["worker"], f"{SUBNET}.{FIRST_WORKER + number}"
             )
         self.tell_names({name: host.cable.ip for name, host in self.hosts.items()})
         self._name_server = self._serve_names(self.hosts["proxy"])
@@ -243,8 +250,8 @@ def _postgres(part: Part) -> list[str]:
         test -s {data}/PG_VERSION || {programs}/initdb -D {data} -U $POSTGRES_USER \
             --auth-local=trust $POSTGRES_INITDB_ARGS \
             --pwfile=$POSTGRES_PASSWORD_FILE -E UTF8 --locale=C.UTF-8 --no-sync >/dev/null
-        grep -q 172.30 {data}/pg_hba.conf || \
-            echo "host all all 172.30.0.0/24 scram-sha-256" >>{data}/pg_hba.conf
+        grep -q {SUBNET} {data}/pg_hba.conf || \
+            echo "host all all {SUBNET}.0/24 scram-sha-256" >>{data}/pg_hba.conf
         {programs}/pg_ctl -D {data} -w -s -o "-c listen_addresses= -k /tmp" start >/dev/null
         {programs}/createdb -h /tmp -U $POSTGRES_USER $POSTGRES_DB 2>/dev/null
         {programs}/pg_ctl -D {data} -w -s stop

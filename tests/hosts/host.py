@@ -141,7 +141,8 @@ class Host:
         self._stopping.set()
         if self._outer is not None and self._outer.poll() is None:
             self._outer.kill()
-        self._ended.wait(30)
+        if self.starts:
+            self._ended.wait(30)
 
     def stop(self, timeout_s: float) -> None:
         """As ``docker stop``: a signal, and power off when it was not enough."""

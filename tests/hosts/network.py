@@ -12,7 +12,10 @@ from pathlib import Path
 from tests.hosts.compose_file import REPOSITORY
 
 BRIDGE = "everstep0"
-GATEWAY = "172.30.0.1"
+SUBNET = "172.31.250"
+"""Another one than docker-compose.yml's, so that a deployment on this machine's own Docker engine
+does not disturb the hosts."""
+GATEWAY = f"{SUBNET}.1"
 FILTERS_BRIDGES = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 BETWEEN_HOSTS = ("FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT")
 SMALL_BYTES = 600

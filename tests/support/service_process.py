@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 ASK_S = 0.2
 """Between two questions to a service, which answers with the CPU that ranks need."""
+START_S = 360.0
+"""Longest start of a service: no shorter than the service itself is patient with its cluster."""
 NO_CORDON = {"EVERSTEP_CORDON_RUNS": "0", "EVERSTEP_CORDON_FAILURES": "0"}
 """What is broken on purpose, again and again, is not the nodes' fault."""
 
@@ -165,7 +167,7 @@ class ServiceProcess:
             )
         return self.process
 
-    def start(self, timeout_s: float = 180) -> None:
+    def start(self, timeout_s: float = START_S) -> None:
         wait_until_ready(self.launch(), self.url, self.log, timeout_s, "the service's /readyz")
 
     def log(self) -> str:
