@@ -52,6 +52,8 @@ def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption =
             for each in found
         ],
         empty="no checkpoints yet",
+        text=("metrics", "committed"),
+        dispensable=("digest", "metrics", "epoch"),
     )
 
 

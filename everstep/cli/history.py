@@ -7,10 +7,16 @@ from typing import Annotated
 import typer
 
 from everstep.cli.terminal import JsonOption, RunArgument, UrlOption, command, terminal
+from everstep.errors import UsageError
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.text import words
 from everstep.text.ending import summary
+from everstep.wire.events import EventKind
+
+
+def _kinds(incomplete: str) -> list[str]:
+    return [kind for kind in EventKind if kind.startswith(incomplete)]
 
 
 @command
@@ -39,6 +45,43 @@ def logs(
         stamp = line.at.astimezone().strftime("%H:%M:%S.%f")[:-3]
         for text in line.message.split("\n"):
             out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
+
+
+@command
+def events(
+    run_id: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new events until the run ends.")
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Only events of this kind, for example failure. Repeatable.",
+            autocompletion=_kinds,
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Print what happened in a run, oldest first; with --json every event, without it those that
+    have words."""
+    out = terminal()
+    wanted = set(kind or ())
+    if unknown := wanted - set(EventKind):
+        raise UsageError(
+            f"{min(unknown)!r} is not a kind of event; use one of {', '.join(EventKind)}"
+        )
+    for item in out.client().runs.get(run_id).events(follow=follow):
+        if wanted and item.kind not in wanted:
+            continue
+        if out.as_json:
+            out.json(item)
+            continue
+        text = event_words.event(item) or (item.kind if wanted else None)
+        if text is not None:
+            style = "bold yellow" if item.kind == EventKind.FAILURE else None
+            out.line(f"{item.at.astimezone():%Y-%m-%d %H:%M:%S}  {text}", style=style)
 
 
 @command
@@ -109,7 +152,12 @@ def metrics(
             f"{words.number(found[0])} at {found[1]}" if found else None for found in (least, most)
         ]
         rows.append((name, points[-1][0], words.number(points[-1][2]), *extremes))
-    terminal().table(("metric", "step", "latest", "least", "most"), rows, empty="no metrics yet")
+    terminal().table(
+        ("metric", "step", "latest", "least", "most"),
+        rows,
+        empty="no metrics yet",
+        text=("metric", "least", "most"),
+    )
 
 
 @command

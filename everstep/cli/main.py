@@ -10,14 +10,17 @@ import typer
 from everstep import __version__
 from everstep.cli import backup as cli_backup
 from everstep.cli import checkpoints as cli_checkpoints
+from everstep.cli import compare as cli_compare
 from everstep.cli import doctor as cli_doctor
 from everstep.cli import drills as cli_drills
 from everstep.cli import history as cli_history
 from everstep.cli import local as cli_local
+from everstep.cli import login as cli_login
 from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
 from everstep.cli import runs as cli_runs
 from everstep.cli import service as cli_service
+from everstep.cli import specs as cli_specs
 from everstep.cli import storage as cli_storage
 from everstep.cli import submit as cli_submit
 from everstep.cli import team as cli_team
@@ -54,12 +57,17 @@ def options(
 
 app.command()(cli_service.serve)
 app.command(cls=cli_submit.SubmitCommand)(cli_submit.submit)
+app.command()(cli_specs.validate)
+app.command()(cli_specs.catalog)
 app.command()(cli_local.run)
 app.add_typer(cli_local.init, name="init")
 app.command()(cli_runs.runs)
 app.command()(cli_runs.show)
 app.command()(cli_runs.watch)
+app.command()(cli_compare.compare)
+app.command("open")(cli_compare.open_page)
 app.command()(cli_history.logs)
+app.command()(cli_history.events)
 app.command()(cli_history.why)
 app.command()(cli_observe.stragglers)
 app.command()(cli_observe.profile)
@@ -72,11 +80,15 @@ app.command()(cli_checkpoints.download)
 app.command()(cli_runs.cancel)
 app.command()(cli_runs.pause)
 app.command()(cli_runs.resume)
+app.command()(cli_runs.delete)
 app.command()(cli_drills.drill)
 app.command()(cli_service.cluster)
 app.command()(cli_nodes.cordon)
 app.command()(cli_nodes.uncordon)
 app.command()(cli_nodes.drain)
+app.command()(cli_login.login)
+app.command()(cli_login.logout)
+app.command()(cli_login.context)
 app.add_typer(cli_team.project, name="project")
 app.add_typer(cli_team.token, name="token")
 app.command()(cli_team.audit)

@@ -116,6 +116,7 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
                 for each in report.gpus
             ],
             empty="",
+            text=("GPU", "memory", "own tensors"),
         )
     for line in event_words.stragglers(report):
         out.line(line)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
+from everstep.cli.completion import statuses
 from everstep.cli.terminal import (
     Exit,
     JsonOption,
     RunArgument,
+    RunsArgument,
+    Terminal,
     UrlOption,
     command,
     exit_code_of_status,
@@ -17,6 +21,7 @@ from everstep.cli.terminal import (
 )
 from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle
+from everstep.errors import UsageError
 from everstep.spec.plain_text import printable
 from everstep.text import losses, words
 from everstep.text.ending import summary
@@ -28,7 +33,9 @@ def runs(
     status: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STATUS", help="Only runs with this status, for example RUNNING. Repeatable."
+            metavar="STATUS",
+            help="Only runs with this status, for example RUNNING. Repeatable.",
+            autocompletion=statuses,
         ),
     ] = None,
     project: Annotated[
@@ -71,6 +78,8 @@ def runs(
             for run in shown
         ],
         empty="no runs",
+        text=("name", "reason"),
+        dispensable=("reason", "created", "ranks", "loss", "left", "step"),
     )
 
 
@@ -154,7 +163,7 @@ def watch_to_the_end(run: RunHandle) -> None:
         out.json(ended)
     else:
         for line in summary(ended).splitlines():
-            out.line(line, style=words.STATUS_STYLES[ended.status])
+            out.sentence(line, style=words.STATUS_STYLES[ended.status])
         if code != Exit.SUCCEEDED and ended.restarts + (ended.status == "FAILED"):
             out.note(
                 f"`everstep why {ended.id}` shows its failures, `everstep logs {ended.id}` its logs"
@@ -179,6 +188,37 @@ def pause(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None)
 def resume(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Queue a paused run again; it continues from its last checkpoint."""
     _print_request(terminal().client().runs.get(run_id).resume())
+
+
+@command
+def delete(
+    run_ids: RunsArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Delete runs that have ended, with their checkpoints, logs and history. This cannot be
+    undone."""
+    out = terminal()
+    found = [out.client().runs.get(run_id) for run_id in dict.fromkeys(run_ids)]
+    if not yes:
+        _confirm_delete(out, found)
+    for run in found:
+        run.delete()
+        if out.as_json:
+            out.json({"deleted": run.id})
+        else:
+            out.line(f"{run.id} {printable(run.name)} is deleted")
+
+
+def _confirm_delete(out: Terminal, runs: list[RunHandle]) -> None:
+    """Ask whether to delete these runs. Raise UsageError where nobody can answer."""
+    if not (sys.stdin.isatty() and out.is_interactive):
+        raise UsageError("deleting cannot be undone; add --yes to do it without a question")
+    for run in runs:
+        out.line(f"{run.id} {run.name} {run.status}, {words.progress(run.run)} steps")
+    what = "this run" if len(runs) == 1 else f"these {len(runs)} runs"
+    typer.confirm(f"Delete {what} with every checkpoint and log?", abort=True, err=True)
 
 
 def _print_request(run: RunHandle) -> None:

@@ -98,14 +98,20 @@ def serve(json_: JsonOption = False, **flags: FlagValue | None) -> None:
 def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
     """Show the nodes of the Ray cluster and the runs on them."""
     out = terminal()
-    info = out.client().cluster()
+    client = out.client()
+    info = client.cluster()
     if out.as_json:
         out.json(info)
         return
     if not info.available:
         out.note("Ray does not respond; this may be out of date")
     out.fields(
-        [("Ray", info.ray_version), ("address", info.address), ("dashboard", info.dashboard_url)]
+        [
+            ("Ray", info.ray_version),
+            ("address", info.address),
+            # Ray's own address needs a token that only the service has
+            ("dashboard", f"{client.url}/ray/" if info.dashboard_url else None),
+        ]
     )
     headers = ("node", "host", "ip", "state", "resources", "runs", "marked")
     out.table(
@@ -123,6 +129,8 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
             for node in info.nodes
         ],
         empty="no nodes",
+        text=("host", "resources", "runs", "marked"),
+        dispensable=("ip", "resources", "marked"),
     )
 
 

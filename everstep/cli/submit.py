@@ -8,7 +8,17 @@ import typer
 from typer.core import TyperCommand
 
 from everstep.cli.runs import watch_to_the_end
-from everstep.cli.terminal import JsonOption, SpecArgument, TaskOption, UrlOption, command, terminal
+from everstep.cli.terminal import (
+    CodeOption,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    TaskOption,
+    UrlOption,
+    command,
+    terminal,
+)
+from everstep.client.client import Client
 from everstep.code.source import with_code
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
@@ -32,20 +42,8 @@ class SubmitCommand(TyperCommand):
 def submit(
     context: typer.Context,
     spec: SpecArgument = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
-        ),
-    ] = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code",
-            metavar="DIRECTORY",
-            help="Upload this code and run it instead of the spec's task.",
-        ),
-    ] = None,
+    overrides: SetOption = None,
+    code: CodeOption = None,
     task: TaskOption = None,
     train_fn: Annotated[
         str | None,
@@ -73,6 +71,14 @@ def submit(
         bool,
         typer.Option("--create-project", help="Create the run's project if it does not exist."),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Let the service check the spec, and submit nothing. Code is uploaded all the "
+            "same: the service checks it, too.",
+        ),
+    ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -90,6 +96,9 @@ def submit(
     client = terminal().client()
     if archive is not None:
         client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
+    if dry_run:
+        _check(client, parsed, create_project=create_project)
+        return
     run = client.runs.create(parsed, idempotency_key, create_project=create_project)
     _note_best_mode(raw, parsed)
     if watch:
@@ -99,6 +108,15 @@ def submit(
     else:
         terminal().line(run.id)
         terminal().note(f"{run.name} is {run.status}; `everstep watch {run.id}` shows it")
+
+
+def _check(client: Client, spec: RunSpec, *, create_project: bool) -> None:
+    """Let the service check a spec. Raise InvalidSpec with every fault."""
+    resolved = client.runs.validate(spec, create_project=create_project)
+    if terminal().as_json:
+        terminal().json(resolved)
+    else:
+        terminal().line(f"{resolved.name} is valid; nothing was submitted")
 
 
 def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:

@@ -61,7 +61,8 @@ def list_projects(json_: JsonOption = False, url: UrlOption = None) -> None:
         (one.name, one.usage.workers, one.usage.running, one.usage.queued, _quotas(one))
         for one in found
     ]
-    out.table(("project", "workers", "running", "queued", "quotas"), rows, empty="no projects")
+    headers = ("project", "workers", "running", "queued", "quotas")
+    out.table(headers, rows, empty="no projects", text=("project", "quotas"))
 
 
 @project.command("delete")
@@ -143,7 +144,9 @@ def list_tokens(json_: JsonOption = False, url: UrlOption = None) -> None:
         )
         for one in found
     ]
-    out.table(("token", "name", "role", "project", "expires", "last used"), rows, empty="no tokens")
+    headers = ("token", "name", "role", "project", "expires", "last used")
+    text = ("name", "project", "expires", "last used")
+    out.table(headers, rows, empty="no tokens", text=text, dispensable=("last used", "expires"))
 
 
 @token.command("revoke")
@@ -183,7 +186,9 @@ def audit(
         )
         for one in found
     ]
-    out.table(("at", "who", "from", "call", "target", "answer"), rows, empty="no calls")
+    headers = ("at", "who", "from", "call", "target", "answer")
+    text = ("who", "call", "target")
+    out.table(headers, rows, empty="no calls", text=text, dispensable=("from", "target"))
 
 
 def _duration(text: str) -> timedelta:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from everstep.cli import completion
 from everstep.client.client import Client
 from everstep.errors import (
     AuthError,
@@ -34,6 +36,10 @@ from everstep.wire import RunStatus
 
 P = ParamSpec("P")
 CLI_TRIES = 4
+_LEAST_CHARS = 12
+"""Width down to which a column of text may be squeezed."""
+_GAP_CHARS = 3
+"""Between two columns of a table."""
 
 
 class Exit(IntEnum):
@@ -98,27 +104,52 @@ class Terminal:
         """Print one line. Control characters are replaced."""
         self.out.print(Text(printable(text), style=style or ""))
 
+    def sentence(self, text: str, style: str | None = None) -> None:
+        """Print a line that a terminal breaks between words only."""
+        self.out.print(Text("\n".join(self._folded(printable(text), 0)), style=style or ""))
+
     def note(self, text: str) -> None:
         """Print one line to standard error, beside the output proper."""
-        self.err.print(Text(printable(text), style="dim"))
+        self.err.print(Text("\n".join(self._folded(printable(text), 0)), style="dim"))
 
     def json(self, value: Any) -> None:
         """Print one value as one line of JSON."""
         sys.stdout.write(json_line(_plain(value)) + "\n")
         sys.stdout.flush()
 
-    def table(self, headers: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-        """Print rows below headers. In a pipe the columns are plain and never cut."""
+    def table(
+        self,
+        headers: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        empty: str,
+        *,
+        text: Collection[str] = (),
+        dispensable: Sequence[str] = (),
+    ) -> None:
+        """Print rows below headers. In a pipe the columns are plain and never cut.
+
+        Args:
+            headers: one for each column.
+            rows: the cells.
+            empty: what to print if there are no rows.
+            text: columns that may be folded on a narrow terminal; ids and states never are.
+            dispensable: columns that a narrow terminal leaves out, the first one first.
+        """
         cells = [[printable("-" if cell is None else str(cell)) for cell in row] for row in rows]
         if not cells:
             self.note(empty)
         elif self.is_interactive:
+            left_out = _left_out(self.out.width, headers, cells, text, dispensable)
             table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
             for header in headers:
-                table.add_column(header, overflow="fold")
+                if header not in left_out:
+                    table.add_column(header, overflow="fold", no_wrap=header not in text)
             for row in cells:
-                table.add_row(*map(Text, row))
+                named = zip(headers, row, strict=True)
+                table.add_row(*(Text(cell) for header, cell in named if header not in left_out))
             self.out.print(table, soft_wrap=False)
+            if left_out:
+                self.note(f"not shown on this narrow terminal: {', '.join(left_out)}")
         else:
             widths = [
                 max(len(row[column]) for row in [list(headers), *cells])
@@ -136,7 +167,23 @@ class Terminal:
         shown = [(printable(name), str(value)) for name, value in pairs if value is not None]
         width = max((len(name) for name, _ in shown), default=0)
         for name, value in shown:
-            self.out.print(Text.assemble((name.ljust(width), "bold"), "  ", printable(value)))
+            lines = self._folded(printable(value), width + 2)
+            self.out.print(
+                Text.assemble(
+                    (name.ljust(width), "bold"), "  ", f"\n{' ' * (width + 2)}".join(lines)
+                )
+            )
+
+    def _folded(self, text: str, indent: int) -> list[str]:
+        """Return a text in lines that fit a terminal beside an indent, broken between words."""
+        if not self.is_interactive:
+            return [text]
+        return textwrap.wrap(
+            text,
+            max(_LEAST_CHARS, self.out.width - indent),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
 
     def fail(self, message: str, code: Exit, details: dict[str, Any] | None = None) -> typer.Exit:
         """Print an error to standard error; return the exception to raise."""
@@ -145,6 +192,30 @@ class Terminal:
         else:
             self.err.print(Text.assemble(("error: ", "bold red"), printable_lines(message)))
         return typer.Exit(code)
+
+
+def _left_out(
+    width: int,
+    headers: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    text: Collection[str],
+    dispensable: Sequence[str],
+) -> list[str]:
+    """Return the columns to leave out so that a table of this width breaks no word but of
+    ``text``."""
+    needed = {
+        header: max(len(header), *(len(row[column]) for row in cells))
+        for column, header in enumerate(headers)
+    }
+    for header in text:
+        needed[header] = min(needed[header], max(_LEAST_CHARS, len(header)))
+    left_out: list[str] = []
+    for header in dispensable:
+        if sum(needed.values()) + _GAP_CHARS * len(needed) <= width:
+            break
+        del needed[header]
+        left_out.append(header)
+    return left_out
 
 
 def _plain(value: Any) -> Any:
@@ -170,13 +241,37 @@ def terminal() -> Terminal:
     return _CURRENT.get()
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, such as run_….")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Id of the run, such as run_….", autocompletion=completion.run_ids
+    ),
+]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN…", help="Ids of runs.", autocompletion=completion.run_ids),
+]
 SpecArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[SPEC.yaml]",
         help="File with the spec; - for standard input.",
         show_default=False,
+        autocompletion=completion.spec_paths,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
+    ),
+]
+CodeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--code",
+        metavar="DIRECTORY",
+        help="Upload this code and run it instead of the spec's task.",
     ),
 ]
 TaskOption = Annotated[

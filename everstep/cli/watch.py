@@ -17,6 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from everstep.cli.terminal import Terminal
@@ -29,6 +30,9 @@ from everstep.wire.events import EventKind
 
 _LINE_EVERY_S = 5.0
 _SHOWN = ("loss", "val_accuracy")
+_WIDE_CHARS = 120
+_NAME_CHARS = 20
+"""Longest name of a run on a narrower terminal."""
 
 
 class _StatusColumn(ProgressColumn):
@@ -54,17 +58,20 @@ class Watcher:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         if terminal.is_interactive:
+            name = printable(run.name)
+            whole, cut = Column(no_wrap=True), Column(no_wrap=True, overflow="ellipsis")
+            is_wide = terminal.out.width >= _WIDE_CHARS
             self._progress = Progress(
-                _StatusColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=30),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                TimeRemainingColumn(compact=True),
+                _StatusColumn(table_column=whole),
+                TextColumn("{task.description}", table_column=cut),
+                BarColumn(bar_width=30 if is_wide else 8),
+                MofNCompleteColumn(table_column=whole),
+                TextColumn("{task.fields[metrics]}", markup=False, table_column=cut),
+                *([TimeRemainingColumn(compact=True)] if is_wide else []),
                 console=terminal.out,
             )
             self._task = self._progress.add_task(
-                Text(printable(run.name)).markup,
+                Text(name if is_wide else name[:_NAME_CHARS]).markup,
                 total=run.total_steps,
                 status=self._status,
                 metrics="",
@@ -109,7 +116,7 @@ class Watcher:
         """Print one line above the progress bar."""
         self._said_at, self._said_step = time.monotonic(), self._step
         stamp = event.at.astimezone().strftime("%H:%M:%S  ") if event is not None else ""
-        self._terminal.line(
+        self._terminal.sentence(
             stamp + line, style="bold yellow" if event and event.kind in _ALARMS else None
         )
 

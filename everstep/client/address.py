@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from everstep.client.contexts import read_contexts
 from everstep.errors import UsageError
 from everstep.home import home_directory
 
@@ -29,47 +30,59 @@ class Address:
     @property
     def is_local(self) -> bool:
         """Return whether the service is on this machine."""
-        return urlsplit(self.url).hostname in _LOOPBACK
+        return is_loopback(self.url)
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL's host is this machine."""
+    return urlsplit(url).hostname in _LOOPBACK
 
 
 def find_address(
     url: str | None = None, token: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Address:
     """Return URL and token: from the arguments, else EVERSTEP_URL and EVERSTEP_TOKEN, else the
-    files of a service on this machine.
+    log-in in use (`everstep login`), else the files of a service on this machine.
 
     The token file is an administrator's, so it is only sent to this machine. Raise UsageError for
     an invalid URL or token.
     """
     home = home_directory(environ)
     noted = _read(home / "url")
-    found = _checked_url(url or environ.get("EVERSTEP_URL") or noted or DEFAULT_URL)
+    given, contexts = url or environ.get("EVERSTEP_URL"), read_contexts(environ)
+    if not given and token is None and not environ.get("EVERSTEP_TOKEN") and contexts.in_use:
+        used = contexts.in_use
+        return Address(used.url, used.token, f"the log-in {contexts.current}")
+    found = checked_url(given or noted or DEFAULT_URL)
     if token is not None:
         return Address(
             found,
-            _checked_token(token, "the token given to the client"),
+            checked_token(token, "the token given to the client"),
             "the token given to the client",
         )
     if environ.get("EVERSTEP_TOKEN"):
         return Address(
-            found, _checked_token(environ["EVERSTEP_TOKEN"], "EVERSTEP_TOKEN"), "EVERSTEP_TOKEN"
+            found, checked_token(environ["EVERSTEP_TOKEN"], "EVERSTEP_TOKEN"), "EVERSTEP_TOKEN"
         )
+    if known := contexts.token_for(found):
+        return Address(found, known, f"the log-in to {found}")
     file = home / "token"
     host = urlsplit(found).hostname
     if not (
-        host in _LOOPBACK
-        or host == socket.gethostname()
-        or (noted and found == _checked_url(noted))
+        host in _LOOPBACK or host == socket.gethostname() or (noted and found == checked_url(noted))
     ):
         return Address(
-            found, None, f"no token: {file} is only sent to this machine; set EVERSTEP_TOKEN"
+            found,
+            None,
+            f"no token: {file} is only sent to this machine; run `everstep "
+            f"login {found}`, or set EVERSTEP_TOKEN",
         )
     local = _read(file)
     if local is None:
         return Address(
             found, None, f"no token: set EVERSTEP_TOKEN, or start the service, which writes {file}"
         )
-    return Address(found, _checked_token(local, str(file)), f"the token in {file}")
+    return Address(found, checked_token(local, str(file)), f"the token in {file}")
 
 
 def _read(path: Path) -> str | None:
@@ -80,7 +93,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _checked_url(url: str) -> str:
+def checked_url(url: str) -> str:
     """Return the URL, with http:// added to ``host:port``. Raise UsageError without a host, or for
     another protocol."""
     whole = url.strip() if "://" in url else f"http://{url.strip()}"
@@ -98,7 +111,7 @@ def _checked_url(url: str) -> str:
     return whole.rstrip("/")
 
 
-def _checked_token(token: str, source: str) -> str:
+def checked_token(token: str, source: str) -> str:
     stripped = token.strip()
     if not stripped or not stripped.isascii() or not stripped.isprintable() or " " in stripped:
         raise UsageError(f"{source} is not a token: it must be one word of printable ASCII")

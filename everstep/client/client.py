@@ -193,6 +193,24 @@ class Runs:
         )
         return self._handle(self._transport.parse(response, Run))
 
+    def validate(
+        self, spec: RunSpec | Mapping[str, Any], *, create_project: bool = False
+    ) -> RunSpec:
+        """Let the service check a spec as if it was submitted; return it with every default.
+
+        Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
+        """
+        response = self._transport.send(
+            "POST",
+            "/v1/validate",
+            params={"create_project": "true"} if create_project else None,
+            body=spec.model_dump(mode="json")
+            if isinstance(spec, RunSpec)
+            else _jsonable(dict(spec)),
+            repeatable=True,
+        )
+        return self._transport.parse(response, RunSpec)
+
     def get(self, run_id: str) -> RunHandle:
         """Return one run. Raise NotFound."""
         return self._handle(self._transport.get(f"/v1/runs/{quote(run_id, safe='')}", Run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer
+from pydantic import AwareDatetime, BaseModel, ConfigDict, PlainSerializer, WithJsonSchema
 
 
 def format_time(value: datetime) -> str:
@@ -17,7 +17,11 @@ def format_time(value: datetime) -> str:
     )
 
 
-Time = Annotated[AwareDatetime, PlainSerializer(format_time, return_type=str, when_used="json")]
+Time = Annotated[
+    AwareDatetime,
+    PlainSerializer(format_time, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
 
 
 class Answer(BaseModel):

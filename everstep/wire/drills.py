@@ -79,7 +79,9 @@ class DrillParity(Answer):
     num_steps_after: int
     """Steps after the recovery that were compared, at most ten."""
     missing_steps: tuple[int, ...]
+    """Steps without a loss."""
     conflicting_steps: tuple[int, ...]
+    """Steps with two losses that differ."""
     loss_before: float | None
     """Mean of the last ten steps before; null if fewer than two were reported."""
     loss_after: float | None
@@ -108,6 +110,7 @@ class DrillReport(Answer):
     """Seconds by phase: ``detect`` until the failure was detected, then ``leave``, ``decide``,
     ``start``, ``restore``, ``first_step``, which add up to ``recovery_s``."""
     steps_lost: int | None
+    """Steps that had to be repeated."""
     redone_s: float | None = None
     """For a `train_fn` whose steps are its reports: how long it had worked since the last one. Null
     if a step is an optimizer step."""

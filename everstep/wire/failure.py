@@ -93,6 +93,7 @@ class Failure(Answer):
     """Rank that failed first; its peers' errors followed from it."""
     node_id: str | None
     step: int | None
+    """Optimizer steps done, as far as reported; null before the first."""
     exception: str | None
     """The first failing rank's exception."""
     evidence: dict[str, Any]
@@ -101,6 +102,7 @@ class Failure(Answer):
     budget: str | None
     """Budget that it was charged to."""
     steps_lost: int | None
+    """Steps that had to be repeated; null while not known."""
     detect_s: float | None
     recovery_s: float | None
     world_size_before: int | None

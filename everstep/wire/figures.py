@@ -43,6 +43,7 @@ class Straggler(Answer):
     rank: int
     node_id: str
     step: int
+    """Optimizer steps done when it was found."""
     own_s: float
     peers_s: float
     """Seconds that a typical peer takes for the same share."""
@@ -73,7 +74,9 @@ class StragglerReport(Answer):
     """When step times were last reported; null before that, and for runs of one rank."""
     attempt: int | None
     step: int | None
+    """Optimizer steps done at the newest times; null before there are any."""
     step_s: float | None
+    """Typical time of a step then."""
     ranks: tuple[RankTimes, ...]
     nodes: tuple[NodeTimes, ...]
     stragglers: tuple[Straggler, ...]

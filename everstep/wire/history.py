@@ -62,6 +62,7 @@ class LogLine(Answer):
 
 class Checkpoint(Answer):
     step: int
+    """Optimizer steps done in it; names it in paths, as `latest` and `best` do."""
     name: str
     """Directory below ``checkpoints/``."""
     epoch: int

@@ -111,6 +111,7 @@ class AuditEntry(Answer):
     """One call that changed something or was refused."""
 
     seq: int
+    """Place in the log, from 1."""
     at: Time
     token_id: str | None
     """Null for a call without a valid token."""

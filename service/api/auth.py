@@ -217,8 +217,8 @@ ControlledRun = Annotated[RunRow, Depends(controlled_run)]
 
 def ensure_local_token(
     tokens: TokenStore, path: pathlib.Path, token_id: str = LOCAL_TOKEN_ID
-) -> None:
-    """Ensure that ``path`` contains a valid admin token, readable only by its owner.
+) -> str:
+    """Ensure that ``path`` contains a valid admin token, readable only by its owner; return its id.
 
     If the file is missing or has no valid token, a new token is created; the old one with id
     ``token_id`` is revoked.
@@ -230,7 +230,7 @@ def ensure_local_token(
     found = tokens.find(secret) if secret else None
     if found is not None and found.role == "admin":
         path.chmod(0o600)
-        return
+        return found.id
     _, secret = tokens.create("local admin", "admin", None, token_id=token_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     with draft_beside(path) as draft:
@@ -240,6 +240,7 @@ def ensure_local_token(
             stream.flush()
             os.fsync(stream.fileno())
         pathlib.Path(draft).replace(path)
+    return token_id
 
 
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:

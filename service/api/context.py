@@ -19,6 +19,7 @@ from service.api.followers import Followers
 from service.api.goodput_summary import TimeBook
 from service.api.kept_answers import KeptAnswers
 from service.api.known_tokens import KnownTokens
+from service.api.log_in_codes import LogInCodes
 from service.api.log_views import LogViews
 from service.api.rate_limit import RateLimit
 from service.api.readiness import ClusterProbe, ReadinessCheck
@@ -109,6 +110,7 @@ class ApiContext:
         self.time_book = TimeBook(self.runs)
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)
+        self.log_in_codes = LogInCodes(clock)
         self.projects = ProjectStore(database, clock)
         self.code_archives = CodeArchives(database, clock)
         self.audit = AuditStore(database, clock)

@@ -15,7 +15,7 @@ router: Final = APIRouter(prefix="/v1", tags=["history"])
 
 
 @router.get("/goodput", summary="Where the time of all runs went", responses=problem_answers(422))
-async def get_goodput(
+async def get_project_goodput(
     context: Context,
     caller: Caller,
     project: Annotated[str | None, Query(max_length=64, description="Only this project.")] = None,

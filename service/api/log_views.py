@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +79,8 @@ class LogView:
         self._ring: deque[LogLine] = deque(maxlen=_RING_LINES)
         self._sources: list[_Source] = []
         self._order = array("I")  # of every line, the index of its source
+        self._times = array("d")  # of every line, unix seconds
+        self._by_time = array("I")  # positions of all lines, by time
         self._looked_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -126,6 +128,38 @@ class LogView:
                 self._looked_at = self._monotonic()
             return self._head
 
+    def place_in_time(self, seq: int) -> int:
+        """Return how many known lines were logged before line ``seq``."""
+        if not 1 <= seq <= self._head:
+            return self._head
+        return bisect_left(self._by_time, self._when(seq), key=self._when)
+
+    def line_at(self, place: int) -> int:
+        """Return the number of the line with this many lines before it, by time."""
+        return self._by_time[place] if place < self._head else self._head + 1
+
+    async def read_in_time(self, start: int, end: int) -> list[LogLine]:
+        """Return known lines by the time at which they were logged, over all ranks.
+
+        Args:
+            start: number of lines before the first.
+            end: number of lines before the one after the last.
+
+        Raises:
+            StorageError: the logs cannot be read now.
+        """
+        wanted = self._by_time[start:end]
+        seqs, lines, index = sorted(wanted), dict[int, LogLine](), 0
+        while index < len(seqs):
+            found = await self.read(seqs[index] - 1, _BATCH_LINES, fresh=False)
+            lines |= {line.seq: line for line in found}
+            last = found[-1].seq if found else seqs[index]
+            index = max(index + 1, bisect_right(seqs, last))
+        return [lines[seq] for seq in wanted if seq in lines]
+
+    def _when(self, seq: int) -> tuple[float, int]:
+        return self._times[seq - 1], seq
+
     def holds_more(self, lines: Sequence[LogLine]) -> bool:
         """Return whether more lines are known after these."""
         return bool(lines) and lines[-1].seq < self._head
@@ -135,10 +169,19 @@ class LogView:
         lines, cursor = await self._fetch(self._marks[-1].cursor)
         for line in lines:
             self._order.append(self._index(_source_of(line)))
+            self._times.append(line.at)
             self._ring.append(_answer(self._head, line))
         if lines:
             self._marks.append(_Mark(self._head, cursor))
+            self._sort_in(self._head - len(lines) + 1)
         return bool(lines)
+
+    def _sort_in(self, first: int) -> None:
+        """Put the lines from ``first`` on in their places by time. Few older lines come later."""
+        fresh = range(first, self._head + 1)
+        place = bisect_left(self._by_time, min(map(self._when, fresh)), key=self._when)
+        later = sorted([*self._by_time[place:], *fresh], key=self._when)
+        self._by_time[place:] = array("I", later)
 
     def _index(self, source: _Source) -> int:
         if source not in self._sources:

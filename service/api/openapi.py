@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from everstep.spec.run_spec import RunSpec
@@ -84,6 +85,12 @@ CreateProject = Annotated[
 STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
 """Second media type of a 200 response that may be a stream."""
 
+
+def operation_id(route: APIRoute) -> str:
+    """Return the id of a route: the name of its function, which generated clients call alike."""
+    return route.name
+
+
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -106,6 +113,19 @@ def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
                 del operation["responses"]["422"]
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
+
+
+def _drop_object_defaults(node: Any) -> None:
+    """Remove defaults that are objects beside a reference or a union: generators of clients cannot
+    write them down. The service fills them in."""
+    if isinstance(node, dict):
+        if isinstance(node.get("default"), dict) and node.keys() & {"$ref", "oneOf", "anyOf"}:
+            del node["default"]
+        for each in node.values():
+            _drop_object_defaults(each)
+    elif isinstance(node, list):
+        for each in node:
+            _drop_object_defaults(each)
 
 
 _RUN: Final = {"run_id": "$response.body#/id"}
@@ -154,12 +174,11 @@ the routes that take it."""
 
 
 def _add_parameter_problems(schema: dict[str, Any]) -> None:
-    """Add 422 to every route with parameters, and 400 and 413 to every route with a body."""
+    """Add 422 to every route, all of which refuse unknown query parameters, and 400 and 413 to
+    every route with a body."""
     for methods in schema["paths"].values():
         for operation in methods.values():
-            wrong = [422] * bool(operation.get("parameters")) + [400, 413] * bool(
-                operation.get("requestBody")
-            )
+            wrong = [422] + [400, 413] * bool(operation.get("requestBody"))
             for status in wrong:
                 operation["responses"].setdefault(str(status), problem_answers(status)[status])
 
@@ -203,6 +222,7 @@ def install(app: FastAPI) -> None:
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
             _drop_default_validation_errors(schema)
+            _drop_object_defaults(schemas)
             _add_parameter_problems(schema)
             _add_links(schema)
             app.openapi_schema = schema

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.errors import DatabaseUnavailable, Unstorable
@@ -25,6 +26,7 @@ logger = structlog.get_logger(__name__)
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 2
+_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class ProblemError(Exception):
@@ -144,6 +146,28 @@ def as_problem(exc: Exception) -> ProblemError:
             return ProblemError(500, "internal_error", "the service failed; read its log")
 
 
+def problem_of_request(request: Request, exc: Exception) -> ProblemError:
+    """Return the problem for an exception. A method that a path does not take is answered with
+    those that it takes, over all routes: the framework names those of one."""
+    problem = as_problem(exc)
+    if problem.status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = ", ".join(allowed_methods(request))
+        problem.headers["Allow"] = allowed
+        problem.detail = f"{request.url.path[:200]} does not take {request.method}; use {allowed}"
+    return problem
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Return the methods that the path of a request takes."""
+    found = {
+        method
+        for method in _METHODS
+        for route in request.app.router.routes
+        if route.matches({**request.scope, "method": method})[0] is Match.FULL
+    }
+    return sorted(found | {"HEAD"} if "GET" in found else found)
+
+
 _HANDLED: Final[tuple[type[Exception], ...]] = (
     ProblemError,
     InvalidSpec,
@@ -163,8 +187,8 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
 def install(app: FastAPI) -> None:
     """Turn every exception that leaves a handler into a problem response."""
 
-    async def handle(_request: Request, exc: Exception) -> Response:
-        return problem_response(as_problem(exc))
+    async def handle(request: Request, exc: Exception) -> Response:
+        return problem_response(problem_of_request(request, exc))
 
     for exception in _HANDLED:
         app.add_exception_handler(exception, handle)

@@ -11,19 +11,20 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run
 from service.api.answers import as_json, run_answer, run_json
-from service.api.auth import CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
+from service.api.auth import Caller, CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, parse_run_cursor
 from service.api.run_list import SHORT_PAGE, confirmed_page, parse_tag, statuses
 from service.api.spec_body import read_json
-from service.api.submission import submitted
+from service.api.submission import submitted, validated_spec
 from service.db.run_lookup import RunFilter
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs", tags=["runs"])
+checks: Final = APIRouter(prefix="/v1", tags=["runs"])
 
 
 @router.post(
@@ -59,6 +60,22 @@ async def create_run(
         context, caller, raw, idempotency_key, confirm, create_project=create_project
     )
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
+
+
+@checks.post(
+    "/validate",
+    summary="Check a spec",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=SPEC_BODY,
+)
+async def validate_spec(
+    context: Context,
+    caller: Caller,
+    raw: Annotated[Any, Depends(read_json)],
+    create_project: CreateProject = False,
+) -> RunSpec:
+    """Checks a spec as a submission does, and responds with it as resolved. Nothing is recorded."""
+    return await validated_spec(context, caller, raw, create_project=create_project)
 
 
 @router.get("", summary="List runs", response_model=Page[Run], responses=problem_answers(422))

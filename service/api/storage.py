@@ -27,7 +27,12 @@ async def get_storage(context: Context, caller: Caller) -> StorageStatus:
     )
 
 
-@router.post("/adopt", summary="Adopt the present storage", responses=problem_answers(403))
+@router.post(
+    "/adopt",
+    summary="Adopt the present storage",
+    operation_id="adopt_storage",
+    responses=problem_answers(403),
+)
 async def adopt(context: Context, caller: Caller) -> StorageAdoption:
     """For a storage that was replaced on purpose, or a database that is older than its storage.
     Runs that have not ended continue from the data in this storage: submissions that the database

@@ -43,6 +43,52 @@ async def submitted(
         confirm: raises if the caller is no longer allowed to.
         create_project: create a missing project; a caller's own project is always created.
     """
+    spec, idempotency = await checked(context, caller, raw, idempotency_key, confirm)
+    make = partial(
+        context.runs.create,
+        spec,
+        caller.token_id,
+        idempotency,
+        confirm,
+        create_project=create_project or caller.project is not None,
+    )
+    try:
+        (run, transitions), is_new = await context.database_write(_made, context, make)
+    except UnknownProject as exc:
+        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
+    answer = run_json(
+        run,
+        transitions,
+        context.cluster_view.dashboard_url,
+        context.clock(),
+        context.public_url,
+        context.prices,
+    )
+    return answer, is_new
+
+
+async def checked(
+    context: ApiContext,
+    caller: Principal,
+    raw: object,
+    idempotency_key: str | None = None,
+    confirm: Guard | None = None,
+    *,
+    keep: bool = True,
+) -> tuple[RunSpec, IdempotencyKey | None]:
+    """Return the spec in a request and its key, after every check but that of its project.
+
+    Args:
+        context: the service's context.
+        caller: who submits.
+        raw: the spec as received.
+        idempotency_key: the client's key for the request; the checkpoint that a known one starts
+            from is not looked for again.
+        confirm: raises if the caller is no longer allowed to.
+        keep: keep the checkpoint that the run starts from.
+
+    Raises InvalidSpec with every fault.
+    """
     caller.require("submitter")
     spec = await validated(parse_spec, raw)
     if not caller.reaches(spec.project):
@@ -69,30 +115,23 @@ async def submitted(
         context.runs.knows, idempotency
     ):
         with _gathered(faults):
-            spec = await with_origin(context, spec, keep=not faults)
+            spec = await with_origin(context, spec, keep=keep and not faults)
     if faults:
         raise InvalidSpec(tuple(faults))
-    make = partial(
-        context.runs.create,
-        spec,
-        caller.token_id,
-        idempotency,
-        confirm,
-        create_project=create_project or caller.project is not None,
-    )
-    try:
-        (run, transitions), is_new = await context.database_write(_made, context, make)
-    except UnknownProject as exc:
-        raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
-    answer = run_json(
-        run,
-        transitions,
-        context.cluster_view.dashboard_url,
-        context.clock(),
-        context.public_url,
-        context.prices,
-    )
-    return answer, is_new
+    return spec, idempotency
+
+
+async def validated_spec(
+    context: ApiContext, caller: Principal, raw: object, *, create_project: bool = False
+) -> RunSpec:
+    """Return the spec as it would be submitted. Nothing is recorded, and no checkpoint is kept."""
+    spec, _ = await checked(context, caller, raw, keep=False)
+    if not create_project and caller.project is None:
+        try:
+            await context.database_call(context.projects.require, spec.project)
+        except UnknownProject as exc:
+            raise InvalidSpec((FieldError(("project",), str(exc)),)) from exc
+    return spec
 
 
 @contextmanager

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 import structlog
-from sqlalchemy import ColumnElement, Connection, LargeBinary, Text, cast, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    Text,
+    asc,
+    cast,
+    desc,
+    func,
+    or_,
+    select,
+)
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
@@ -126,25 +137,47 @@ class EventStore:
         PAGE_BYTES; it has at least one event if there is any. The database sums the sizes, so no
         more than that is ever read.
         """
-        places = [events.c.run_id == run_id, events.c.seq > seq]
+        return self._page([events.c.run_id == run_id, events.c.seq > seq], limit, kinds, asc)
+
+    def page_before(
+        self, run_id: str, seq: int | None, limit: int, kinds: Collection[str] | None = None
+    ) -> EventPage:
+        """Return the last events before ``seq``, newest first, and whether there are older ones.
+
+        ``seq`` None means the newest of all. A page ends as that of ``page``.
+        """
+        places = [events.c.run_id == run_id]
+        if seq is not None:
+            places.append(events.c.seq < seq)
+        return self._page(places, limit, kinds, desc)
+
+    def _page(
+        self,
+        places: list[ColumnElement[bool]],
+        limit: int,
+        kinds: Collection[str] | None,
+        order: Callable[[ColumnElement[int]], ColumnElement[int]],
+    ) -> EventPage:
+        """Return a page of the events at these places, in this order."""
+        run = places[0]
         if kinds is not None:
             places.append(events.c.kind.in_(sorted(kinds)))
         first = (
             select(events.c.seq, self._data_bytes().label("bytes"))
             .where(*places)
-            .order_by(events.c.seq)
+            .order_by(order(events.c.seq))
             .limit(limit + 1)
             .subquery()
         )
-        place = func.row_number().over(order_by=first.c.seq).label("place")
-        total = func.sum(first.c.bytes).over(order_by=first.c.seq).label("total")
+        place = func.row_number().over(order_by=order(first.c.seq)).label("place")
+        total = func.sum(first.c.bytes).over(order_by=order(first.c.seq)).label("total")
         summed = select(first.c.seq, place, total, func.count().over().label("num")).subquery()
         query = (
             select(events, summed.c.num)
             .join(summed, events.c.seq == summed.c.seq)
-            .where(events.c.run_id == run_id, summed.c.place <= limit)
+            .where(run, summed.c.place <= limit)
             .where(or_(summed.c.total <= PAGE_BYTES, summed.c.place == 1))
-            .order_by(events.c.seq)
+            .order_by(order(events.c.seq))
         )
         with self._database.read() as connection:
             found = connection.execute(query).mappings().all()

@@ -94,6 +94,13 @@ class ProjectStore:
         found = {row.name: quotas_of(row) for row in rows}
         return {name: quotas for name, quotas in found.items() if quotas != Quotas()}
 
+    def require(self, name: str) -> None:
+        """Raise UnknownProject if there is no such project."""
+        with self._database.read() as connection:
+            known = connection.execute(select(projects.c.name)).scalars().all()
+        if name not in known:
+            raise UnknownProject(name, known)
+
     def delete(self, name: str) -> bool:
         """Delete a project and its quotas; return False if it does not exist. Raise ProjectInUse if
         it has runs or valid tokens."""

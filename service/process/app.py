@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from service.api import (
     checkpoints,
@@ -30,6 +30,7 @@ from service.api import (
 )
 from service.api.context import ApiContext
 from service.api.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
+from service.api.request_shape import HeadMiddleware, refuse_unknown_query
 from service.web import dashboard
 
 _DESCRIPTION = """Training that never loses a step.
@@ -53,15 +54,18 @@ def create_app(context: ApiContext) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
+        generate_unique_id_function=openapi.operation_id,
     )
     app.state.context = context
     app.state.figures = prometheus.Figures(context)
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
     app.add_middleware(AuditMiddleware, context=context)
     app.add_middleware(AddressMiddleware)
     app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
+    strict = [Depends(refuse_unknown_query)]
     for module in (
         runs,
         histories,
@@ -79,7 +83,8 @@ def create_app(context: ApiContext) -> FastAPI:
         health,
         prometheus,
     ):
-        app.include_router(module.router)
+        app.include_router(module.router, dependencies=strict)
+    app.include_router(runs.checks, dependencies=strict)
     dashboard.install(app)
     return app
 

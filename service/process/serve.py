@@ -23,6 +23,7 @@ import uvloop
 
 from everstep.options.model import SettingsError
 from everstep.spec.plain_text import printable_lines
+from everstep.text.words import count
 from service.api.auth import (
     EMBEDDED_TRUST,
     LOCAL_TOKEN_ID,
@@ -80,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         configure_logging(settings.log_format, settings.log_level)
         with interruptible(), HomeLock(settings), listening(settings) as listener:
             check_tls(settings)
+            starting("storage and database")
             storage, database = opened(settings)
+            if settings.embedded:
+                starting(f"a Ray cluster of {count(settings.nodes, 'node')} on this machine")
             with running_cluster(settings) as supervisor:
                 # uvicorn takes this loop by itself only where it makes the loop.
                 uvloop.run(serve(settings, listener, storage, database, supervisor))
@@ -149,7 +153,7 @@ async def serve(
             embedded=settings.embedded,
             prices=settings.prices,
         )
-        await asyncio.to_thread(
+        token_id = await asyncio.to_thread(
             ensure_local_token,
             context.tokens,
             settings.token_path,
@@ -157,7 +161,9 @@ async def serve(
         )
         if settings.metrics_token:
             await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
-        server = ApiServer(create_app(context), lambda: announce(settings, url), settings)
+        # only where a person reads: a log file would keep a way in for its other readers
+        link = log_in_link(context, url, token_id) if sys.stdout.isatty() else None
+        server = ApiServer(create_app(context), lambda: announce(settings, url, link), settings)
         with stopped_by_signals(server, context), published_url(settings.url_path, url):
             async with running(reconciler, supervisor):
                 await server.serve([listener])
@@ -240,9 +246,22 @@ def stopped_by_signals(server: uvicorn.Server, context: ApiContext) -> Iterator[
             loop.remove_signal_handler(number)
 
 
-def announce(settings: Settings, url: str) -> None:
+def starting(what: str) -> None:
+    """Tell a person at a terminal what the start takes its time for."""
+    if sys.stdout.isatty():
+        print(f"Starting:          {what} …", flush=True)
+
+
+def log_in_link(context: ApiContext, url: str, token_id: str) -> str:
+    """Return the address that logs the person who started the service in, once."""
+    return f"{url}/login?code={context.log_in_codes.make(token_id)}"
+
+
+def announce(settings: Settings, url: str, link: str | None = None) -> None:
     """Print that the API answers, and its URLs."""
     print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
+    if link is not None:
+        print(f"Log in (once):     {link}")
     print(f"Ray dashboard:     {url}/ray/")
     print(f"Admin token:       {settings.token_path}", flush=True)
     if settings.embedded:

@@ -8,13 +8,13 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
+from everstep.text.differences import differences
 from service.api.auth import Principal, visible_run
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError
 from service.api.runs import run_answers
 from service.db.run_lookup import RunFilter
 from service.model.run_rows import RunRow
-from service.web.formatting import differences
 from service.web.rendering import PageRoute, page
 from service.web.run_pages import run_page
 from service.web.session import WebCaller, WebRun

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 
+from service.api.problems import problem_of_request, problem_response
 from service.web import (
     assets,
     cluster_pages,
     compare_page,
+    events_page,
     fork_page,
     log_in_page,
     log_page,
@@ -16,6 +19,7 @@ from service.web import (
     run_list,
     run_pages,
 )
+from service.web.rendering import problem_page
 
 
 def install(app: FastAPI) -> None:
@@ -27,9 +31,19 @@ def install(app: FastAPI) -> None:
         run_list,
         compare_page,
         fork_page,
+        events_page,
         log_page,
         run_pages,
         cluster_pages,
         ray_pages,
     ):
         app.include_router(module.router)
+    app.add_exception_handler(HTTPException, _answer_unserved)
+
+
+async def _answer_unserved(request: Request, exc: Exception) -> Response:
+    """Answer a path that no route serves: a browser gets a page, a program a problem."""
+    problem = problem_of_request(request, exc)
+    if "text/html" in request.headers.get("accept", ""):
+        return problem_page(request, problem)
+    return problem_response(problem)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.text import words as cli_words
-from everstep.wire import GoodputBuckets, RunStatus
+from everstep.wire import GoodputBuckets, Run, RunStatus
 
 STATUS_GROUPS: Final[Mapping[str, tuple[RunStatus, ...]]] = MappingProxyType(
     {
@@ -47,12 +46,20 @@ BUCKET_WORDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 )
 """Title and meaning of each bucket of the goodput ledger, in display order."""
 
+GOODPUT_AFTER_S: Final = 60.0
 _UNKNOWN: Final = "\N{EN DASH}"
 
 
 def percent(share: float | None) -> str:
     """Return text such as ``97.3 %``; a dash if unknown."""
     return _UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def early_goodput(run: Run) -> str:
+    """Return the goodput of a run in a list; a dash in its first minute, whose start would look
+    like waste."""
+    is_young = run.progress is not None and run.progress.elapsed_s < GOODPUT_AFTER_S
+    return percent(None if is_young else run.goodput)
 
 
 def clock(at: datetime | None) -> str:
@@ -105,24 +112,3 @@ def bucket_shares(buckets: GoodputBuckets, wall_s: float) -> list[dict[str, Any]
             )
         start += share
     return found
-
-
-def leaves(value: Any, path: str = "") -> dict[str, str]:
-    """Return every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty
-    object or list is a leaf."""
-    if isinstance(value, Mapping) and value:
-        return {
-            name: text
-            for key, item in value.items()
-            for name, text in leaves(item, f"{path}.{key}" if path else key).items()
-        }
-    return {path: json.dumps(value, ensure_ascii=False)}
-
-
-def differences(specs: list[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Return the paths at which the specs differ, with each spec's value; None if it has none.
-    Names are left out."""
-    flat = [leaves(spec) for spec in specs]
-    paths = dict.fromkeys(path for spec in flat for path in spec)
-    rows = [(path, [spec.get(path) for spec in flat]) for path in paths if path != "name"]
-    return [(path, values) for path, values in rows if len(set(values)) > 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from service.api.context import Context
@@ -12,6 +12,7 @@ from service.api.problems import ProblemError
 from service.web.rendering import PageRoute, page
 from service.web.session import (
     CheckedForm,
+    begin_session,
     cookie_of,
     local_path,
     log_in,
@@ -28,8 +29,22 @@ async def get_first_page() -> Response:
 
 
 @router.get("/login")
-async def get_log_in(request: Request, next: str | None = None) -> Response:
-    return page(request, "login.html", None, target=local_path(next), problem=None)
+async def get_log_in(
+    request: Request,
+    context: Context,
+    next: str | None = None,
+    code: Annotated[str | None, Query(max_length=200)] = None,
+) -> Response:
+    """Show the form, or log in by the code of a link that `everstep serve` printed."""
+    target, problem = local_path(next), None
+    if code is not None:
+        token_id = context.log_in_codes.take(code)
+        if token_id is not None:
+            response = RedirectResponse(target, 303)
+            await begin_session(request, response, context, token_id)
+            return response
+        problem = "This link was used already, or is too old. Enter a token."
+    return page(request, "login.html", None, target=target, problem=problem)
 
 
 @router.post("/login")

@@ -1,8 +1,8 @@
-"""Logs of a run: the newest lines, by rank, attempt or text."""
+"""Logs of a run in the order of time over all ranks: the newest lines, by rank, attempt or
+text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -25,11 +25,11 @@ LONGEST_MESSAGE: Final = 4000
 
 @dataclass(frozen=True)
 class LogPage:
-    """Lines, oldest first."""
+    """Lines by time, oldest first."""
 
     lines: tuple[LogLine, ...]
     older_than: int | None
-    """Position from which to show older lines; None if there are none."""
+    """Number of the line before which older ones are shown; None if there are none."""
     num_searched: int
     """Number of lines that were searched."""
 
@@ -61,39 +61,30 @@ async def get_logs(
 
 
 async def newest(view: LogView, before: int | None, search: str) -> LogPage:
-    """Return the last lines, or those before line ``before``, that contain ``search``,
+    """Return the last lines by time, or those before line ``before``, that contain ``search``,
     case-insensitive.
 
     At most 50,000 lines are searched; a link continues with older ones.
     """
-    end = await view.newest() if before is None else before - 1
+    end = await view.newest()
+    if before is not None:
+        end = view.place_in_time(before)
     found: list[LogLine] = []
     searched = 0
     while end > 0 and len(found) < _PAGE_LINES and searched < _SEARCHED_LINES:
         start = max(0, end - _CHUNK_LINES)
-        chunk = await _between(view, start, end)
+        chunk = await view.read_in_time(start, end)
         matching = (
             [line for line in chunk if search.casefold() in line.message.casefold()]
             if search
             else chunk
         )
+        searched += end - start
+        end = view.place_in_time(chunk[0].seq) if chunk else start
         room = _PAGE_LINES - len(found)
         if len(matching) > room:
             matching = matching[-room:]
-            start = matching[0].seq - 1
+            searched -= view.place_in_time(matching[0].seq) - end
+            end = view.place_in_time(matching[0].seq)
         found = [*matching, *found]
-        searched += end - start
-        end = start
-    return LogPage(tuple(found), end + 1 if end > 0 else None, searched)
-
-
-async def _between(view: LogView, start: int, end: int) -> Sequence[LogLine]:
-    """Return the lines after ``start`` up to ``end``."""
-    lines: list[LogLine] = []
-    while start < end:
-        more = await view.read(start, end - start, fresh=False)
-        if not more:
-            break
-        lines += more
-        start = more[-1].seq
-    return lines
+    return LogPage(tuple(found), view.line_at(end) if end > 0 else None, searched)

@@ -61,6 +61,7 @@ _environment.filters |= {
     "size": cli_words.size,
     "number": cli_words.number,
     "percent": words.percent,
+    "early_goodput": words.early_goodput,
     "clock": words.clock,
     "headline": words.headline,
 }
@@ -102,14 +103,18 @@ class PageRoute(APIRoute):
             try:
                 response = await handle(request)
             except Exception as exc:
-                response = _problem_page(request, exc)
+                response = _problem_page(request, as_problem(exc))
             return _finished(request, response)
 
         return answer
 
 
-def _problem_page(request: Request, exc: Exception) -> Response:
-    problem = as_problem(exc)
+def problem_page(request: Request, problem: ProblemError) -> Response:
+    """Return the page for a request that no route serves."""
+    return _finished(request, _problem_page(request, problem))
+
+
+def _problem_page(request: Request, problem: ProblemError) -> Response:
     if problem.status == 500:
         logger.exception("page_failed", path=request.url.path)
     if problem.status == 401:
@@ -126,6 +131,7 @@ def _title(problem: ProblemError) -> str:
     return {
         403: "Not allowed",
         404: "Not found",
+        405: "Not possible",
         409: "Not possible now",
         422: "Invalid request",
         503: "Unavailable",

@@ -8,13 +8,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 
-from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.wire import Failure, Run, RunStatus
-from everstep.wire.events import EventKind
 from everstep.wire.profiles import MOST_STEPS, ProfileRequest
 from service.api import checkpoints, histories, profiles, runs, sse
-from service.api.answers import event_answer
 from service.api.auth import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import invalid_request
@@ -31,11 +28,9 @@ router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, includ
 
 _POINTS: Final = 1500
 _CHARTS: Final = 6
-_PAGE_EVENTS: Final = 300
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
 _MOST_PROFILES: Final = 10
-_SHOWN: Final = frozenset(EventKind) - {EventKind.METRICS}
 
 
 async def run_page(
@@ -222,31 +217,6 @@ async def get_trace(
     run: WebRun, context: Context, profile_id: profiles.ProfileId
 ) -> StreamingResponse:
     return await profiles.get_trace(run, context, profile_id)
-
-
-@router.get("/events")
-async def get_events(
-    request: Request,
-    run: WebRun,
-    context: Context,
-    caller: WebCaller,
-    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-) -> Response:
-    """Show events as text, oldest first; minor events are left out."""
-    page = await context.database_call(context.events.page, run.id, after, _PAGE_EVENTS, _SHOWN)
-    events = [event_answer(row) for row in page.rows]
-    shown = [(event, text) for event in events if (text := event_words.event(event))]
-    next_after = page.rows[-1].seq if page.more else None
-    return await run_page(
-        request,
-        "events.html",
-        context,
-        caller,
-        run,
-        events=shown,
-        after=after,
-        next_after=next_after,
-    )
 
 
 @router.post("/delete")

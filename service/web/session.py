@@ -82,7 +82,14 @@ async def log_in(request: Request, response: Response, context: ApiContext, toke
     caller = await principal(
         request, context, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token)
     )
-    secret = await context.database_call(context.sessions.begin, caller.token_id)
+    await begin_session(request, response, context, caller.token_id)
+
+
+async def begin_session(
+    request: Request, response: Response, context: ApiContext, token_id: str
+) -> None:
+    """Start a session for a token that is known to be valid, and set its cookie."""
+    secret = await context.database_call(context.sessions.begin, token_id)
     secure = _is_secure(request)
     if secure:
         response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")

@@ -15,6 +15,7 @@ OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
 
 LEAST_ROLE = {
     ("POST", "/v1/runs"): "submitter",
+    ("POST", "/v1/validate"): "submitter",
     ("GET", "/v1/runs"): "viewer",
     ("GET", "/v1/runs/{run_id}"): "viewer",
     ("DELETE", "/v1/runs/{run_id}"): "submitter",
@@ -66,7 +67,9 @@ LEAST_ROLE = {
 
 ROLES = ("viewer", "submitter", "admin")
 BODIES = {
-    "/v1/runs": {"name": "a"},  # a fault of the spec is found after the role
+    # a fault of the spec is found after the role
+    "/v1/runs": {"name": "a"},
+    "/v1/validate": {"name": "a"},
     "/v1/projects": {"name": "vision"},
     "/v1/tokens": {"name": "t", "role": "admin"},
     "/v1/runs/{run_id}/drills": {"kind": "kill_worker"},

@@ -1,0 +1,71 @@
+"""What people see on a terminal of 80 columns: no id and no status is broken over two lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from everstep.wire import Reason, ReasonCode, RunStatus
+from everstep.wire.events import EventKind
+from tests.support.api_service import ApiService
+from tests.support.command_line import finish
+from tests.support.narrow_terminal import COLUMNS, NarrowTerminal, on_terminal
+
+LONG = "a-name-of-a-run-that-is-longer-than-a-terminal-is-wide-" * 2
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        service.announce(monkeypatch)
+        yield service
+
+
+def narrow(lines: list[str]) -> list[str]:
+    """Lines that a terminal does not break."""
+    assert [line for line in lines if len(line) > COLUMNS] == []
+    return lines
+
+
+async def test_runs_keep_ids_and_statuses_whole(api: ApiService) -> None:
+    running, _ = await api.running(name=LONG)
+    queued = await api.create(name="short")
+    message = "needs 8 x 1 CPU, which no node of this cluster has free at the moment"
+    api.runs.set_reason(
+        queued,
+        RunStatus.QUEUED,
+        Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message=message),
+    )
+    code, lines = await asyncio.to_thread(on_terminal, "runs")
+    assert code == 0
+    for run_id, status in ((running, "RUNNING"), (queued, "QUEUED")):
+        [line] = [line for line in narrow(lines) if run_id in line]
+        assert status in line
+    assert any("not shown on this narrow terminal: reason" in line for line in lines)
+
+
+async def test_show_breaks_between_words(api: ApiService) -> None:
+    run_id = await finish(
+        api, "failed", {"code": "system_failures_exhausted", "message": "too many failures " * 9}
+    )
+    code, lines = await asyncio.to_thread(on_terminal, "show", run_id)
+    assert code == 0 and f"id        {run_id}" in narrow(lines)
+    assert "status    FAILED" in lines
+    told = " ".join(line.strip() for line in lines)
+    assert "too many failures too many failures" in told
+
+
+async def test_watch_keeps_the_status_whole_beside_a_long_name(api: ApiService) -> None:
+    run_id, journal = await api.running(name=LONG)
+    terminal = NarrowTerminal("watch", run_id)
+    await asyncio.to_thread(terminal.read_until, "1/30")
+    api.apply(run_id, [journal.steps(2, loss=0.25, val_accuracy=0.5)])
+    await asyncio.to_thread(terminal.read_until, "2/30")
+    api.apply(run_id, [journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=2)])
+    assert await asyncio.to_thread(terminal.finish) == 0
+    bars = narrow([line for line in terminal.lines if "/30" in line])
+    assert bars and all(line.startswith(tuple(RunStatus)) for line in bars)
+    assert any(line.startswith("RUNNING") and "2/30" in line for line in bars)

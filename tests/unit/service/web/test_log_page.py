@@ -1,0 +1,77 @@
+"""The page of a run's logs: in the order of time over driver, attempts and ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from storage.logs.rank_logs import LogRecord, RankLogWriter
+from storage.run_dir import RunDir
+from tests.support.api_service import NOON, ApiService
+from tests.support.web_browser import Browser
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture
+async def browser(api: ApiService) -> Browser:
+    return await Browser.logged_in(api, api.token("admin"))
+
+
+def write(api: ApiService, run_id: str, rank: int | None, attempt: int, *seconds: float) -> None:
+    """Log a line at each of these seconds, which says when."""
+    with RankLogWriter(RunDir(api.storage, run_id), 1, attempt, rank) as writer:
+        writer.write([LogRecord(NOON + at, "INFO", f"at {at:08.2f}") for at in seconds])
+
+
+async def shown(browser: Browser, path: str) -> tuple[list[str], str]:
+    """The lines of a page, and the address of older ones."""
+    html = await browser.page(path)
+    older = re.findall(r'href="([^"]*before=\d+)">Older lines', html)
+    return re.findall(r">(at [0-9.]+)<", html), unescape(older[0]) if older else ""
+
+
+async def test_lines_of_driver_and_ranks_are_in_the_order_of_time(
+    api: ApiService, browser: Browser
+) -> None:
+    run_id, _ = await api.running()
+    write(api, run_id, None, 0, 1, 500, 900)  # the driver, over both attempts
+    write(api, run_id, 0, 1, 10, 30, 50)
+    write(api, run_id, 1, 1, 20, 40, 60)
+    write(api, run_id, 0, 2, 600, 800)
+    path = f"/runs/{run_id}/logs"
+    lines, _ = await shown(browser, path)
+    times = [1, 10, 20, 30, 40, 50, 60, 500, 600, 800, 900]
+    assert lines == [f"at {at:08.2f}" for at in times]
+
+
+async def test_a_line_that_is_read_late_takes_its_place(api: ApiService, browser: Browser) -> None:
+    run_id, _ = await api.running()
+    path = f"/runs/{run_id}/logs"
+    write(api, run_id, 0, 1, 10, 30)
+    view = api.context.logs.view(run_id, None, None)
+    await view.read(0, 10)
+    write(api, run_id, 1, 1, 20)  # that rank's lines come from a slower node
+    await view.read(0, 10)
+    assert (await shown(browser, path))[0] == ["at 00010.00", "at 00020.00", "at 00030.00"]
+
+
+async def test_pages_of_many_ranks_join(api: ApiService, browser: Browser) -> None:
+    run_id, _ = await api.running()
+    write(api, run_id, None, 0, *(at * 7.0 for at in range(400)))
+    for rank in range(3):
+        write(api, run_id, rank, 1, *(at * 1.5 + rank / 4 for at in range(2200)))
+    seen: list[str] = []
+    path = f"/runs/{run_id}/logs"
+    while path:
+        lines, path = await shown(browser, path)
+        seen = [*lines, *seen]
+    assert len(seen) == 400 + 3 * 2200 and seen == sorted(seen)
