@@ -30,6 +30,23 @@ from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 
+STARTED = (
+    (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
+    (
+        EventKind.RESTORED,
+        {"step": 0, "epoch": 0, "source": "fresh", "checkpoint": None, "rejected": []},
+    ),
+    (EventKind.TRAINING_STARTED, {"total_steps": 10, "steps_per_epoch": 10}),
+)
+
+
+def step_done(step: int) -> tuple[EventKind, dict[str, Any]]:
+    return EventKind.METRICS, {"points": [{"step": step, "at": 1.0, "values": {"loss": 0.5}}]}
+
+
+METRICS = step_done(7)
+SUCCEEDED = (EventKind.FINISHED, {"outcome": "succeeded", "reason": None, "step": 10})
+
 
 class World:
     """One service's state on disk, with its reconciler."""

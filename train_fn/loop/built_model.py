@@ -23,6 +23,16 @@ def require_fit_for(device: torch.device, model: nn.Module) -> None:
         )
 
 
+def exchanges_in_forward(model: nn.Module) -> bool:
+    """Return whether a module exchanges values between ranks in every forward pass, so that all
+    ranks must run the same number of them: one that normalises over all ranks, or a user's with an
+    attribute ``exchanges_in_forward = True``."""
+    return any(
+        isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
+        for module in model.modules()
+    )
+
+
 def warnings_of(model: nn.Module, in_eval: list[str]) -> Iterator[str]:
     """Yield warnings about a model for the run's user.
 

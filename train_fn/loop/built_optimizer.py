@@ -27,6 +27,13 @@ def built_optimizer(spec: RunSpec, task: Task, model: nn.Module) -> torch.optim.
     return optimizer
 
 
+def optimizer_source(task: Task) -> str:
+    """Return who builds the optimizer, for errors."""
+    if hasattr(task, "build_optimizer"):
+        return where(task, "build_optimizer")
+    return "the spec's optimizer"
+
+
 def built_scheduler(
     spec: RunSpec, task: Task, optimizer: torch.optim.Optimizer, total_steps: int
 ) -> Any | None:

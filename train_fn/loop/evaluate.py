@@ -11,37 +11,26 @@ from contextlib import closing
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.built_alike import require_same_sums
 from train_fn.loop.evaluation_checks import require_weights_unchanged, with_samples_unchanged
 from train_fn.loop.replica import Replica
-from train_fn.samples.loader import (
-    KeyedDataset,
-    Loaded,
-    Loader,
-    collate_of,
-    loader_options,
-    num_loader_workers,
-    to_device,
+from train_fn.loop.validation_batches import (
+    batches_by_index,
+    batches_of_whole_pass,
+    first_batch,
+    num_stream_workers,
 )
 from train_fn.samples.randomness import generators_kept, seed_micro_batch
-from train_fn.samples.sampler import MicroBatch, share_of
-from train_fn.samples.whole_pass import WholePass
 from train_fn.step.modes import evaluating
 from train_fn.step.precision import autocast
 from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.checks import is_iterable, where
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
-
-MIN_MICRO_BATCH = 128
-"""Smallest micro-batch here. Evaluation keeps no gradients, so its micro-batches may be larger than
-in training."""
 
 Sums = dict[str, tuple[float, float]]
 Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
@@ -117,7 +106,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     val_set = replica.val_set
     if val_set is None or (not is_iterable(val_set) and len(val_set) == 0):
         return
-    if is_iterable(val_set) and _num_workers(ctx, val_set) == 0:
+    if is_iterable(val_set) and num_stream_workers(ctx, val_set) == 0:
         try:
             val_set = copy.deepcopy(val_set)
         except Exception as exc:
@@ -132,8 +121,8 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
 
     def first() -> Generator[tuple[int, Any]]:
         if is_iterable(val_set):
-            return _first_chunk(ctx, replica, val_set)
-        return _by_index(ctx, replica, most=1)
+            return first_batch(ctx, replica, val_set)
+        return batches_by_index(ctx, replica, most=1)
 
     before = replica.trained.sums()
     untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
@@ -152,7 +141,9 @@ def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> lis
         ctx,
         replica,
         own,
-        _whole_pass(ctx, replica) if is_iterable(replica.val_set) else _by_index(ctx, replica),
+        batches_of_whole_pass(ctx, replica)
+        if is_iterable(replica.val_set)
+        else batches_by_index(ctx, replica),
     )
 
 
@@ -196,74 +187,6 @@ def _pair(task: Any, name: str, value: Any) -> tuple[float, float]:
             "weight), two numbers: the sum over "
             f"the batch, and how many it is a sum of ({exc})"
         ) from exc
-
-
-def _by_index(
-    ctx: WorkerContext, replica: Replica, most: int | None = None
-) -> Generator[tuple[int, Any]]:
-    """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
-    yield that many, read by one loader process."""
-    spec, size = ctx.spec, _size(ctx)
-    num_samples = len(replica.val_set)  # type: ignore[arg-type]
-    numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
-    if most is not None:
-        workers = spec.train.loader.model_copy(
-            update={"num_workers": _num_workers(ctx, replica.val_set)}
-        )
-        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": workers})})
-    keys = [
-        MicroBatch(
-            0,
-            number,
-            np.arange(number * size, min((number + 1) * size, num_samples), dtype=np.int64),
-        )
-        for number in numbers
-    ]
-    dataset = KeyedDataset(
-        replica.val_set, spec.train.seed, collate_of(replica.task), training=False
-    )
-    loader = Loader(dataset, keys, spec, ctx.local_world_size, ctx.device)
-    try:
-        for number, loaded in zip(numbers, loader, strict=True):
-            yield number, loaded.batch
-    finally:
-        loader.close()
-
-
-def _whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, Any]]:
-    """Read an iterable set whole on every rank, and yield every world-size-th micro-batch."""
-    spec, peers = ctx.spec, replica.peers
-    collate = collate_of(replica.task)
-    whole = WholePass(
-        replica.val_set, _size(ctx), peers.rank, peers.world_size, spec.train.seed, collate
-    )
-    yield from _read(ctx, whole, _num_workers(ctx, replica.val_set))
-
-
-def _first_chunk(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator[tuple[int, Any]]:
-    """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
-    read."""
-    first = WholePass(
-        val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
-    )
-    yield from _read(ctx, first, _num_workers(ctx, val_set))
-
-
-def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Generator[tuple[int, Any]]:
-    loaded: Loaded
-    for loaded in DataLoader(
-        whole, batch_size=None, **loader_options(ctx.spec, num_workers, ctx.device)
-    ):
-        yield int(loaded.indices[0]), to_device(loaded.batch, ctx.device)
-
-
-def _num_workers(ctx: WorkerContext, val_set: Any) -> int:
-    """Return the number of loader processes for data that is read as one stream, or only tried."""
-    return min(1, num_loader_workers(ctx.spec, val_set, ctx.local_world_size))
-
-
-def _size(ctx: WorkerContext) -> int:
-    return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH)
 
 
 def _loss_of(replica: Replica) -> Loss:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.after_step import AfterStep
-from train_fn.loop.built_model import require_fit_for, warnings_of
-from train_fn.loop.built_optimizer import built_optimizer, built_scheduler
+from train_fn.loop.built_model import exchanges_in_forward, require_fit_for, warnings_of
+from train_fn.loop.built_optimizer import built_optimizer, built_scheduler, optimizer_source
 from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
 from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
 from train_fn.loop.step_module import StepModule, empty_like, wrap
@@ -83,13 +82,7 @@ class Replica:
     either all of them draw or none."""
 
     def __post_init__(self) -> None:
-        # A module that normalises over all ranks exchanges in every forward pass, so all ranks must
-        # run the same number of them. A user's module says so by an attribute
-        # ``exchanges_in_forward = True``.
-        self.exchanges_in_forward = any(
-            isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
-            for module in self.state.model.modules()
-        )
+        self.exchanges_in_forward = exchanges_in_forward(self.state.model)
         held = {
             id(parameter)
             for group in self.state.optimizer.param_groups
@@ -112,12 +105,9 @@ class Replica:
         ]
         """In DDP's order."""
         self.trained = TrainedParameters(self.state.model, self.state.optimizer)
-        source = (
-            where(self.task, "build_optimizer")
-            if hasattr(self.task, "build_optimizer")
-            else "the spec's optimizer"
+        self.learning_rates = LearningRates(
+            self.state.optimizer, optimizer_source(self.task), self.state.scheduler
         )
-        self.learning_rates = LearningRates(self.state.optimizer, source, self.state.scheduler)
         self._nothing: Any = None
         self.num_empty = 0
         """Micro-batches of this attempt for which ``collate`` returned None."""
@@ -234,15 +224,6 @@ class Replica:
             self.trained.check_flags()
             if self.used is None:
                 fill_gradients(self._dense)
-
-    def bucket_sizes(self) -> list[int]:
-        """Return the bytes of DDP's gradient buckets, in the order in which backward fills them; an
-        empty list without peers."""
-        if not isinstance(self.wrapped, DistributedDataParallel):
-            return []
-        known = self.wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
-        return [int(size) for size in sizes.split(",") if size.strip()]
 
 
 def build_replica(ctx: WorkerContext) -> Replica:

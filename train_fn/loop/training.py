@@ -23,6 +23,7 @@ from train_fn.snapshots.publisher import Publisher
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.step_clock import StepClock
 from train_fn.step.stragglers import StragglerWatch
+from train_fn.step.whole_exchange import bucket_sizes
 
 if TYPE_CHECKING:
     from train_fn.loop.rescue import Rescue
@@ -109,7 +110,7 @@ def _build(
         reporter=Reporter(ctx, state),
         clock=StepClock([*replica.parameters, *replica.idle_parameters], ctx.device),
         stragglers=watch_stragglers(ctx, replica),
-        profiler=StepProfiler(ctx, replica.bucket_sizes),
+        profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
         loader=Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),

@@ -17,10 +17,11 @@ from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.state.digest import tree_digest
 from train_fn.state.event_tail import EventTail
+from train_fn.state.optim import match_layout
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import copy_to_cpu, of_own_types, size_bytes, take_apart
-from train_fn.state.train_state import VERSION, Best, match_layout
+from train_fn.state.train_state import VERSION, Best
 
 FINGERPRINT = "own loop"
 """Begins the fingerprint of every state of a user's own loop."""

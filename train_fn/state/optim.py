@@ -123,3 +123,16 @@ def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Paramet
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Give optimizer tensors the memory layout of their parameters, since fused kernels read both
+    as plain memory."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from train_fn.errors import BadTask, DataChanged
+from train_fn.errors import BadTask
 from train_fn.samples.bookmarks import Bookmarks
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
-from train_fn.state.contents import DRAW_ALIKE, Contents, few
+from train_fn.state.contents import Contents, few
 from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
 from train_fn.state.frozen_part import FrozenPart, other_base
+from train_fn.state.optim import match_layout
 from train_fn.state.packed_moments import Packer, unpacked
+from train_fn.state.same_data import require_same_data
 from train_fn.state.shared_memory import adopt
 from train_fn.state.skipped_steps import SkippedSteps
 from train_fn.state.sound_state import require_sound
@@ -202,8 +204,18 @@ class TrainState:
             BadTask: the task built other frozen parameters than those that the state leaves out.
             ValueError: this Everstep does not read the state's version.
         """
-        self._check_data(state)
-        self._check_contents(state)
+        if state["version"] not in range(1, VERSION + 1):
+            raise ValueError(
+                f"the state to resume has version {state['version']}, this Everstep reads "
+                f"versions 1 to {VERSION}"
+            )
+        require_same_data(
+            state,
+            self.data_name,
+            fingerprint=self.fingerprint,
+            steps_per_epoch=self.steps_per_epoch,
+            contents=self.contents,
+        )
         self.complete = False
         if gives_memory:
             adopt(self.model, state["model"])
@@ -233,44 +245,6 @@ class TrainState:
         self.parent = state["parent"]
         self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
         self.complete = True
-
-    def _check_data(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if the state's version is unknown, and DataChanged if the state was
-        trained on data with another fingerprint or length."""
-        if state["version"] not in range(1, VERSION + 1):
-            raise ValueError(
-                f"the state to resume has version {state['version']}, this Everstep reads "
-                f"versions 1 to {VERSION}"
-            )
-        if state["fingerprint"] != self.fingerprint:
-            raise DataChanged(
-                f"{self.data_name} changed since step {state['step']}: "
-                f"it was {state['fingerprint']}, now it is {self.fingerprint}. "
-                "Put the data back as it was, or start a new run"
-            )
-        if divmod(state["step"], self.steps_per_epoch) != (state["epoch"], state["k"]):
-            raise DataChanged(
-                f"{self.data_name} has another length since step {state['step']}, though it calls "
-                f"itself {self.fingerprint} as "
-                "before. Put the data back as it was, or start a new run"
-            )
-
-    def _check_contents(self, state: dict[str, Any]) -> None:
-        """Raise DataChanged if samples have changed since the state was saved. States of older
-        versions hold no samples to compare."""
-        if self.contents is None or not state.get("contents"):
-            return
-        changed = self.contents.differing(json.loads(state["contents"]))
-        unstable = self.contents.unstable(changed)
-        self.contents.forget(unstable)
-        changed = [name for name in changed if name not in unstable]
-        if changed:
-            raise DataChanged(
-                f"{self.data_name} changed since step {state['step']}: not the same: "
-                f"{few(changed)}. Put the data back as it was, "
-                "or start a new run. If nothing was changed, each process builds other data: "
-                f"{DRAW_ALIKE}"
-            )
 
     def _load_weights(self, state: dict[str, Any]) -> None:
         """Load parameters and buffers, beside the frozen ones that the state leaves out."""
@@ -314,16 +288,3 @@ class _Commit:
         if kind is None:
             self._state.step += 1
             self._state.complete = True
-
-
-def match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Give optimizer tensors the memory layout of their parameters, since fused kernels read both
-    as plain memory."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

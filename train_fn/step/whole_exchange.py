@@ -75,6 +75,16 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+def bucket_sizes(wrapped: nn.Module | None) -> list[int]:
+    """Return the bytes of DDP's gradient buckets, in the order in which backward fills them; an
+    empty list without DDP."""
+    if not isinstance(wrapped, DistributedDataParallel):
+        return []
+    known = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    sizes = str(known.get("rebuilt_bucket_sizes") or known.get("bucket_sizes") or "")
+    return [int(size) for size in sizes.split(",") if size.strip()]
+
+
 def _unfinished(wrapped: DistributedDataParallel) -> str | None:
     """Return torch's error if the gradient all-reduce is not complete; None if it is."""
     try:

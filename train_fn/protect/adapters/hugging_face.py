@@ -11,7 +11,6 @@ optimizer and scheduler come from the protected state, without a copy on the way
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import shared_memory_root
+from train_fn.protect.adapters.trainer_state import FLAGS, TrainerPlace, TrainerScheduler
 from train_fn.protect.arguments import Parts, parts_of
 from train_fn.protect.followed import set_order
 from train_fn.protect.place import OnItsOwn
@@ -36,7 +35,6 @@ __all__ = ["Protect"]
 _STATE_FILE = "trainer_state.json"
 _OLDEST = 5
 """Version of transformers whose Trainer keeps the sum of its losses where a callback sees it."""
-_FLAGS = ("should_log", "should_evaluate", "should_save")
 _AT_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that step after an evaluation, not in the step."""
 
@@ -62,8 +60,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         self._settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
         self._unprotected: Callable[..., Any] = trainer.train
         trainer.train = self.train
-        self._place = _Place(trainer)
-        self._scheduler = _Scheduler(trainer)
+        self._place = TrainerPlace(trainer)
+        self._scheduler = TrainerScheduler(trainer)
         self._state: Protected | None = None
         self._groups: list[dict[str, Any]] = []
         self._loss: Any = 0.0
@@ -144,12 +142,12 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         """Log, evaluate and save what the Trainer does after a step: the state is that before."""
         trainer = self._trainer
         state, control = trainer.state, trainer.control
-        for flag in _FLAGS:
+        for flag in FLAGS:
             setattr(control, flag, self._place.flags[flag])
         due = (trainer._tr_loss, None, trainer.model_wrapped, None, int(state.epoch), None, 0.0)
         trainer._maybe_log_save_evaluate(*due)
         if state.epoch == int(state.epoch):
-            for flag in _FLAGS:
+            for flag in FLAGS:
                 setattr(control, flag, False)
             handler = trainer.callback_handler
             trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
@@ -196,82 +194,6 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         if self._state is None:
             raise BadTask("es.hf.Protect: call trainer.train(), not its parts")
         return self._state
-
-
-class _Scheduler:
-    """The learning-rate scheduler, which the Trainer makes when its training begins."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._loaded: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        scheduler = self._trainer.lr_scheduler
-        return self._loaded if scheduler is None else dict(scheduler.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = state
-
-    def load(self) -> None:
-        """Hand the loaded state to the scheduler."""
-        if self._loaded:
-            self._trainer.lr_scheduler.load_state_dict(self._loaded)
-        self._loaded = {}
-
-
-class _Place:
-    """What the Trainer knows beside model, optimizer and scheduler, as text."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._state, self._log, self._num_logged = "{}", "", 0
-        self._callbacks = "[]"
-        self.flags = dict.fromkeys(_FLAGS, False)
-        """What the Trainer does after the step."""
-
-    def note(self, control: TrainerControl) -> None:
-        """Take the Trainer's present state."""
-        state = self._trainer.state
-        facts = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
-        entries = facts.pop("log_history")
-        # The log grows: each entry becomes text once.
-        for entry in entries[self._num_logged :]:
-            self._log += ("," if self._log else "") + json.dumps(entry)
-        self._num_logged = len(entries)
-        self._state = json.dumps(facts, default=str)
-        self.flags = {flag: bool(getattr(control, flag)) for flag in _FLAGS}
-        self._callbacks = json.dumps([one.state()["attributes"] for one in self._exportable()])
-
-    def trainer_state(self) -> str:
-        """Return the contents of ``trainer_state.json``."""
-        facts = {**json.loads(self._state), "log_history": json.loads(f"[{self._log}]")}
-        known = {one.name for one in dataclasses.fields(TrainerState)}
-        return json.dumps({name: value for name, value in facts.items() if name in known})
-
-    def restore_callbacks(self) -> None:
-        """Give callbacks that have a state, as early stopping, what they had."""
-        saved = json.loads(self._callbacks)
-        for callback, attributes in zip(self._exportable(), saved, strict=False):
-            for name, value in attributes.items():
-                setattr(callback, name, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "state": self._state,
-            "log": self._log,
-            "num_logged": self._num_logged,
-            "callbacks": self._callbacks,
-            "flags": dict(self.flags),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state, self._log = state["state"], state["log"]
-        self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
-        self.flags = dict(state["flags"])
-
-    def _exportable(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, ExportableState)]
 
 
 def _without_parameters(optimizer: Any) -> list[dict[str, Any]]:
