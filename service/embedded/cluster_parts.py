@@ -5,7 +5,10 @@ This module imports ray, so only the keeper imports it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +32,13 @@ OBJECT_STORE_BYTES = 100 * 1024 * 1024
 LOOPBACK = "127.0.0.1"
 HEAD_DIR = "head"
 FORK_SOCKET = "fork.sock"
+AGENT_PORTS = (
+    "runtime_env_agent_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+)
+FIRST_PORT = 20_000
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """Lets malloc ask for huge pages where the system leaves the choice to programs. Source: glibc's
 manual, "Memory Allocation Tunables"."""
@@ -47,10 +57,15 @@ def start_fork_server(temp_dir: str) -> int:
     return os.posix_spawn(sys.executable, command, {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ})
 
 
-def start_head(note: ClusterNote) -> ClusterNote:
-    """Start the head, and return the note with its address and processes."""
+def start_head(note: ClusterNote, *, names_ports: bool = False) -> ClusterNote:
+    """Start the head, and return the note with its address and processes.
+
+    Args:
+        names_ports: give its agents their ports (see ``agent_ports``).
+    """
     params = RayParams(
         **_params(note, HEAD_DIR, num_cpus=0),
+        **_ports(note, 0, names_ports),
         include_dashboard=True,
         dashboard_host=LOOPBACK,
         dashboard_port=0,
@@ -73,11 +88,14 @@ def start_head(note: ClusterNote) -> ClusterNote:
     )
 
 
-def start_node(note: ClusterNote, slot: int) -> NodeNote:
+def start_node(note: ClusterNote, slot: int, *, names_ports: bool = False) -> NodeNote:
     """Start the raylet of a worker node.
 
     It has a directory of its own: nodes that start side by side in one would take each other's
     socket names.
+
+    Args:
+        names_ports: give its agents their ports (see ``agent_ports``).
     """
     generation = len(list(Path(note.temp_dir).glob(f"n{slot}.*")))
     gpus = _gpus_by_node(note.num_nodes)[slot - 1]
@@ -88,6 +106,7 @@ def start_node(note: ClusterNote, slot: int) -> NodeNote:
     env[NODE_CORES_VARIABLE] = ",".join(map(str, cores))
     params = RayParams(
         **_params(note, f"n{slot}.{generation}", num_cpus=note.cpus_per_node, num_gpus=len(gpus)),
+        **_ports(note, slot, names_ports),
         gcs_address=note.address,
         node_manager_port=0,
         env_vars=env,
@@ -123,12 +142,36 @@ def _params(note: ClusterNote, name: str, *, num_cpus: int, num_gpus: int = 0) -
         "object_store_memory": OBJECT_STORE_BYTES,
         "min_worker_port": 0,
         "max_worker_port": 0,
-        "dashboard_agent_listen_port": 0,
         # Everstep writes rank logs itself; Ray's log monitor would repeat them in the driver.
         "include_log_monitor": False,
         # Forks a worker instead of starting Python and importing torch again.
         "setup_worker_path": worker_start.__file__,
     }
+
+
+def _ports(note: ClusterNote, slot: int, names: bool) -> dict[str, int]:
+    return agent_ports(slot, note.num_nodes + 1) if names else {"dashboard_agent_listen_port": 0}
+
+
+def agent_ports(slot: int, num_slots: int) -> dict[str, int]:
+    """Return a free port for each agent of a node, by the name of Ray's parameter. Nodes in other
+    slots get others.
+
+    A raylet waits 15 s for agents that choose their ports, which they do once they are up, and then
+    ends (Ray 2.60). Where a machine is too busy for that, they are named. Elsewhere they are not:
+    another process may take a port before its agent does. The ports are none that the kernel gives
+    to connections, of which there are many.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(FIRST_PORT + slot, max(lowest, FIRST_PORT + 5000), num_slots)
+    return dict(zip(AGENT_PORTS, filter(_is_free, random.sample(ports, len(ports))), strict=False))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.bind((LOOPBACK, port))
+        return True
+    return False
 
 
 def _note_of(node: Node, slot: int) -> NodeNote:

@@ -64,6 +64,8 @@ class Keeper:
         self._precedence = Precedence(note.temp_dir)
         self._at_once = max(1, note.num_nodes)
         """How many nodes are started side by side."""
+        self._was_late = False
+        """Whether a node, or the head, did not start in time."""
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
@@ -175,7 +177,7 @@ class Keeper:
         self._publish()
 
     def _start_head(self) -> None:
-        self._note = cluster_parts.start_head(self._note)
+        self._note = cluster_parts.start_head(self._note, names_ports=self._was_late)
         self._publish()
 
     def _fill_first(self) -> None:
@@ -211,6 +213,7 @@ class Keeper:
 
         The fork server stays.
         """
+        self._was_late = True
         keep = tuple(pid for pid in (os.getpid(), self._note.fork_server_pid) if pid is not None)
         end_members(self._note.temp_dir, grace_s=0, without=keep)
         reap_children()
@@ -222,8 +225,8 @@ class Keeper:
     def _fill(self) -> None:
         """Start a node in every free slot, in parallel. Those that do not start are tried later.
 
-        Nodes that start side by side delay each other, and each is given 90 s only. So once one
-        was late, half as many are started at once.
+        Nodes that start side by side delay each other, and Ray gives each of them 30 s. So once one
+        was late, half as many are started at once, and the ports of their agents are named.
         """
         taken = {node.slot for node in self._note.nodes}
         free = [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
@@ -232,7 +235,7 @@ class Keeper:
         with ThreadPoolExecutor(min(len(free), self._at_once)) as pool:
             added = [node for node in pool.map(self._try_to_start_node, free) if node is not None]
         if len(added) < len(free):
-            self._at_once = max(1, self._at_once // 2)
+            self._was_late, self._at_once = True, max(1, self._at_once // 2)
             self._refill_at = time.monotonic() + RETRY_S
         nodes = sorted([*self._note.nodes, *added], key=lambda node: node.slot)
         self._note = replace(self._note, nodes=tuple(nodes))
@@ -241,8 +244,8 @@ class Keeper:
             log.info("node %s is up in slot %d", node.node_id, node.slot)
 
     def _try_to_start_node(self, slot: int) -> NodeNote | None:
-        """Start a node, or return None and leave nothing of it. A raylet that is not up in 90 s is
-        late, as on a busy machine."""
+        """Start a node, or return None and leave nothing of it. Ray gives a raylet 30 s, which may
+        be too short on a busy machine."""
         if self._stopping or not lives(self._note.gcs_pid, self._note.temp_dir):
             return None
         try:
@@ -258,7 +261,7 @@ class Keeper:
         return None
 
     def _start_node(self, slot: int) -> NodeNote:
-        node = cluster_parts.start_node(self._note, slot)
+        node = cluster_parts.start_node(self._note, slot, names_ports=self._was_late)
         # Ranks inherit their priority from the raylet, so it keeps its own.
         self._precedence.give_way([pid for pid in node.pids if pid != node.raylet_pid])
         return node

@@ -3,8 +3,10 @@ place is tried again."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from ray._private.parameter import RayParams
 
 from service.cluster.cluster_note import ClusterNote, NodeNote, read_note
 from service.embedded import keeper as keeper_module
-from service.embedded.cluster_parts import cores_of
+from service.embedded.cluster_parts import agent_ports, cores_of
 from service.embedded.keeper import Keeper
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 
@@ -57,7 +60,7 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     pid = os.getpid()
     note = ClusterNote("starting", pid, started_at(pid), str(tmp_path), 4, 1)
     with_head = replace(note, gcs_pid=pid, dashboard_pid=pid, nodes=(node(0, pids=(1, 2)),))
-    monkeypatch.setattr(keeper_module.cluster_parts, "start_head", lambda _: with_head)
+    monkeypatch.setattr(keeper_module.cluster_parts, "start_head", lambda _, names_ports: with_head)
     monkeypatch.setattr(keeper_module, "lives", lambda pid, _: pid is not None)
     for name in ("said", "running", "most", "late"):
         monkeypatch.setattr(Counting, name, [])
@@ -86,6 +89,40 @@ def test_after_a_late_node_fewer_are_started_side_by_side(counting: Counting) ->
         counting.most.clear()
         counting._fill()
     assert set(counting.most) == {1}, "never none"
+
+
+def test_agents_get_their_ports_once_a_raylet_did_not_wait_for_them(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[tuple[int, bool]] = []
+
+    def start_node(note: ClusterNote, slot: int, *, names_ports: bool) -> NodeNote:
+        named.append((slot, names_ports))
+        if slot == 2 and not names_ports:
+            raise Exception("The current node timed out during startup.")
+        return node(slot)
+
+    monkeypatch.setattr(keeper_module.cluster_parts, "start_node", start_node)
+    monkeypatch.setattr(Counting, "_start_node", Keeper._start_node)
+    counting._start_head()
+    counting._fill()
+    counting._fill()
+    assert sorted(named) == [(1, False), (2, False), (2, True), (3, False), (4, False)]
+
+
+def test_the_named_ports_are_free_and_no_two_nodes_have_the_same() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with socket.socket() as taken:
+        found = []
+        for slot in range(4):
+            ports = agent_ports(slot, 4)
+            assert set(ports) <= set(inspect.signature(RayParams).parameters)
+            found += ports.values()
+        assert len(found) == len(set(found)) == 16
+        assert all(20_000 <= port < max(lowest, 25_000) for port in found)
+        taken.bind(("127.0.0.1", found[0]))
+        for _ in range(3):
+            assert found[0] not in agent_ports(0, 4).values()
 
 
 def test_no_node_is_started_without_the_head_that_it_would_wait_for(counting: Counting) -> None:
