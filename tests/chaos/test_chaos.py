@@ -267,10 +267,12 @@ def _check_file_descriptors(service: ServiceProcess, first_fds: FirstDescriptors
         except psutil.NoSuchProcess:
             continue
         first = first_fds.setdefault(key, found)
-        assert found.total() <= first.total() + MORE_FDS, (
+        facts = (
             f"{process.cmdline()[:4]} has {found.total()} file descriptors, {first.total()} after "
             f"its first run; more are {more_than(first, found)}"
         )
+        print(facts)
+        assert found.total() <= first.total() + MORE_FDS, facts
 
 
 def _placement_groups(service: ServiceProcess, run_id: str) -> list[str]:
