@@ -26,9 +26,9 @@ from service.embedded.processes import end_members, lives
 from service.settings import Settings
 from storage.files.draft import draft_beside
 
-START_TIMEOUT_S = 480.0
+START_TIMEOUT_S = 780.0
 """Longest wait for a cluster. The keeper gives up earlier: it waits GIVE_UP_S for the head and for
-the first node, and one more try for each, some times 30 s for several nodes."""
+the first node, and one more try for each, some times 60 s for several nodes."""
 SAY_S = 15.0
 STOP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.1

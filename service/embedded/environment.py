@@ -147,6 +147,8 @@ _DEFAULTS = {
     "RAY_JOB_STOP_WAIT_TIME_S": "10",
     # All ranks and attempts iterate sets in one order: data and weights may be built from them.
     "PYTHONHASHSEED": "0",
+    # On a busy machine a raylet needs longer than Ray's 30 s, and another try begins anew.
+    "RAY_raylet_start_wait_time_s": "60",
     # There is no network between nodes, so a silent node is dead.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",

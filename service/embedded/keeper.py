@@ -225,7 +225,7 @@ class Keeper:
     def _fill(self) -> None:
         """Start a node in every free slot, in parallel. Those that do not start are tried later.
 
-        Nodes that start side by side delay each other, and Ray gives each of them 30 s. So once one
+        Nodes that start side by side delay each other, and each of them has 60 s. So once one
         was late, half as many are started at once, and the ports of their agents are named.
         """
         taken = {node.slot for node in self._note.nodes}
@@ -244,8 +244,8 @@ class Keeper:
             log.info("node %s is up in slot %d", node.node_id, node.slot)
 
     def _try_to_start_node(self, slot: int) -> NodeNote | None:
-        """Start a node, or return None and leave nothing of it. Ray gives a raylet 30 s, which may
-        be too short on a busy machine."""
+        """Start a node, or return None and leave nothing of it. A raylet has 60 s, which may be
+        too short on a busy machine."""
         if self._stopping or not lives(self._note.gcs_pid, self._note.temp_dir):
             return None
         try:
