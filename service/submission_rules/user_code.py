@@ -21,6 +21,7 @@ REQUIRED_METHODS = {"build_model": 0, "build_datasets": 0, "loss": 2}
 OPTIONAL_METHODS = {
     "metrics": 2,
     "build_metrics": 0,
+    "training_step": 4,
     "build_optimizer": 1,
     "build_scheduler": 2,
     "after_step": 2,
@@ -142,6 +143,9 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
     if not isinstance(node, ast.ClassDef):
         return []  # A function that returns a task is allowed.
     members = tree.members(found)
+    required = dict(REQUIRED_METHODS)
+    if "training_step" in members.methods or "training_step" in members.others:
+        del required["loss"]
     faults = []
     for name, num_arguments in (REQUIRED_METHODS | OPTIONAL_METHODS).items():
         if name in members.methods:
@@ -151,8 +155,8 @@ def _class_faults(tree: ModuleTree, found: Found, where: tuple[str, ...]) -> lis
                 faults.append(
                     FieldError(where, f"{_place(path, method)}: {node.name}.{name} {fault}")
                 )
-        elif name in REQUIRED_METHODS and members.complete and name not in members.others:
-            needed = ", ".join(REQUIRED_METHODS)
+        elif name in required and members.complete and name not in members.others:
+            needed = ", ".join(required)
             message = (
                 f"{_place(found.path, node)}: class {node.name} has no method {name}; a task "
                 f"needs {needed}"

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep.wire.events import EventKind
+from tests.integration.own_steps_task import SPEC, weights_of
+from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.support.gallery import Killed, run_example
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -48,3 +51,26 @@ def test_an_example_loses_no_step(
     assert broken.weights.keys() == whole.weights.keys()
     for weight, value in whole.weights.items():
         assert torch.equal(broken.weights[weight], value), weight
+
+
+@pytest.mark.parametrize(
+    "killed", [Killed(1, 14, "before"), pytest.param(Killed(0, 28, "after"), marks=CHAOS)]
+)
+def test_the_task_with_two_optimizers_loses_no_step(killed: Killed, tmp_path: Path) -> None:
+    setup = "tests.integration.own_steps_task:example"
+    train = SPEC.train.model_copy(update={"global_batch_size": 40, "max_steps": 20})
+    checkpoint = SPEC.checkpoint.model_copy(update={"best_metric": "accuracy"})
+    spec = SPEC.model_copy(update={"train": train, "checkpoint": checkpoint})
+    whole, broken = make_run_dir(tmp_path, "whole"), make_run_dir(tmp_path, "broken")
+    calm = train_to_end(Job(whole, spec, 2, setup=setup), tmp_path)
+    death = f"{setup}_killed_{killed.rank}_{killed.update}_{killed.place}"
+    left = run_ranks(Job(broken, spec, 2, setup=death), tmp_path)[1 - killed.rank]
+    again = train_to_end(Job(broken, spec, 2, attempt=2, setup=setup), tmp_path)
+    [restored] = again.of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("snapshot", (killed.update - 1) // 2)
+    assert again.losses | left.losses == {
+        step: calm.losses[step] for step in {*again.losses, *left.losses}
+    }
+    weights, wanted = weights_of(broken), weights_of(whole)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], value) for name, value in wanted.items())

@@ -11,6 +11,7 @@ from train_fn.loop.commit import commit, require_whole
 from train_fn.loop.departure import leave
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
+from train_fn.loop.own_step import make_step
 from train_fn.loop.rescue import Rescue
 from train_fn.loop.training import Progress, Training, prepare
 
@@ -53,7 +54,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     replica, reporter, progress = training.replica, training.reporter, training.progress
     state, progress.phase = replica.state, "step"
     training.profiler.boundary(state.step)
-    totals = forward_backward(training)  # a collective: returns on every rank or on none
+    # A collective: it returns on every rank or on none.
+    totals = forward_backward(training) if replica.own_updates is None else make_step(training)
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     values = commit(training, totals)  # no collective: what one rank does here, all do
     if progress.rescue is not None:

@@ -13,6 +13,7 @@ from train_fn.state.optim import drop_gradients, lr_factor
 from train_fn.state.sound_state import not_finite
 from train_fn.step.step_totals import StepTotals
 from train_fn.tasks.checks import where
+from train_fn.tasks.own_step import step_method
 
 
 def require_whole(replica: Replica, totals: StepTotals) -> None:
@@ -30,13 +31,13 @@ def require_whole(replica: Replica, totals: StepTotals) -> None:
         raise StepNotWhole(state.step, fault)
     if totals.facts.num_nonfinite:
         weights = not_finite(dict(state.model.named_parameters()))
-        source = where(replica.task, "loss")
+        source = step_method(replica.task)
         raise NonFiniteLoss(
             state.step, totals.nonfinite_rank, totals.loss_sum, source, weights=weights
         )
     if not 0 < totals.weight < math.inf:
         raise BadTask(
-            f"{where(replica.task, 'loss')}: the weights of step {state.step + 1} add up to "
+            f"{step_method(replica.task)}: the weights of step {state.step + 1} add up to "
             f"{totals.weight}; "
             "a weight is how many samples or tokens loss_sum is a sum over"
         )
@@ -49,35 +50,20 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     Raises NonFiniteLoss if the gradients are not finite and no loss scaler skips them.
     """
     replica = training.replica
-    state, scaler = replica.state, replica.state.scaler
-    # The weights of this step's samples are known only now, for example of sequences of several
-    # lengths.
-    expected = totals.facts.num_samples * replica.weight_per_sample
-    if totals.weight != expected:
-        gradients = [
-            parameter.grad for parameter in replica.parameters if parameter.grad is not None
-        ]
-        if gradients:
-            torch._foreach_mul_(gradients, expected / totals.weight)
-    scaler.unscale_(state.optimizer)
-    grad_norm = None
-    if training.grad_clip_norm is not None:
-        grad_norm = _clip(replica, training.grad_clip_norm)
+    state, scaler, own = replica.state, replica.state.scaler, replica.own_updates
+    measured = _finish_gradients(training, totals) if own is None else own.measured()
     task_state = replica.task_state.capture()
-    replica.learning_rates.check()
-    replica.learning_rates.check_options()
-    if state.scheduler is None:
-        schedule = training.ctx.spec.schedule
-        lr = replica.learning_rates.set(
-            lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
-        )
-    else:
-        lr = replica.learning_rates.present()
-    values = {"loss": _finite(totals.loss_sum / totals.weight), "lr": lr}
+    if own is None:
+        replica.learning_rates.check()
+        replica.learning_rates.check_options()
+    lr = set_rates(training) if own is None else own.lr
+    values = {"lr": lr, **measured}
+    if own is None or own.has_loss:
+        values = {"loss": _finite(totals.loss_sum / totals.weight), **values}
     with state.committing():
         state.task = task_state
         replica.volatile.adopt()  # before hooks of the optimizer move what they move
-        skipped = _update_weights(replica)
+        skipped = own is None and _update_weights(replica)
         if replica.after_step is not None and not skipped:
             replica.after_step(state, replica.volatile, replica.sampler.seed, replica.peers.device)
             state.task = replica.task_state.capture()
@@ -94,7 +80,41 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     if scaler.is_enabled():
         values["skipped_steps"] = state.skipped.total
     drop_gradients(state.optimizer, replica.idle_parameters)
-    return values if grad_norm is None else {**values, "grad_norm": _finite(grad_norm)}
+    return values
+
+
+def set_rates(training: Training) -> float:
+    """Set the learning rates of the present step, unless the task's scheduler has. Return that of
+    the first group."""
+    replica = training.replica
+    state = replica.state
+    if state.scheduler is not None:
+        return replica.learning_rates.present()
+    schedule = training.ctx.spec.schedule
+    return replica.learning_rates.set(
+        lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
+    )
+
+
+def _finish_gradients(training: Training, totals: StepTotals) -> dict[str, float | None]:
+    """Make the sums over ranks the gradients of the mean, and clip them. Return their norm as a
+    metric if they are clipped."""
+    replica = training.replica
+    # The weights of this step's samples are known only now, for example of sequences of several
+    # lengths.
+    expected = totals.facts.num_samples * replica.weight_per_sample
+    if totals.weight != expected:
+        gradients = [
+            parameter.grad for parameter in replica.parameters if parameter.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, expected / totals.weight)
+    optimizer = replica.state.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    replica.state.scaler.unscale_(optimizer)
+    if training.grad_clip_norm is None:
+        return {}
+    return {"grad_norm": _finite(_clip(replica, training.grad_clip_norm))}
 
 
 def _clip(replica: Replica, max_norm: float) -> float:
@@ -113,6 +133,7 @@ def _update_weights(replica: Replica) -> bool:
     """Let the optimizer take its step. Return whether fp16's loss scaler skipped it."""
     scaler, state = replica.state.scaler, replica.state
     scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+    assert isinstance(state.optimizer, torch.optim.Optimizer)
     scaler.step(state.optimizer)
     scaler.update()
     return scaler.is_enabled() and state.skipped.note(scaler, scale)

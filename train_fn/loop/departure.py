@@ -101,7 +101,8 @@ def keep_state(
 def _last_committed(replica: Replica) -> dict[str, Any] | str:
     """Return the state of the last committed step, or why there is none."""
     if not replica.state.complete:
-        return BETWEEN_STATES
+        own = replica.own_updates
+        return BETWEEN_STATES if own is None else own.shadow.newest or BETWEEN_STATES
     if torn := replica.volatile.put_back():
         return not_copied(torn)
     return replica.state.state_dict()
@@ -118,9 +119,13 @@ def save_last(ctx: WorkerContext, progress: Progress) -> bool:
     """Commit the state of the last committed step as a checkpoint, after an error of a rank that is
     alone. Raises nothing. Return whether a checkpoint holds that state now."""
     replica, training = progress.replica, progress.training
-    if replica is None or not replica.state.complete:
+    if replica is None:
         return False
-    state = replica.state
+    state, own = replica.state, replica.own_updates
+    if not state.complete and own is not None and own.shadow.newest is not None:
+        state.load_state_dict(own.shadow.newest)
+    if not state.complete:
+        return False
     replica.volatile.put_back()
     try:
         if newest_durable(ctx.run_dir) < state.step:

@@ -31,6 +31,7 @@ from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.checks import is_iterable, where
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
+from train_fn.tasks.own_step import step_method
 
 Sums = dict[str, tuple[float, float]]
 Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
@@ -74,7 +75,7 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
         mine = _measure_share(ctx, replica, own)
     require_weights_unchanged(replica, before)
     shares = replica.peers.gather((mine, own.states(), before))
-    require_same_sums(replica, where(replica.task, "loss"), [sums for _, _, sums in shares])
+    require_same_sums(replica, step_method(replica.task), [sums for _, _, sums in shares])
     return averages_of([entry for share, _, _ in shares for entry in share]) | own.computed(
         [states for _, states, _ in shares]
     )

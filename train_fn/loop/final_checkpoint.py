@@ -11,7 +11,7 @@ from train_fn.loop.training import Training
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step.peers import Peers
-from train_fn.tasks.checks import where
+from train_fn.tasks.own_step import step_method
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     """
     replica, saver, progress = training.replica, training.saver, training.progress
     progress.phase = "checkpoint"
-    replica.trained.check(where(replica.task, "loss"))
-    require_same_weights(replica, where(replica.task, "loss"))
+    replica.trained.check(step_method(replica.task))
+    require_same_weights(replica, step_method(replica.task))
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()

@@ -30,7 +30,7 @@ def forward_backward(training: Training) -> StepTotals:
         batch, number, differs, own_samples = None, 0, None, 0
         if position < len(share):
             micro = share[position]
-            batch, differs = _load(training, micro, hashes[position])
+            batch, differs = load_next(training, micro, hashes[position])
             number, own_samples = micro.number, len(micro.indices)
         last = position == num_passes - 1
         with replica.synchronising(last):
@@ -56,7 +56,7 @@ def forward_backward(training: Training) -> StepTotals:
     return totals
 
 
-def _load(
+def load_next(
     training: Training, micro: MicroBatch, expected_hash: int
 ) -> tuple[Any | None, Count | None]:
     """Return the next batch of the loader, and how its samples differ from those of ``micro``."""

@@ -19,6 +19,7 @@ from train_fn.loop.built_model import exchanges_in_forward, require_fit_for, war
 from train_fn.loop.built_optimizer import built_optimizer, built_scheduler, optimizer_source
 from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
 from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
+from train_fn.loop.own_updates import OwnUpdates, own_updates
 from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
@@ -43,6 +44,7 @@ from train_fn.step.used_parameters import UsedParameters
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
 from train_fn.tasks.checks import checked_datasets, checked_model, where
+from train_fn.tasks.own_step import require_fits
 from train_fn.tasks.protocol import Sum, Task
 from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
@@ -80,6 +82,9 @@ class Replica:
     draws_from_torch_alone: bool = False
     """True for Everstep's own models: their forward passes draw from torch's generator only, and
     either all of them draw or none."""
+
+    own_updates: OwnUpdates | None = None
+    """None unless the task makes its own steps."""
 
     def __post_init__(self) -> None:
         self.exchanges_in_forward = exchanges_in_forward(self.state.model)
@@ -138,6 +143,10 @@ class Replica:
         Args:
             is_fresh: whether no state is loaded afterwards.
         """
+        if self.own_updates is not None:
+            self.wrapped = self.step_module
+            self.volatile = self.own_updates.join(self)
+            return
         if self.peers.alone:
             self.wrapped = self.step_module
         else:
@@ -242,6 +251,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     model = checked_model(task, task.build_model()).to(ctx.device)
     in_eval = set_modes_for_training(model)
     require_fit_for(ctx.device, model)
+    require_fits(spec, task, model, datasets["train"])
     train_set, sampler = training_data(ctx, task, datasets["train"])
     if lazy_names(model):
         first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
@@ -292,6 +302,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         total_steps=total_steps,
         draws_from_torch_alone=spec.code is None,
     )
+    replica.own_updates = own_updates(replica, train.grad_clip_norm)
     if debugging := lowered_level():
         replica.warn(debugging)
     for warning in warnings_of(model, in_eval):

@@ -112,7 +112,14 @@ class Rescue:
         return self._progress.replica
 
     def _is_whole(self) -> bool:
-        return self._progress.phase in _WHOLE_IN and self._replica.state.complete
+        is_there = self._replica.state.complete or self._shadow() is not None
+        return self._progress.phase in _WHOLE_IN and is_there
+
+    def _shadow(self) -> dict[str, Any] | None:
+        """Return the copy of the state that a task's own step keeps, within one."""
+        replica = self._progress.replica
+        own = None if replica is None else replica.own_updates
+        return None if own is None else own.shadow.newest
 
     def _copy(self) -> dict[str, Any] | None:
         """Return the state as the step began; None if something changes of which there is no
@@ -122,6 +129,9 @@ class Rescue:
 
     def _copy_here(self) -> dict[str, Any] | None:
         replica = self._replica
+        if not replica.state.complete:
+            kept: dict[str, Any] = copy_to_cpu(self._shadow(), self._memory)
+            return kept
         state = replica.state.state_dict()
         before = replica.volatile.before_step()
         if before is None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from train_fn.context import WorkerContext
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of
-from train_fn.samples.sampler import Sampler
+from train_fn.samples.sampler import Sampler, WholeShares
 from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
 from train_fn.samples.stream_set import StreamSet
 from train_fn.tasks.checks import epoch_length, is_iterable, where
+from train_fn.tasks.own_step import makes_own_steps
 from train_fn.tasks.protocol import Task
 
 
@@ -17,7 +18,10 @@ def training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Trainin
     """Return the training set, read by index or as streams, and the order of its samples."""
     spec, train = ctx.spec, ctx.spec.train
     if not is_iterable(dataset):
-        sampler = Sampler(len(dataset), train.global_batch_size, spec.micro_batch_size, train.seed)
+        kind, size = Sampler, spec.micro_batch_size
+        if makes_own_steps(task):
+            kind, size = WholeShares, -(-train.global_batch_size // ctx.world_size)
+        sampler = kind(len(dataset), train.global_batch_size, size, train.seed)
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
     source = where(task, "build_datasets")
     streams = StreamSampler(

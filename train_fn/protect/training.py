@@ -16,12 +16,12 @@ from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
 from train_fn.protect.commits import Commits
 from train_fn.protect.loop_state import LoopState
-from train_fn.protect.shadows import Shadows
 from train_fn.protect.updates import Updates
 from train_fn.protect.volatile import SharedBuffers
 from train_fn.protect.watch import OrderWatch
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.publisher import Publisher
+from train_fn.state.shadows import Shadows
 from train_fn.step.peers import Peers
 
 

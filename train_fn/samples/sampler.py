@@ -102,6 +102,21 @@ class Sampler:
             epoch, k = epoch + 1, 0
 
 
+class WholeShares(Sampler):
+    """Cuts every global batch into one micro-batch for each rank, of nearly equal size. None has a
+    single sample, which BatchNorm cannot train on, if the global batch has several: the last ranks
+    then have none."""
+
+    def share(self, epoch: int, k: int, rank: int, world_size: int) -> list[MicroBatch]:
+        """Return the one micro-batch of a rank; may be empty."""
+        indices = self.global_batch(epoch, k)
+        num_micro = max(1, min(world_size, len(indices) // 2))
+        if rank >= num_micro:
+            return []
+        part = share_of(len(indices), rank, num_micro)
+        return [MicroBatch(epoch, rank, indices[part.start : part.stop], k)]
+
+
 def share_of(count: int, rank: int, world_size: int) -> range:
     """Return a rank's contiguous share of ``count`` things. Lower ranks take one more if it does
     not divide evenly."""

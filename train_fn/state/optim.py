@@ -20,6 +20,7 @@ from everstep.spec.optimization import (
     StepScheduleSpec,
 )
 from train_fn.errors import BadTask
+from train_fn.state.optimizers import Optimizers
 
 
 def build_optimizer(
@@ -105,7 +106,9 @@ def lr_factor(spec: ScheduleSpec, step: int, total_steps: int, steps_per_epoch: 
     return spec.final_fraction + (1 - spec.final_fraction) * share
 
 
-def drop_gradients(optimizer: torch.optim.Optimizer, others: Sequence[nn.Parameter] = ()) -> None:
+def drop_gradients(
+    optimizer: torch.optim.Optimizer | Optimizers, others: Sequence[nn.Parameter] = ()
+) -> None:
     """Set all gradients to None, like ``optimizer.zero_grad(set_to_none=True)``.
 
     An optimizer that defines its own ``zero_grad`` has it called. Torch's takes several times as

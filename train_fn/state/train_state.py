@@ -21,6 +21,7 @@ from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
 from train_fn.state.frozen_part import FrozenPart, other_base
 from train_fn.state.optim import match_layout
+from train_fn.state.optimizers import Optimizers, each_of
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.same_data import require_same_data
 from train_fn.state.shared_memory import adopt
@@ -57,7 +58,7 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Optimizers,
         scaler: torch.amp.GradScaler,
         ema: Ema | None,
         *,
@@ -224,7 +225,8 @@ class TrainState:
         self._load_unsaved(state.get("unsaved", {}))
         # Optimizer.load_state_dict keeps references to the tensors that it is given.
         self.optimizer.load_state_dict(unpacked(copy_to_cpu(state["optimizer"])))
-        match_layout(self.optimizer)
+        for optimizer in each_of(self.optimizer).values():
+            match_layout(optimizer)
         if self.scheduler is not None and state.get("scheduler") is not None:
             kept = copy_to_cpu(state["scheduler"])
             self.scheduler.load_state_dict(of_own_types(kept, self.scheduler.state_dict()))

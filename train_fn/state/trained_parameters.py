@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from train_fn.errors import BadTask
 from train_fn.state.contents import Sketch, few, sketch
 from train_fn.state.digest import word_sum
+from train_fn.state.optimizers import Optimizers
 
 _WATCHED_BYTES = 64 << 20
 
@@ -34,7 +35,7 @@ _WAY_OUT = (
 class TrainedParameters:
     """Remember a model's parameters and its optimizer's groups as they were built."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> None:
         self._model, self._optimizer = model, optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameters = list(model.parameters())
@@ -165,7 +166,10 @@ class LearningRates:
     other code."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, source: str, scheduler: Any | None = None
+        self,
+        optimizer: torch.optim.Optimizer | Optimizers,
+        source: str,
+        scheduler: Any | None = None,
     ) -> None:
         """Wrap an optimizer. ``source`` names the code that built it, for errors."""
         self._optimizer, self._source, self._scheduler = optimizer, source, scheduler
@@ -243,7 +247,7 @@ class LearningRates:
         )
 
 
-def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
+def check_no_scheduler(optimizer: torch.optim.Optimizer | Optimizers, source: str) -> None:
     """Raise BadTask if a torch scheduler was created for a new optimizer."""
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise BadTask(
@@ -254,7 +258,7 @@ def check_no_scheduler(optimizer: torch.optim.Optimizer, source: str) -> None:
         )
 
 
-def _plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _plain_options(optimizer: torch.optim.Optimizer | Optimizers) -> list[dict[str, Any]]:
     """Return the options of each parameter group that are plain values, without its learning
     rate."""
     return [
@@ -263,7 +267,7 @@ def _plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+def _held(optimizer: torch.optim.Optimizer | Optimizers) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 

@@ -131,9 +131,12 @@ def _check_iterable(source: str, dataset: Any) -> None:
         )
 
 
-def checked_optimizer(task: Task, model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
-    """Return what ``build_optimizer`` returned. Raises BadTask if it would not change the model."""
-    source = where(task, "build_optimizer")
+def checked_optimizer(
+    task: Task, model: nn.Module, optimizer: Any, name: str = ""
+) -> torch.optim.Optimizer:
+    """Return an optimizer that ``build_optimizer`` returned. Raises BadTask if it would not change
+    the model."""
+    source = where(task, "build_optimizer") + (name and f", optimizer {name!r}:")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
     if _needs_closure(optimizer):

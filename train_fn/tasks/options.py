@@ -19,8 +19,15 @@ NO_LOSS = (
 )
 
 
+def has_loss(task: Task) -> bool:
+    """Return whether the task has a loss. One with ``training_step`` may have none."""
+    return callable(getattr(task, "loss", None))
+
+
 def loss_arguments(task: Task) -> tuple[str, ...]:
     """Return those of STEP_ARGUMENTS that ``loss`` takes beside model and batch."""
+    if not has_loss(task):
+        return ()
     try:
         parameters = list(inspect.signature(task.loss).parameters.values())
     except (TypeError, ValueError):  # made by C code, which does not say what it takes
@@ -30,8 +37,8 @@ def loss_arguments(task: Task) -> tuple[str, ...]:
 
 
 def measures_loss(task: Task) -> bool:
-    """Return whether evaluation measures a loss: unless the task sets ``validation_loss = False``,
-    because its model has none in eval mode.
+    """Return whether evaluation measures a loss: unless the task has none, or sets
+    ``validation_loss = False`` because its model has none in eval mode.
 
     Raises BadTask for another value, and if nothing else is measured.
     """
@@ -39,12 +46,14 @@ def measures_loss(task: Task) -> bool:
     name = type(task).__name__
     if not isinstance(asked, bool):
         raise BadTask(f"validation_loss of {name} is {asked!r:.100}; set it to True or False")
-    if not asked and not callable(getattr(task, "metrics", None)):
+    measures: bool = asked and has_loss(task)
+    if not measures and not callable(getattr(task, "metrics", None)):
         raise BadTask(
-            f"{name} sets validation_loss to False and has no method metrics, so that nothing is "
-            "measured. Add metrics(model, batch), or let build_datasets return no val"
+            f"{name} {'has no loss' if asked else 'sets validation_loss to False'} and has no "
+            "method metrics, so that nothing is measured. Add metrics(model, batch), or let "
+            "build_datasets return no val"
         )
-    return asked
+    return measures
 
 
 def require_measured(task: Task, best_metric: str) -> None:

@@ -7,10 +7,12 @@ import inspect
 from everstep.spec.user_code import CodeSpec
 from train_fn.errors import BadTask
 from train_fn.recovery.error_text import ended_program
+from train_fn.tasks.own_step import makes_own_steps
 from train_fn.tasks.protocol import Task
 from train_fn.user_code.modules import load_named, place_of
 
 REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
+"""Of a task without ``training_step``, which may have no ``loss``."""
 
 
 def build_own_task(code: CodeSpec) -> Task:
@@ -35,10 +37,11 @@ def build_own_task(code: CodeSpec) -> Task:
         task: Task = make(**code.args)
     except SystemExit as exc:
         raise ended_program(f"{code.task} cannot be made", exc) from exc
-    missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
+    needed = REQUIRED_METHODS[:2] if makes_own_steps(task) else REQUIRED_METHODS
+    missing = [name for name in needed if not callable(getattr(task, name, None))]
     if missing:
         raise BadTask(
             f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs "
-            f"{', '.join(REQUIRED_METHODS)}"
+            f"{', '.join(needed)}"
         )
     return task

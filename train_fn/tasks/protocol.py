@@ -13,9 +13,10 @@ Sum = torch.Tensor | float | int
 
 
 class Task(Protocol):
-    """The part that every task has. Optional methods: ``metrics``, ``build_metrics``,
-    ``build_optimizer``, ``build_scheduler``, ``after_step``, ``collate``, ``on_epoch_end``,
-    ``state_dict`` and ``load_state_dict``. An optional attribute: ``validation_loss``."""
+    """The part that every task has, but for ``loss``, which one with ``training_step`` may leave
+    out. Optional methods: ``metrics``, ``build_metrics``, ``training_step``, ``build_optimizer``,
+    ``build_scheduler``, ``after_step``, ``collate``, ``on_epoch_end``, ``state_dict`` and
+    ``load_state_dict``. An optional attribute: ``validation_loss``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is

@@ -45,6 +45,18 @@ def test_a_class_that_is_not_there() -> None:
     ]
 
 
+def test_a_task_that_makes_its_own_steps_needs_no_loss() -> None:
+    step = "def training_step(self, model, batch, step, optimizers)"
+    assert faults({"task.py": TASK.replace("def loss(self, model, batch)", step)}) == []
+    source = TASK.replace("def loss(self, model, batch)", "def training_step(self, model, batch)")
+    assert faults({"task.py": source}) == [
+        (
+            "code.task: task.py, line 28: Line.training_step is called with 4 arguments beside "
+            "self; change its parameters to take them"
+        )
+    ]
+
+
 def test_a_method_that_is_missing_or_takes_something_else() -> None:
     source = TASK.replace("def loss(self, model, batch)", "def lose(self, model, batch)")
     assert faults({"task.py": source}) == [
