@@ -40,6 +40,13 @@ task:
 A field that is not listed here is refused, and so is a value outside the bounds. The answer names
 every wrong field at once.
 `everstep submit SPEC --set train.epochs=5` sets a field on the command line.
+
+An editor with the YAML language server completes and checks a spec that begins with
+
+    # yaml-language-server: $schema=spec.schema.json
+
+`everstep init schema` writes that file, `everstep init task NAME` both. A service has it at
+`/static/spec.schema.json`, without a token, and at `/v1/schema`.
 """
 LONGEST_CHOICE = 12
 """A field with more allowed values than this lists them below the table."""

@@ -154,7 +154,7 @@ def _failed(service: Service, run: RunHandle) -> DemoFailed:
 
 def _summary(run: RunHandle, story: Story, result: dict[str, Any]) -> list[tuple[str, object]]:
     """Return names and values that say what happened to the run."""
-    accuracy = run.run.metrics.get("val_accuracy")
+    accuracy = run.latest_metrics.get("val_accuracy")
     recovery_s, once = result["recovery_s"], result["every_sample_once"]
     victim = story.victim
     return [

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.skeleton import write_skeleton
+from everstep.cli.skeleton import SCHEMA_FILE, schema_line, write_schema, write_skeleton
 from everstep.cli.terminal import (
     Exit,
     JsonOption,
@@ -128,3 +128,21 @@ def init_task(
     terminal().note(
         f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it"
     )
+
+
+@init.command("schema")
+@command
+def init_schema(
+    path: Annotated[
+        Path, typer.Argument(metavar="[FILE]", help="File to write or replace.")
+    ] = Path(SCHEMA_FILE),
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Write the JSON schema of a spec, with which an editor completes and checks YAML."""
+    write_schema(path)
+    if terminal().as_json:
+        terminal().json({"file": str(path)})
+        return
+    terminal().line(str(path))
+    terminal().note(f"begin a spec beside it with: {schema_line(path.name)}")

@@ -6,12 +6,16 @@ Its files are templates in ``skeleton_files``.
 from __future__ import annotations
 
 import importlib.resources
+import json
 import keyword
 import sys
 from pathlib import Path
 from string import Template
 
 from everstep.errors import UsageError
+from everstep.spec.json_schema import spec_schema
+
+SCHEMA_FILE = "spec.schema.json"
 
 _TAKEN = frozenset(
     {"everstep", "storage", "service", "train_fn", "tests", "torch", "torchvision", "ray", "numpy"}
@@ -44,7 +48,18 @@ def write_skeleton(name: str, parent: Path) -> Path:
     (folder / name / "__init__.py").touch()
     for path, source in files.items():
         (folder / path).write_text(Template(_template(source)).substitute(words))
+    write_schema(folder / SCHEMA_FILE)
     return folder
+
+
+def write_schema(path: Path) -> None:
+    """Write the JSON schema of a spec, for an editor that completes and checks YAML."""
+    path.write_text(json.dumps(spec_schema(), indent=1) + "\n")
+
+
+def schema_line(path: str) -> str:
+    """Return the first line of a YAML file that names its schema to an editor."""
+    return f"# yaml-language-server: $schema={path}"
 
 
 def _template(name: str) -> str:

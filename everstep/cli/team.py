@@ -93,6 +93,13 @@ def create_token(
     create_project: Annotated[
         bool, typer.Option("--create-project", help="Create the project if it does not exist.")
     ] = False,
+    all_projects: Annotated[
+        bool,
+        typer.Option(
+            "--all-projects",
+            help="For a viewer: read the runs of all projects, and Ray's dashboard.",
+        ),
+    ] = False,
     expires_in: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="For example 12h or 30d; default never."),
@@ -110,6 +117,7 @@ def create_token(
         project=project_name,
         expires_at=expires_at,
         create_project=create_project,
+        all_projects=all_projects,
     )
     if out.as_json:
         out.json(made)

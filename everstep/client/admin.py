@@ -31,6 +31,7 @@ class Tokens:
         project: str | None = None,
         expires_at: datetime | None = None,
         create_project: bool = False,
+        all_projects: bool = False,
     ) -> NewToken:
         """Create a token. ``token`` in the result is its secret, shown only once.
 
@@ -40,12 +41,15 @@ class Tokens:
             project: the one project that the token gives access to; None for an admin.
             expires_at: with a time zone; None never expires.
             create_project: create the project if it does not exist; otherwise that is an error.
+            all_projects: for a viewer: read the runs of all projects, and Ray's dashboard.
 
         Raises InvalidSpec for invalid arguments, AuthError if you are not an administrator.
         """
         body: dict[str, Any] = {"name": name, "role": role}
         if project is not None:
             body["project"] = project
+        if all_projects:
+            body["all_projects"] = True
         if expires_at is not None:
             body["expires_at"] = format_time(expires_at)
         params = {"create_project": "true"} if create_project else None

@@ -106,6 +106,11 @@ class Client:
         JSON schemas of their arguments."""
         return self._transport.get("/v1/catalog", Catalog)
 
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of a spec."""
+        found: dict[str, Any] = self._transport.send("GET", "/v1/schema").json()
+        return found
+
     def goodput(self, project: str | None = None) -> list[ProjectGoodput]:
         """Return how all runs spent their time, by project."""
         return list(self._transport.pages("/v1/goodput", ProjectGoodput, {"project": project}))

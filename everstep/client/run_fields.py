@@ -68,6 +68,21 @@ class RunFields:
         self._patience = patience
         self._path = f"/v1/runs/{quote(run.id, safe='')}"
 
+    def __dir__(self) -> list[str]:
+        """Return every name, for completion in a notebook."""
+        return sorted({*super().__dir__(), *Run.model_fields})
+
+    @property
+    def latest_metrics(self) -> dict[str, float]:
+        """Return the latest value of every metric; ``metrics()`` returns their history."""
+        return self.run.metrics
+
+    @property
+    def goodput_share(self) -> float | None:
+        """Return the share of time spent training, 0 to 1; ``goodput()`` returns where the rest
+        went."""
+        return self.run.goodput
+
     def __repr__(self) -> str:
         return (
             f"<run {self.run.id} {self.run.name!r} {self.run.status} step "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.client.drill_handle import DrillHandle
 from everstep.client.follow import Follower, wait_until
 from everstep.client.notebook import Display, is_notebook
 from everstep.client.profile_handle import ProfileHandle
 from everstep.client.run_checkpoints import RunCheckpoints
+from everstep.client.tables import Table, to_pandas
 from everstep.errors import RunFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.text import words
@@ -29,6 +30,9 @@ from everstep.wire import (
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import Profile
 
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
@@ -37,11 +41,11 @@ class RunHandle(RunCheckpoints):
     ``run.run`` holds. ``refresh()`` updates them.
 
     >>> run = client.runs.create(spec)          # doctest: +SKIP
-    >>> run.wait(timeout_s=600).run.metrics     # doctest: +SKIP
+    >>> run.wait(timeout_s=600).latest_metrics  # doctest: +SKIP
     {'loss': 0.02, 'val_accuracy': 0.98}
 
-    Two fields have the name of a method: the latest metrics are ``run.run.metrics``, the current
-    goodput is ``run.run.goodput``.
+    Two fields have the name of a method, which returns a history: their values are
+    ``run.latest_metrics`` and ``run.goodput_share``.
     """
 
     def spec(self) -> RunSpec:
@@ -185,6 +189,18 @@ class RunHandle(RunCheckpoints):
     def goodput(self) -> Goodput:
         """Return how the run spent its wall time."""
         return self._transport.get(f"{self._path}/goodput", Goodput)
+
+    def to_pandas(self, what: Table = "metrics", *, max_points: int = 10_000) -> DataFrame:
+        """Return a history as a table of pandas.
+
+        ``metrics`` has a row for each step and a column for each metric, down-sampled to
+        ``max_points`` with extremes kept; ``events`` and ``failures`` have a row for each.
+
+        >>> run.to_pandas()["loss"].plot()   # doctest: +SKIP
+
+        Raises UsageError if pandas is not installed, or for another table.
+        """
+        return to_pandas(self, what, max_points)
 
     # ------------------------------------------------------------ actions
 

@@ -72,6 +72,8 @@ class TokenRequest(BaseModel):
     """What the token may do."""
     project: ProjectName | None = None
     """The project that the token is for; leave it out for an ``admin``, who has access to all."""
+    all_projects: bool = False
+    """For a ``viewer`` only: read the runs of all projects, and Ray's dashboard."""
     expires_at: AwareDatetime | None = None
     """When the token expires; null for never."""
 

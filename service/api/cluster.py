@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import structlog
 from fastapi import APIRouter, Body, Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.spec.catalog import Catalog, catalog
+from everstep.spec.json_schema import spec_schema
 from everstep.wire import ClusterInfo, Node
 from service.api.auth import Caller, Principal
 from service.api.context import ApiContext, Context
@@ -21,6 +22,7 @@ from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
 _CATALOG: Final = catalog()
+_SCHEMA: Final = spec_schema()
 LONGEST_DEADLINE_S: Final = 30 * 24 * 3600
 
 log = structlog.get_logger(__name__)
@@ -54,6 +56,13 @@ async def get_catalog(_caller: Caller) -> Catalog:
     """Tasks, models, data sets, optimizers and schedules, each with the JSON schema of its
     arguments."""
     return _CATALOG
+
+
+@router.get("/schema", summary="The JSON schema of a spec", responses=problem_answers())
+async def get_schema(_caller: Caller) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the body of `POST /v1/runs`, for editors and generators. The
+    same file is at `/static/spec.schema.json` without a token, for editors."""
+    return _SCHEMA
 
 
 @router.get("/cluster", summary="The Ray cluster", responses=problem_answers())

@@ -115,17 +115,23 @@ def _drop_default_validation_errors(schema: dict[str, Any]) -> None:
         schema["components"]["schemas"].pop(name, None)
 
 
-def _drop_object_defaults(node: Any) -> None:
-    """Remove defaults that are objects beside a reference or a union: generators of clients cannot
-    write them down. The service fills them in."""
+def _suit_generators(node: Any) -> None:
+    """Write down in another way what generators of clients trip over. The meaning stays.
+
+    A default that is an object, beside a reference or a union, goes: the service fills it in. A
+    constant in a union becomes an enumeration of one.
+    """
     if isinstance(node, dict):
         if isinstance(node.get("default"), dict) and node.keys() & {"$ref", "oneOf", "anyOf"}:
             del node["default"]
+        for each in node.get("anyOf", ()):
+            if isinstance(each, dict) and "const" in each:
+                each["enum"] = [each.pop("const")]
         for each in node.values():
-            _drop_object_defaults(each)
+            _suit_generators(each)
     elif isinstance(node, list):
         for each in node:
-            _drop_object_defaults(each)
+            _suit_generators(each)
 
 
 _RUN: Final = {"run_id": "$response.body#/id"}
@@ -222,7 +228,7 @@ def install(app: FastAPI) -> None:
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
             _drop_default_validation_errors(schema)
-            _drop_object_defaults(schemas)
+            _suit_generators(schemas)
             _add_parameter_problems(schema)
             _add_links(schema)
             app.openapi_schema = schema

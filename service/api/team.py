@@ -132,8 +132,17 @@ async def create_token(
             "project",
             msg="an admin has access to every project; omit project, or choose another role",
         )
-    if wanted.role != "admin" and wanted.project is None:
-        raise invalid_request("project", msg=f"a {wanted.role} belongs to a project; set project")
+    if wanted.all_projects and (wanted.role != "viewer" or wanted.project is not None):
+        raise invalid_request(
+            "all_projects",
+            msg="is for a viewer without a project; an admin has access to all, and a submitter "
+            "belongs to one",
+        )
+    if wanted.role != "admin" and wanted.project is None and not wanted.all_projects:
+        also = ", or all_projects" if wanted.role == "viewer" else ""
+        raise invalid_request(
+            "project", msg=f"a {wanted.role} belongs to a project; set project{also}"
+        )
     expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
     if expires_at is not None and expires_at <= context.clock():
         raise invalid_request("expires_at", msg="is in the past; use a future time, or omit it")

@@ -12,7 +12,9 @@ from typing import Final
 
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
+from everstep.spec.json_schema import spec_schema
 from service.api.problems import not_found
 
 router: Final = APIRouter(include_in_schema=False)
@@ -73,6 +75,12 @@ def read_asset(path: Path) -> Asset:
 def asset_url(name: str) -> str:
     """Return the URL of a file, which changes with its content."""
     return f"/static/{name}?v={asset(name).version}"
+
+
+@router.get("/static/spec.schema.json")
+async def get_schema() -> Response:
+    """Return the JSON schema of a spec. It needs no log-in: editors have none."""
+    return JSONResponse(spec_schema(), headers={"Cache-Control": "no-cache"})
 
 
 @router.get("/static/{name:path}")

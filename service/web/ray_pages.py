@@ -72,7 +72,8 @@ def _require_all_projects(caller: Principal) -> None:
             "forbidden",
             "Ray's dashboard shows the runs of all projects, and your token is for "
             f"{caller.project!r} only. The pages of a run show its ranks, logs and profiles; for "
-            "Ray's dashboard ask an administrator, whose token is for all projects.",
+            "Ray's dashboard ask an administrator for a token that reads all projects "
+            "(`everstep token create NAME --role viewer --all-projects`).",
         )
 
 

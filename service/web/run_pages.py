@@ -18,6 +18,7 @@ from service.api.problems import invalid_request
 from service.api.series import thinned
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
+from service.projections.checkpoints import choose
 from service.web import curves
 from service.web.formatting import bucket_shares, progress_share
 from service.web.lanes import ACTIVITY_WORDS, KINDS, MOST_RANKS, lanes
@@ -172,15 +173,23 @@ async def get_stream(
 async def get_checkpoints(
     request: Request, run: WebRun, context: Context, caller: WebCaller
 ) -> Response:
+    """Show the checkpoints that there are, the best one marked; those that retention deleted are
+    folded away."""
     found = (await checkpoints.list_checkpoints(run, context)).items
+    deleted = [each for each in found if each.state == "deleted"]
+    kept = [each for each in found if each.state != "deleted"]
+    best, _ = choose(kept, run.id, run.stored_spec.checkpoint, "best")
     return await run_page(
         request,
         "checkpoints.html",
         context,
         caller,
         run,
-        checkpoints=tuple(reversed(found[-_MOST_CHECKPOINTS:])),
-        num_older=max(0, len(found) - _MOST_CHECKPOINTS),
+        checkpoints=tuple(reversed(kept[-_MOST_CHECKPOINTS:])),
+        deleted=tuple(reversed(deleted[-_MOST_CHECKPOINTS:])),
+        best=best,
+        best_metric=run.stored_spec.checkpoint.best_metric,
+        num_older=sum(max(0, len(each) - _MOST_CHECKPOINTS) for each in (kept, deleted)),
         may_verify=caller.may("submitter"),
     )
 

@@ -386,3 +386,24 @@ async def test_the_command_line(api: ApiService) -> None:
     assert (await everstep("token", "create", "ci", "--expires-in", "soon")).exit_code == 2
     assert (await everstep("project", "delete", "vision")).exit_code == 0
     assert f"/v1/tokens/{found['id']}" in (await everstep("audit")).stdout
+
+
+async def test_a_viewer_of_all_projects_is_made_on_purpose_only(api: ApiService) -> None:
+    body = {"name": "wall", "role": "viewer", "all_projects": True}
+    made = (await api.http.post("/v1/tokens", json=body)).json()
+    assert made["project"] is None and made["role"] == "viewer"
+    run_id = await api.create(project="vision")
+    viewer = await api.client(made["token"])
+    assert (await viewer.get(f"/v1/runs/{run_id}")).status_code == 200
+    for path in (f"/v1/runs/{run_id}/cancel", "/v1/runs"):
+        assert (await viewer.post(path, json=spec())).status_code == 403
+    for wrong in (
+        {"role": "viewer"},
+        {"role": "viewer", "project": "vision", "all_projects": True},
+        {"role": "submitter", "all_projects": True},
+        {"role": "admin", "all_projects": True},
+    ):
+        refused = await api.http.post("/v1/tokens", json={"name": "x", **wrong})
+        assert refused.status_code == 422, wrong
+    printed = await everstep("token", "create", "tv", "--role", "viewer", "--all-projects")
+    assert printed.exit_code == 0 and "a viewer of every project" in printed.stderr

@@ -60,6 +60,7 @@ LEAST_ROLE = {
     ("POST", "/v1/storage/adopt"): "admin",
     ("GET", "/v1/runs/{run_id}/stragglers"): "viewer",
     ("GET", "/v1/goodput"): "viewer",
+    ("GET", "/v1/schema"): "viewer",
     ("POST", "/v1/code"): "submitter",
     ("GET", "/metrics"): "admin",
 }

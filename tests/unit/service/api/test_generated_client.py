@@ -1,0 +1,119 @@
+"""A client that openapi-python-client generates from our OpenAPI submits a run and reads it.
+
+The generator is a program of its own, with packages of its own: `pipx install
+openapi-python-client`, or name it in EVERSTEP_OPENAPI_PYTHON_CLIENT."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.api_service import ApiService, spec
+from tests.unit.service.api.test_openapi_contract import described, operations
+
+GENERATOR = shutil.which(os.environ.get("EVERSTEP_OPENAPI_PYTHON_CLIENT", "openapi-python-client"))
+PACKAGE = "everstep_generated"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+@pytest.mark.skipif(GENERATOR is None, reason="needs pipx install openapi-python-client")
+async def test_a_generated_client_submits_a_run_and_reads_it(
+    api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert GENERATOR is not None
+    document = tmp_path / "openapi.json"
+    document.write_text(json.dumps(await api.get("/openapi.json")))
+    binary = dict.fromkeys(("application/x-tar", "application/gzip"), "application/octet-stream")
+    (tmp_path / "config.json").write_text(json.dumps({"content_type_overrides": binary}))
+    command = [GENERATOR, "generate", "--path", str(document), "--meta", "none", "--config"]
+    command += [str(tmp_path / "config.json"), "--output-path", str(tmp_path / "made" / PACKAGE)]
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    made = await asyncio.to_thread(
+        subprocess.run, command, env=environ, capture_output=True, text=True, timeout=300
+    )
+    said = made.stdout + made.stderr
+    assert made.returncode == 0 and "WARNING" not in said.upper(), said
+    monkeypatch.syspath_prepend(str(tmp_path / "made"))
+    await asyncio.to_thread(_use, api.url, api.token("submitter", "default"))
+
+
+def _use(url: str, token: str) -> None:
+    def module(name: str) -> Any:
+        return importlib.import_module(f"{PACKAGE}.{name}")
+
+    with module("client").AuthenticatedClient(base_url=url, token=token) as client:
+        body = module("models").RunSpec.from_dict(spec(name="generated"))
+        made = module("api.runs.create_run").sync(client=client, body=body, idempotency_key="once")
+        assert made.name == "generated" and made.status == "QUEUED"
+        assert isinstance(made.created_at, datetime)
+        again = module("api.runs.create_run").sync(client=client, body=body, idempotency_key="once")
+        assert again.id == made.id
+        found = module("api.runs.get_run").sync(made.id, client=client)
+        assert found.id == made.id and found.tags.to_dict() == {}
+        listed = module("api.runs.list_runs").sync(client=client, status=["QUEUED"], limit=1)
+        assert [run.id for run in listed.items] == [made.id] and listed.next_cursor is None
+        events = module("api.history.get_events").sync(made.id, client=client)
+        assert [event.kind for event in events.items][:2] == ["run_created", "status"]
+        resolved = module("api.runs.get_spec").sync(made.id, client=client)
+        assert resolved.train.epochs >= 1
+        missing = module("api.runs.get_run").sync("run_000000000000", client=client)
+        assert missing.code == "not_found"
+
+
+def nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object of a document."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            yield from nodes(each)
+
+
+def test_every_operation_has_a_short_name_of_its_own() -> None:
+    ids = [operation["operationId"] for _, _, operation in operations()]
+    assert len(set(ids)) == len(ids) and all(name.isidentifier() for name in ids)
+    assert [name for name in ids if "v1" in name] == [] and "create_run" in ids
+
+
+def test_times_are_marked_and_no_reference_has_an_object_as_its_default() -> None:
+    document = described()
+    times = [
+        (name, field)
+        for name, schema in document["components"]["schemas"].items()
+        for field, value in schema.get("properties", {}).items()
+        if (field.endswith("_at") or field in ("at", "deadline"))
+        and "date-time" not in json.dumps(value)
+    ]
+    assert times == []
+    objects = [
+        node
+        for node in nodes(document["components"])
+        if isinstance(node.get("default"), dict) and node.keys() & {"$ref", "oneOf", "anyOf"}
+    ]
+    assert objects == []
+
+
+def test_steps_and_cursors_are_described() -> None:
+    bare = [
+        (name, field)
+        for name, schema in described()["components"]["schemas"].items()
+        for field, value in schema.get("properties", {}).items()
+        if ("step" in field or "cursor" in field or field == "seq") and not value.get("description")
+    ]
+    assert bare == []
