@@ -135,7 +135,7 @@ class Client:
         NotFound."""
         check: DeploymentCheck | None = None
 
-        def look() -> None:
+        def fetch() -> None:
             nonlocal check
             check = self._transport.get(
                 f"/v1/cluster/checks/{quote(check_id, safe='')}", DeploymentCheck
@@ -143,7 +143,7 @@ class Client:
 
         wait_until(
             lambda: check is not None and check.state != "running",
-            look,
+            fetch,
             lambda: f"check {check_id} is not finished after {timeout_s:g} s",
             self._transport.timing,
             self._patience,

@@ -80,7 +80,7 @@ class Nodes:
         """
         node: Node | None = None
 
-        def look() -> None:
+        def fetch() -> None:
             nonlocal node
             node = self.get(node_id)
 
@@ -99,7 +99,9 @@ class Nodes:
             )
             return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
 
-        wait_until(drained, look, late, self._transport.timing, self._patience, timeout_s=timeout_s)
+        wait_until(
+            drained, fetch, late, self._transport.timing, self._patience, timeout_s=timeout_s
+        )
         assert node is not None
         return node
 

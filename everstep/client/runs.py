@@ -65,7 +65,7 @@ class RunHandle(RunCheckpoints):
         """
         display = Display() if is_notebook() else None
 
-        def look() -> None:
+        def refresh_and_show() -> None:
             self.refresh()
             if display is not None:
                 display.show(self.run)
@@ -76,7 +76,7 @@ class RunHandle(RunCheckpoints):
 
         wait_until(
             lambda: self.run.status.terminal,
-            look,
+            refresh_and_show,
             late,
             self._transport.timing,
             self._patience,

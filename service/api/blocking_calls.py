@@ -38,7 +38,9 @@ class BlockingCalls:
             partial(call, *args, **kwargs), limiter=self._database_threads
         )
 
-    async def database_look(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def database_lookup(
+        self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Run a store's method in the event loop. For reads of a few rows through an index."""
         return await self._database.do_in_loop(partial(call, *args, **kwargs))
 

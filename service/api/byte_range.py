@@ -10,7 +10,7 @@ from service.api.problems import ProblemError
 _ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IGNORECASE)
 
 
-def asked_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+def requested_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     """Return (first byte, byte after the last) of the requested range.
 
     None means everything: no header, another unit, several ranges or an invalid one, all of which a

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
 from service.api.auth import ControlledRun, VisibleRun
-from service.api.byte_range import asked_range
+from service.api.byte_range import requested_range
 from service.api.byte_stream import begun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
@@ -87,7 +87,7 @@ async def get_archive(
     )
     archive = await context.storage_call(CheckpointStore(run_dir).archive, checkpoint.name)
     etag = f'"{archive.manifest.digest}"'
-    wanted = asked_range(range_, archive.size_bytes) if if_range in (None, etag) else None
+    wanted = requested_range(range_, archive.size_bytes) if if_range in (None, etag) else None
     begin, end = wanted or (0, archive.size_bytes)
     blocks = await context.storage_call(begun, archive.stream(begin, end))
     headers = {

@@ -17,7 +17,7 @@ from service.api.openapi import problem_answers
 from service.api.problems import ProblemError, not_found, unavailable
 from service.cluster.cluster_view import with_mark
 from service.db.ids import RUN_ID_PATTERN
-from service.model.rows import MarkWord
+from service.model.rows import MarkState
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
@@ -94,7 +94,7 @@ async def cordon_node(
 ) -> Node:
     """Places no new ranks on the node. Its current ranks stay until their run restarts for another
     reason."""
-    return await _say(context, caller, node_id, "cordoned", order or NodeOrder())
+    return await _mark(context, caller, node_id, "cordoned", order or NodeOrder())
 
 
 @router.post(
@@ -106,7 +106,7 @@ async def uncordon_node(
     node_id: NodeId, context: Context, caller: Caller, order: Order = None
 ) -> Node:
     """Ends a cordon or a drain. Earlier failures no longer count against the node."""
-    return await _say(context, caller, node_id, "open", order or NodeOrder())
+    return await _mark(context, caller, node_id, "open", order or NodeOrder())
 
 
 @router.post(
@@ -120,14 +120,14 @@ async def drain_node(
     """Ranks save, leave at once and move to other nodes, without losing a step. The node is
     `DRAINED` once they have left."""
     order = order or DrainOrder()
-    return await _say(context, caller, node_id, "draining", order, order.deadline_s)
+    return await _mark(context, caller, node_id, "draining", order, order.deadline_s)
 
 
-async def _say(
+async def _mark(
     context: ApiContext,
     caller: Principal,
     node_id: str,
-    state: MarkWord,
+    state: MarkState,
     order: NodeOrder,
     deadline_s: float | None = None,
 ) -> Node:
@@ -150,8 +150,8 @@ async def _say(
         raise ProblemError(
             409, "conflict", f"node {node_id} is dead; only live nodes can be marked"
         )
-    word = await context.database_call(
-        context.node_marks.say,
+    row = await context.database_call(
+        context.node_marks.mark,
         node_id,
         state,
         caller.name,
@@ -164,7 +164,7 @@ async def _say(
         state=state,
         by=caller.name,
         reason=order.reason,
-        deadline=word.deadline,
+        deadline=row.deadline,
     )
     try:
         await context.storage_call(context.marks_file.publish)
@@ -188,7 +188,7 @@ async def _with_marks_and_runs(
 ) -> ClusterInfo:
     """Return the cluster with marks and runs of its nodes. Runs that the caller may not see count,
     but are not named."""
-    words = await context.database_call(context.node_marks.all)
+    rows = await context.database_call(context.node_marks.all)
     places: dict[str, list[str]] = {}
     occupied: set[str] = set()
     for run in await context.database_call(context.runs.live):
@@ -200,7 +200,7 @@ async def _with_marks_and_runs(
     now = context.clock()
     shown = tuple(
         _as_seen(
-            caller, with_mark(node, words.get(node.id), has_ranks=node.id in occupied, now=now)
+            caller, with_mark(node, rows.get(node.id), has_ranks=node.id in occupied, now=now)
         ).model_copy(update={"runs": tuple(places.get(node.id, ()))})
         for node in info.nodes
     )

@@ -24,7 +24,7 @@ from storage.errors import StorageNotFound
 
 router: Final = APIRouter(prefix="/v1/code", tags=["code"])
 
-_one_look: Final = threading.Lock()
+_one_check: Final = threading.Lock()
 """Check one archive at a time: the parser holds the interpreter lock most of the time."""
 FORM_BYTES: Final = 64 << 10
 """Size allowed for the parts of a multipart body around its file."""
@@ -105,16 +105,16 @@ async def upload_code(
 
 
 async def check_code(context: ApiContext, caller: Principal, project: str, code: CodeSpec) -> None:
-    """Look at the code that a run of a project brings, without running any of it.
+    """Check the code that a run of a project brings, without running any of it.
 
     An archive is one of the project's own; administrators, who reach all projects, may take any.
     Raises InvalidSpec with every fault that can be seen.
     """
-    if caller.project is not None and not await context.database_look(
+    if caller.project is not None and not await context.database_lookup(
         context.code_archives.holds, project, code.archive
     ):
         raise InvalidSpec((_missing(project),))
-    faults = await context.storage_call(_look, CodeStore(context.storage), project, code)
+    faults = await context.storage_call(_archive_faults, CodeStore(context.storage), project, code)
     if faults:
         raise InvalidSpec(tuple(faults))
     # members of the project may then use what an administrator submitted
@@ -132,12 +132,12 @@ def _missing(project: str) -> FieldError:
     return FieldError(("code", "archive"), words)
 
 
-def _look(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
+def _archive_faults(store: CodeStore, project: str, code: CodeSpec) -> list[FieldError]:
     try:
         data = store.read(code.archive)
     except StorageNotFound:
         return [_missing(project)]
-    with _one_look:
+    with _one_check:
         return faults_of(code, {member.path: member.data for member in read_members(data)})
 
 

@@ -121,7 +121,7 @@ class ApiContext:
         self.deployment_checks = DeploymentChecks(storage, ray, clock)
         self.calls = calls = BlockingCalls(database)
         self.database_call = calls.database_call
-        self.database_look = calls.database_look
+        self.database_lookup = calls.database_lookup
         self.database_write = calls.database_write
         self.storage_call = calls.storage_call
         self.feed = EventFeed(self.events, calls)

@@ -80,9 +80,9 @@ class Followers:
             (False, self._tokens.still_valid),
             (True, self._sessions.still_valid),
         ):
-            asked = [each for each in self._followers if each.caller.by_session is by_session]
-            if not asked:
+            checked = [each for each in self._followers if each.caller.by_session is by_session]
+            if not checked:
                 continue
-            valid = await self._database_call(still_valid, {each.caller.sha256 for each in asked})
-            for each in asked:
+            valid = await self._database_call(still_valid, {each.caller.sha256 for each in checked})
+            for each in checked:
                 each.refused = each.caller.sha256 not in valid

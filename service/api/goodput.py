@@ -22,9 +22,9 @@ async def get_project_goodput(
 ) -> Page[ProjectGoodput]:
     """The sum of all runs' ledgers, for each project that the token has access to. Deleted runs are
     left out."""
-    asked = [name for name in (project, caller.project) if name is not None]
-    wanted = asked or None
-    if len(set(asked)) > 1:
+    named = [name for name in (project, caller.project) if name is not None]
+    wanted = named or None
+    if len(set(named)) > 1:
         return Page(items=(), next_cursor=None)
     found = await context.database_call(context.time_book.by_project, context.clock(), wanted)
     return Page(items=tuple(found), next_cursor=None)

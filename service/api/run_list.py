@@ -34,7 +34,7 @@ def confirmed_page(
     context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
 ) -> bytes:
     """Return the page as JSON. Raise 401 if the caller's token is no longer valid."""
-    with context.database.look() as connection:
+    with context.database.autocommit() as connection:
         if not _reaches_any(caller, wanted):
             caller.confirm(context, connection)
             return _page_of(context, [], limit)

@@ -116,8 +116,8 @@ async def list_runs(
     )
     before = parse_run_cursor(cursor)
     # A search scans runs, and a long page takes time to encode: keep both out of the event loop.
-    ask = context.database_call if search or limit > SHORT_PAGE else context.database_look
-    answer = await ask(confirmed_page, context, caller, wanted, limit, before)
+    call = context.database_call if search or limit > SHORT_PAGE else context.database_lookup
+    answer = await call(confirmed_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 

@@ -107,7 +107,7 @@ async def checked(
         context.storage_roots.check_data(spec)
     # confirm the caller before errors can reveal what exists
     if confirm is not None and (spec.code is not None or spec.resume_from is not None):
-        await context.database_look(_confirmed, context, confirm)
+        await context.database_lookup(_confirmed, context, confirm)
     if spec.code is not None:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
@@ -152,7 +152,7 @@ def _check_notify(context: ApiContext, spec: RunSpec) -> None:
 
 
 def _confirmed(context: ApiContext, confirm: Guard) -> None:
-    with context.database.look() as connection:
+    with context.database.autocommit() as connection:
         confirm(connection)
 
 

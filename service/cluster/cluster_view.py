@@ -79,26 +79,26 @@ class ClusterView:
         )
 
 
-def with_mark(node: Node, word: NodeMarkRow | None, *, has_ranks: bool, now: float) -> Node:
+def with_mark(node: Node, row: NodeMarkRow | None, *, has_ranks: bool, now: float) -> Node:
     """Return the node in the state that its mark gives it.
 
     Args:
         node: As Ray describes it. A drain by Ray takes precedence over a cordon.
-        word: Its newest mark, or None.
+        row: Its newest mark, or None.
         has_ranks: Whether ranks of any run are on it.
         now: Unix seconds.
     """
-    if word is None or word.state == "open":
+    if row is None or row.state == "open":
         return node
     mark = NodeMark(
-        reason=word.reason,
-        by=word.by,
-        at=datetime.fromtimestamp(word.at, UTC),
-        deadline=None if word.deadline is None else datetime.fromtimestamp(word.deadline, UTC),
+        reason=row.reason,
+        by=row.by,
+        at=datetime.fromtimestamp(row.at, UTC),
+        deadline=None if row.deadline is None else datetime.fromtimestamp(row.deadline, UTC),
     )
     state: NodeState = node.state
-    if state != "DEAD" and word.state == "draining":
-        state = "DRAINING" if has_ranks or now - word.at < HEARD_S else "DRAINED"
+    if state != "DEAD" and row.state == "draining":
+        state = "DRAINING" if has_ranks or now - row.at < HEARD_S else "DRAINED"
     elif state == "ALIVE":
         state = "CORDONED"
     return node.model_copy(update={"state": state, "mark": mark})

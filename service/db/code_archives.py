@@ -26,7 +26,7 @@ class CodeArchives:
 
     def holds(self, project: str, digest: str) -> bool:
         """Return whether a project has uploaded an archive."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             return _holds(connection, project, digest)
 
     def share(self, project: str, digest: str, token_id: str) -> None:

@@ -73,9 +73,9 @@ class Database:
         self._own = threading.local()
         """Thread-local: ``reading`` is the connection of the current read transaction,
         ``committed`` lists functions to call after the commit."""
-        self._looking: ContextVar[Connection | None] = ContextVar("looking", default=None)
-        """Connection of the thread's current ``look``; for a request in the event loop also of its
-        writes."""
+        self._current: ContextVar[Connection | None] = ContextVar("current", default=None)
+        """Connection of the thread's current ``autocommit``; for a request in the event loop also
+        of its writes."""
         self._loop: postgresql.LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
@@ -136,13 +136,13 @@ class Database:
                     self._own.reading = None
 
     @contextmanager
-    def look(self) -> Iterator[Connection]:
+    def autocommit(self) -> Iterator[Connection]:
         """Open a connection for single reading statements, without a transaction, which would cost
         more than they do.
 
-        Inside a read it joins that transaction; inside a look it uses the same connection.
+        Inside a read it joins that transaction; a nested one uses the same connection.
         """
-        begun: Connection | None = getattr(self._own, "reading", None) or self._looking.get()
+        begun: Connection | None = getattr(self._own, "reading", None) or self._current.get()
         if begun is not None:
             yield begun
             return
@@ -150,21 +150,21 @@ class Database:
             alone = (
                 {"everstep_begin": None} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
             )
-            with self._looking_on(connection.execution_options(**alone)) as looking:
-                yield looking
+            with self._current_on(connection.execution_options(**alone)) as single:
+                yield single
 
     @contextmanager
-    def _looking_on(self, connection: Connection) -> Iterator[Connection]:
-        before = self._looking.set(connection)
+    def _current_on(self, connection: Connection) -> Iterator[Connection]:
+        before = self._current.set(connection)
         try:
             yield connection
         finally:
-            self._looking.reset(before)
+            self._current.reset(before)
 
     def _of_loop(self) -> Connection | None:
         """Return the event loop's connection, if the current call runs in the loop."""
-        looking = self._looking.get()
-        return looking if looking is not None and looking.dialect.is_async else None
+        current = self._current.get()
+        return current if current is not None and current.dialect.is_async else None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -212,11 +212,11 @@ class Database:
             call()
 
     async def do_in_loop(self, call: Callable[[], T], *, writes: bool = False) -> T:
-        """Run ``call`` in the event loop's own thread and return its result. It may look, or write,
-        but not read.
+        """Run ``call`` in the event loop's own thread and return its result. It may use
+        ``autocommit``, or write, but not read.
 
-        Only where that blocks nobody (looks on SQLite), or others continue meanwhile (PostgreSQL):
-        threads wait for one another, and for the interpreter lock.
+        Only where that blocks nobody (single statements on SQLite), or others continue meanwhile
+        (PostgreSQL): threads wait for one another, and for the interpreter lock.
         """
         if self.is_sqlite:
             assert not writes, "a commit would hold up the event loop"
@@ -227,7 +227,7 @@ class Database:
             return await self._loop.run(partial(self._call_on, call), writes=writes)
 
     def _call_on(self, call: Callable[[], T], connection: Connection) -> T:
-        with self._looking_on(connection):
+        with self._current_on(connection):
             return call()
 
     async def close_loop(self) -> None:

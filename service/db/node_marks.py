@@ -12,7 +12,7 @@ from everstep.wire import Failure
 from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.tables import events, node_marks
-from service.model.rows import MarkWord, NodeFailure, NodeMarkRow
+from service.model.rows import MarkState, NodeFailure, NodeMarkRow
 
 GONE_KEPT_S: Final = 24 * 3600.0
 """How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
@@ -34,10 +34,10 @@ class NodeMarkStore:
             rows = map(NodeMarkRow.of, connection.execute(select(node_marks)).mappings())
             return {row.node_id: row for row in rows}
 
-    def say(
+    def mark(
         self,
         node_id: str,
-        state: MarkWord,
+        state: MarkState,
         by: str,
         *,
         reason: str | None = None,
@@ -59,7 +59,9 @@ class NodeMarkStore:
             replace_row(connection, node_marks, row.columns())
         return row
 
-    def say_if_silent(self, node_id: str, known_at: float | None, by: str, reason: str) -> bool:
+    def cordon_if_unchanged(
+        self, node_id: str, known_at: float | None, by: str, reason: str
+    ) -> bool:
         """Cordon a node, unless its mark has changed since ``known_at``, the time of the last known
         mark (None: no mark)."""
         row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)

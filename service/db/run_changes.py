@@ -201,7 +201,7 @@ class RunChanges(RunQueries):
         changed."""
         self.set_reasons([(run_id, expected, reason)])
 
-    def set_reasons(self, said: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
+    def set_reasons(self, reasons: Sequence[tuple[str, RunStatus, Reason | None]]) -> None:
         """Set reasons of several runs, as (run id, expected status, reason). They are not part of
         the history."""
         now = self._clock()
@@ -212,7 +212,7 @@ class RunChanges(RunQueries):
                 if reason is None
                 else {"code": reason.code.value, "message": reason.message}
             )
-            for run_id, expected, reason in said
+            for run_id, expected, reason in reasons
         ]
         with self._database.write() as connection:
             connection.execute(_SAY, values)

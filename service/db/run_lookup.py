@@ -34,7 +34,7 @@ from service.model.run_rows import RunRow
 
 Columns = Select[*tuple[Any, ...]]
 """What to select of each run: a query of ``runs`` without conditions."""
-Asked = tuple[Columns, dict[str, Any]]
+BoundQuery = tuple[Columns, dict[str, Any]]
 """A query and the values of its parameters."""
 Place = tuple[float, str]
 """(created_at, id) of a run: the sort key of lists, newest first."""
@@ -77,7 +77,7 @@ def find_run(connection: Connection, run_id: str) -> RunRow | None:
 
 def page_query(
     connection: Connection, columns: Columns, where: RunFilter, limit: int, before: Place | None
-) -> Asked:
+) -> BoundQuery:
     """Return the query for the first ``limit`` runs after ``before``, newest first."""
     where = replace(where, statuses=tuple(dict.fromkeys(where.statuses)))
     tag = next((number for number, (_, value) in enumerate(where.tags) if value is not None), None)
@@ -99,7 +99,7 @@ def page_query(
     return make(columns, _Shape.of(where), before is not None, tag), values
 
 
-def counted(columns: Columns, where: RunFilter) -> Asked:
+def counted(columns: Columns, where: RunFilter) -> BoundQuery:
     """Return the query for the runs that match a filter, in no order."""
     return _matching(
         columns, _Shape.of(where), range(len(where.statuses)), in_order=False

@@ -48,7 +48,7 @@ class RunQueries:
         self._clock = clock
 
     def get(self, run_id: str) -> RunRow | None:
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             return find_run(connection, run_id)
 
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
@@ -64,7 +64,7 @@ class RunQueries:
 
     def page(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunHead]:
         """Return the heads of the runs of a page; ``listed`` returns the rest."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             return [
                 RunHead._make(row)
                 for row in connection.execute(
@@ -77,7 +77,7 @@ class RunQueries:
     ) -> list[RunHead] | None:
         """Return a page, and check the caller's claim in the same query; None if the claim no
         longer holds."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             query, values = page_query(connection, _CLAIMED_HEADS, where, limit, before)
             rows = connection.execute(query, values | claim.values(self._clock())).all()
             holds = rows[0][-1] if rows else claim.holds(connection, self._clock())
@@ -88,7 +88,7 @@ class RunQueries:
         out."""
         if not run_ids:
             return {}
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             rows = connection.execute(_LISTED_BY_IDS, {"ids": list(run_ids)}).all()
         found = [(ListedRun.read(row[:-1]), row[-1]) for row in rows]
         return {run.id: (run, changes_of(run.id, changes)) for run, changes in found}
@@ -101,12 +101,12 @@ class RunQueries:
     def live_versions(self) -> dict[str, int]:
         """Return the row version of every live run by id, in the same order: unchanged rows need
         not be read again."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             return {run_id: version for run_id, version in connection.execute(_LIVE_HEADS)}
 
     def rows(self, run_ids: Sequence[str]) -> dict[str, RunRow]:
         """Return these runs by id, without deleted ones."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             found = connection.execute(_BY_IDS, {"ids": list(run_ids)})
             return {run.id: run for run in map(RunRow.read, found)}
 
@@ -135,7 +135,7 @@ class RunQueries:
     def transitions(self, run_ids: Collection[str]) -> dict[str, list[TransitionRow]]:
         """Return the transitions of each run, oldest first."""
         found: dict[str, list[TransitionRow]] = {run_id: [] for run_id in run_ids}
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             for row in connection.execute(_TRANSITIONS, {"ids": list(run_ids)}).all():
                 found[row[0]].append(TransitionRow._make(row))
         return found

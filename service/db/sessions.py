@@ -62,7 +62,7 @@ class SessionStore:
 
     def find(self, secret: str) -> TokenRow | None:
         """Return the token of a cookie; None if the session or its token has ended."""
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             found = connection.execute(
                 _TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}
             ).one_or_none()

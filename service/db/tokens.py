@@ -92,7 +92,7 @@ def valid_digests(
 ) -> set[str]:
     """Return those of many SHA-256 that a query for ``digests`` finds valid at ``now``."""
     wanted, found = list(digests), set[str]()
-    with database.look() as connection:
+    with database.autocommit() as connection:
         for start in range(0, len(wanted), _CHUNK):
             found.update(
                 connection.execute(
@@ -214,7 +214,7 @@ class TokenStore:
     def find(self, secret: str) -> TokenRow | None:
         """Return the token of a secret; None if it is unknown, expired or revoked."""
         digest = sha256_of(secret)
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             found = connection.execute(_BY_HASH, {"sha256": digest}).one_or_none()
         return None if found is None else self._accepted(TokenRow(*found), digest)
 
@@ -226,7 +226,7 @@ class TokenStore:
         """Return the token of a secret, and a run, in one query: most requests about a run need
         only these."""
         digest = sha256_of(secret)
-        with self._database.look() as connection:
+        with self._database.autocommit() as connection:
             row = connection.execute(_WITH_RUN, {"sha256": digest, "run_id": run_id}).one_or_none()
         token = None if row is None else self._accepted(TokenRow(*row[:_RUN_AT]), digest)
         if row is None or token is None or row[_RUN_AT] is None:

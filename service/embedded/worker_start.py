@@ -40,12 +40,12 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
         (text.removeprefix(LANGUAGE_FLAG) for text in arguments if text.startswith(LANGUAGE_FLAG)),
         "PYTHON",
     )
-    asked = json.loads(context or "{}")
-    if language != "PYTHON" or any(asked.get(name) for name in _NEEDS_EXEC):
+    runtime_env = json.loads(context or "{}")
+    if language != "PYTHON" or any(runtime_env.get(name) for name in _NEEDS_EXEC):
         return None
-    if asked.get("py_executable") not in (None, "", sys.executable):
+    if runtime_env.get("py_executable") not in (None, "", sys.executable):
         return None
-    variables: dict[str, str] = asked.get("env_vars") or {}
+    variables: dict[str, str] = runtime_env.get("env_vars") or {}
     if any("$" in value for value in variables.values()):
         return None
     return {
@@ -59,7 +59,7 @@ def plan(arguments: list[str], environ: dict[str, str]) -> dict[str, Any] | None
     }
 
 
-def ask(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | None:
+def request_fork(request: dict[str, Any], address: str) -> tuple[int, socket.socket] | None:
     """Let the server fork the worker. Return its pidfd and the connection, or None without an
     answer.
 
@@ -92,7 +92,7 @@ def main() -> NoReturn:
     raylet = os.pidfd_open(os.getppid())
     address = os.environ.get(FORK_SERVER_VARIABLE)
     request = plan(sys.argv[1:], dict(os.environ)) if address else None
-    answer = ask(request, address) if request and address else None
+    answer = request_fork(request, address) if request and address else None
     if answer is None:
         os.execv(
             sys.executable,

@@ -11,7 +11,7 @@ from everstep.wire import ErrorKind
 from storage.cluster.node_marks import NodeMark
 
 Role = Literal["viewer", "submitter", "admin"]
-MarkWord = Literal["cordoned", "draining", "open"]
+MarkState = Literal["cordoned", "draining", "open"]
 
 
 class Row:
@@ -130,7 +130,7 @@ class NodeMarkRow(Row):
     are forgiven."""
 
     node_id: str
-    state: MarkWord
+    state: MarkState
     reason: str | None
     by: str
     at: float

@@ -35,7 +35,7 @@ def profiles(events: Iterable[EventRow]) -> list[Profile]:
             found[event.data["id"]] = _requested(event)
         elif event.data.get("id") in found:
             profile = found[event.data["id"]]
-            found[profile.id] = profile.model_copy(update=_news(event))
+            found[profile.id] = profile.model_copy(update=_update(event))
         elif _ends_attempt(event):
             _lapse(found, *_OPEN)
     return list(found.values())
@@ -49,7 +49,7 @@ def _requested(event: EventRow) -> Profile:
     )
 
 
-def _news(event: EventRow) -> dict[str, Any]:
+def _update(event: EventRow) -> dict[str, Any]:
     data = event.data
     match event.kind:
         case EventKind.PROFILE_STARTED:

@@ -31,7 +31,7 @@ from service.reconciler.decisions import (
     EndJob,
     Grow,
     Preempt,
-    SayReason,
+    SetReason,
     Shrink,
     Start,
     SubmitClaimed,
@@ -128,12 +128,12 @@ def _stopping(run: RunFacts, facts: Facts) -> Iterator[Decision]:
         if run.tail == TailFact.DRAINED:
             yield _stopped(run, stop)
         elif facts.storage_problem is not None:
-            yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
+            yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
     elif run.job == JobFact.ALIVE:
         if facts.now - (run.stop_at or facts.now) > STOP_GRACE_S[stop]:
             yield EndJob(submission_id(run.id, run.submission))
     elif facts.ray_problem:
-        yield from _say(
+        yield from _set_reason(
             run, ReasonCode.WAITING_FOR_CLUSTER, f"stops once Ray answers: {facts.ray_problem}"
         )
 
@@ -153,11 +153,11 @@ def _stopped(run: RunFacts, stop: Stop) -> Decision:
 def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Decide about a run that should have a job: STARTING, RUNNING or RECOVERING."""
     if facts.storage_problem is not None and run.job in (JobFact.ENDED, JobFact.MISSING):
-        yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
+        yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
         return
     if run.job == JobFact.UNKNOWN:
         if facts.ray_problem and run.status != RunStatus.RUNNING:
-            yield from _say(
+            yield from _set_reason(
                 run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}"
             )
         return
@@ -166,7 +166,7 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
             # The process died between submission and record. Submitting again records the job.
             yield SubmitClaimed(run.id, run.submission)
         if run.reason is not None and run.reason.code == ReasonCode.WAITING_FOR_CLUSTER:
-            yield SayReason(run.id, run.status, None)
+            yield SetReason(run.id, run.status, None)
         return
     if run.job == JobFact.MISSING and not run.job_recorded:
         yield SubmitClaimed(run.id, run.submission)
@@ -178,7 +178,7 @@ def _submitted(run: RunFacts, facts: Facts) -> Iterator[Decision]:
 def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
     """Replace a job that is gone without a verdict in its journal by the next submission."""
     if run.storage_problem is not None:
-        yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
+        yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, run.storage_problem)
     elif run.fruitless >= MANY_FRUITLESS and not _waits_for_storage(run):
         message = (
             f"the last {run.fruitless} submissions ended without a verdict and without a new "
@@ -187,7 +187,7 @@ def _replace(run: RunFacts, facts: Facts) -> Iterator[Decision]:
             f"({submission_id(run.id, run.submission)}) and the "
             "run's driver log say more"
         )
-        yield from _say(run, ReasonCode.NO_PROGRESS, message)
+        yield from _set_reason(run, ReasonCode.NO_PROGRESS, message)
     if facts.now >= (run.submitted_at or 0.0) + backoff_s(run.fruitless):
         yield Start(run.id, run.submission)
 
@@ -201,12 +201,12 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
         return
     if facts.storage_problem is not None:
         for run in queued:
-            yield from _say(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
+            yield from _set_reason(run, ReasonCode.STORAGE_UNAVAILABLE, facts.storage_problem)
         return
     if facts.nodes is None:
         if facts.ray_problem:
             for run in queued:
-                yield from _say(
+                yield from _set_reason(
                     run, ReasonCode.WAITING_FOR_CLUSTER, f"waits for Ray: {facts.ray_problem}"
                 )
         return
@@ -227,11 +227,11 @@ def _queued(queued: list[RunFacts], facts: Facts) -> Iterator[Decision]:
         if admission.reason is None:
             yield Start(run.id, run.submission, admission.limit)
         elif admission.reason != run.reason:
-            yield SayReason(run.id, run.status, admission.reason)
+            yield SetReason(run.id, run.status, admission.reason)
 
 
-def _say(run: RunFacts, code: ReasonCode, message: str) -> Iterator[Decision]:
+def _set_reason(run: RunFacts, code: ReasonCode, message: str) -> Iterator[Decision]:
     """Set a reason, unless the run already has one of this code: a changed text is not worth a
     write."""
     if run.reason is None or run.reason.code != code:
-        yield SayReason(run.id, run.status, Reason(code=code, message=message))
+        yield SetReason(run.id, run.status, Reason(code=code, message=message))

@@ -90,7 +90,7 @@ class ChangeStatus:
 
 
 @dataclass(frozen=True)
-class SayReason:
+class SetReason:
     """Set the reason why a run waits, or clear it."""
 
     run_id: str
@@ -108,7 +108,7 @@ Decision = (
     | DeliverStop
     | EndJob
     | ChangeStatus
-    | SayReason
+    | SetReason
 )
 
 

@@ -17,7 +17,7 @@ from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 
 RUN_PATIENCE_S: Final = 5.0
-"""Longest wait of a look for one run's journal. A slower one continues in the background and counts
+"""Longest wait of a tick for one run's journal. A slower one continues in the background and counts
 as not read to its end."""
 MOST_SLOW: Final = 64
 """Most journals that are read in the background, each on a thread."""
@@ -31,7 +31,7 @@ class Drains:
     """Reads journals on threads. A storage may hang for one directory and serve all others, and
     nothing can end a read that hangs.
 
-    Only one thread at a time may call ``look``.
+    Only one thread at a time may call ``read``.
     """
 
     def __init__(self, drain: Drain) -> None:
@@ -41,7 +41,7 @@ class Drains:
         self._were_slow: set[str] = set()
         """Runs that were slow. They come last, so that they delay no other."""
 
-    def look(self, rows: Sequence[RunRow]) -> dict[str, tuple[RunRow, TailFact]]:
+    def read(self, rows: Sequence[RunRow]) -> dict[str, tuple[RunRow, TailFact]]:
         """Read the journals. Return each run afterwards, and how far its journal was read.
 
         Runs that are gone are left out.
@@ -78,7 +78,7 @@ class Drains:
             self._were_slow.add(stuck)
             if len(self._slow) >= MOST_SLOW:
                 log.error(
-                    "too many journals are slow to read; reading the rest at a later look",
+                    "too many journals are slow to read; reading the rest at a later tick",
                     runs=len(waiting),
                 )
                 break
@@ -144,7 +144,7 @@ class _Worker:
 
     def _keep(self, row: RunRow, outcome: tuple[RunRow, TailFact] | None) -> None:
         with self._changed:
-            if not self._left:  # Otherwise the look has ended, and the next one reads again.
+            if not self._left:  # Otherwise the tick has ended, and the next one reads again.
                 self.done[row.id] = outcome
 
     def _fail(self, exc: Exception) -> None:

@@ -25,7 +25,7 @@ from service.reconciler.decisions import (
     EndJob,
     Grow,
     Preempt,
-    SayReason,
+    SetReason,
     Shrink,
     Start,
     SubmitClaimed,
@@ -87,10 +87,10 @@ class Executor:
         Raises DatabaseError.
         """
         by_run: dict[str, list[Decision]] = {}
-        said: list[tuple[str, RunStatus, Reason | None]] = []
+        reasons: list[tuple[str, RunStatus, Reason | None]] = []
         for decision in decisions:
-            if isinstance(decision, SayReason):
-                said.append((decision.run_id, decision.expected, decision.reason))
+            if isinstance(decision, SetReason):
+                reasons.append((decision.run_id, decision.expected, decision.reason))
                 continue
             by_run.setdefault(_run_id(decision), []).append(decision)
         for run_id, due in by_run.items():
@@ -98,7 +98,7 @@ class Executor:
                 self._acting[run_id] = asyncio.create_task(
                     self._execute_for(run_id, due), name=f"execute-{run_id}"
                 )
-        await in_pieces(self._runs.set_reasons, said)
+        await in_pieces(self._runs.set_reasons, reasons)
         if self._acting:
             await asyncio.wait(self._acting.values(), timeout=PATIENCE_S)
         ended = {run_id: task for run_id, task in self._acting.items() if task.done()}

@@ -144,7 +144,7 @@ class Reconciler:
             await self._executor.close()
             self.last_tick_at = self._clock()
             return ()
-        facts = await self._observer.look()
+        facts = await self._observer.observe()
         # In a thread: thousands of waiting runs take long enough to delay requests.
         decisions = await asyncio.to_thread(decide, facts)
         await self._executor.execute(decisions)

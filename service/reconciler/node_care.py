@@ -50,35 +50,35 @@ class NodeCare:
         self._ray = ray
         self._rule = rule
         self._clock = clock
-        self._look: asyncio.Task[None] | None = None
-        self._looked_at = float("-inf")
+        self._check: asyncio.Task[None] | None = None
+        self._checked_at = float("-inf")
         self._spared: frozenset[str] = frozenset()
 
     def tick(self) -> None:
-        """Start a look if one is due. Raises the error of the previous one, such as
+        """Start a check if one is due. Raises the error of the previous one, such as
         DatabaseError."""
-        if self._look is not None:
-            if not self._look.done():
+        if self._check is not None:
+            if not self._check.done():
                 return
-            look, self._look = self._look, None
-            look.result()
-        if time.monotonic() - self._looked_at >= INTERVAL_S:
-            self._looked_at = time.monotonic()
-            self._look = asyncio.create_task(self.look(), name="node-care")
+            check, self._check = self._check, None
+            check.result()
+        if time.monotonic() - self._checked_at >= INTERVAL_S:
+            self._checked_at = time.monotonic()
+            self._check = asyncio.create_task(self.check(), name="node-care")
 
     async def close(self) -> None:
-        """Cancel a running look. Any part of it may be repeated."""
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.gather(self._look, return_exceptions=True)
-            self._look = None
+        """Cancel a running check. Any part of it may be repeated."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.gather(self._check, return_exceptions=True)
+            self._check = None
 
-    async def look(self) -> None:
-        """Look after all nodes once. Raises DatabaseError."""
-        words = await asyncio.to_thread(self._marks.all)
-        suspects = await self._suspects(words)
-        if words or suspects:
-            await self._care(words, suspects)
+    async def check(self) -> None:
+        """Check all nodes once. Raises DatabaseError."""
+        rows = await asyncio.to_thread(self._marks.all)
+        suspects = await self._suspects(rows)
+        if rows or suspects:
+            await self._care(rows, suspects)
         try:
             if await asyncio.to_thread(self._file.publish):
                 log.info("updated the file of marked nodes for drivers")
@@ -87,15 +87,15 @@ class NodeCare:
                 "the file of marked nodes could not be written; trying again", problem=str(exc)
             )
 
-    async def _suspects(self, words: Mapping[str, NodeMarkRow]) -> tuple[Suspect, ...]:
+    async def _suspects(self, rows: Mapping[str, NodeMarkRow]) -> tuple[Suspect, ...]:
         if not self._rule.is_on:
             return ()
         now = self._clock()
         failures = await asyncio.to_thread(self._marks.failures_since, now - self._rule.window_s)
-        pardoned = {node_id: word.at for node_id, word in words.items() if word.state == "open"}
+        pardoned = {node_id: row.at for node_id, row in rows.items() if row.state == "open"}
         return find_suspects(failures, self._rule, now, pardoned)
 
-    async def _care(self, words: Mapping[str, NodeMarkRow], suspects: tuple[Suspect, ...]) -> None:
+    async def _care(self, rows: Mapping[str, NodeMarkRow], suspects: tuple[Suspect, ...]) -> None:
         try:
             nodes = await self._ray.live_nodes()
         except RayError as exc:
@@ -106,15 +106,19 @@ class NodeCare:
             self._marks.note_living, living, self._rule.window_s
         ):
             log.info("forgot the mark of a node that is gone", node_id=node_id)
-        marked = {node_id for node_id, word in words.items() if word.mark is not None}
+        marked = {node_id for node_id, row in rows.items() if row.mark is not None}
         chosen, spared = choose_to_cordon(
             suspects, {node.node_id for node in nodes if _runs_ranks(node)}, marked
         )
         for suspect in chosen:
-            known = words.get(suspect.node_id)
+            known = rows.get(suspect.node_id)
             known_at = known.at if known else None
             if await asyncio.to_thread(
-                self._marks.say_if_silent, suspect.node_id, known_at, BY_ITSELF, suspect.reason
+                self._marks.cordon_if_unchanged,
+                suspect.node_id,
+                known_at,
+                BY_ITSELF,
+                suspect.reason,
             ):
                 log.warning(
                     "cordoned a node that fails too often",

@@ -23,7 +23,7 @@ from service.reconciler.facts import (
     TailFact,
 )
 from service.reconciler.pace import in_pieces
-from service.reconciler.ray_questions import JobKey, RayQuestions, job_key
+from service.reconciler.ray_poller import JobKey, RayPoller, job_key
 from service.reconciler.row_facts import facts_of
 from service.reconciler.tail import JournalTail
 from service.storage_identity.gate import StorageGate
@@ -51,24 +51,24 @@ class Observer:
         self._projects = projects
         self._tail = tail
         self._drains = Drains(tail.drain)
-        self._questions = RayQuestions(ray, runs, node_marks)
+        self._poller = RayPoller(ray, runs, node_marks)
         self._delivered = delivered
         self._gate = gate
         self._clock = clock
         self._known: dict[str, RunRow] = {}
-        """Live rows of the last look. Unchanged rows are not read again."""
+        """Live rows of the last tick. Unchanged rows are not read again."""
         self._waiting: dict[str, tuple[RunRow, RunFacts]] = {}
-        """Rows and facts of the waiting runs of the last look."""
+        """Rows and facts of the waiting runs of the last tick."""
 
     @property
     def ray_problem(self) -> str | None:
-        """Why Ray did not answer the last question, or None."""
-        return self._questions.problem
+        """Why Ray did not answer the last poll, or None."""
+        return self._poller.problem
 
-    async def look(self) -> Facts:
+    async def observe(self) -> Facts:
         """Return the facts now. Raises DatabaseError if the database does not answer."""
         rows = await self._live_rows()
-        answer = await self._questions.answer(rows)
+        answer = await self._poller.poll(rows)
         jobs = answer.jobs if answer else {}
         storage_problem = await asyncio.to_thread(self._gate.problem) if rows else None
         observed = await asyncio.to_thread(self._read_journals, rows, jobs, storage_problem is None)
@@ -81,7 +81,7 @@ class Observer:
             nodes,
             problem,
             storage_problem,
-            self._questions.strays(),
+            self._poller.strays(),
             quotas,
         )
 
@@ -100,8 +100,8 @@ class Observer:
         return list(self._known.values())
 
     async def close(self) -> None:
-        """Cancel an open question to Ray."""
-        await self._questions.close()
+        """Cancel an open request to Ray."""
+        await self._poller.close()
 
     def _read_journals(
         self, rows: Sequence[RunRow], jobs: Mapping[JobKey, JobFact], may_read: bool
@@ -112,9 +112,9 @@ class Observer:
         """
         observed, delivered = [], self._delivered()
         self._tail.keep(self._known)
-        self._questions.keep(self._known)
+        self._poller.keep(self._known)
         reading = [row for row in rows if row.status in SUBMITTED] if may_read else []
-        drained, read_ids = self._drains.look(reading), {row.id for row in reading}
+        drained, read_ids = self._drains.read(reading), {row.id for row in reading}
         for known in rows:
             row, tail = drained.get(known.id, (known, TailFact.BEHIND))
             if known.id in read_ids and (
@@ -127,9 +127,7 @@ class Observer:
                 observed.append(self._facts_of_waiting(row))
                 continue
             job = jobs.get(job_key(known), JobFact.UNKNOWN)
-            refusal = (
-                self._questions.refusal(row.id, row.submission) if job == JobFact.ENDED else None
-            )
+            refusal = self._poller.refusal(row.id, row.submission) if job == JobFact.ENDED else None
             observed.append(replace(facts_of(row, delivered, job, tail), storage_problem=refusal))
         self._waiting = {
             each.id: (self._known[each.id], each)

@@ -18,7 +18,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> SetPatience:
     """Sets the seconds for which a tick waits for Ray and for what it began itself."""
 
     def set_to(seconds: float) -> None:
-        for part in ("ray_questions", "execute"):
+        for part in ("ray_poller", "execute"):
             monkeypatch.setattr(f"service.reconciler.{part}.PATIENCE_S", seconds)
 
     return set_to
@@ -30,8 +30,8 @@ def whole_ticks(patience: SetPatience, monkeypatch: pytest.MonkeyPatch) -> None:
     what the next tick sees."""
     patience(60.0)
     for interval in (
-        "ray_questions.ASK_INTERVAL_S",
-        "ray_questions.SWEEP_INTERVAL_S",
+        "ray_poller.POLL_INTERVAL_S",
+        "ray_poller.SWEEP_INTERVAL_S",
         "leadership.RENEW_S",
     ):
         monkeypatch.setattr(f"service.reconciler.{interval}", 0.0)

@@ -21,7 +21,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
-from service.reconciler import execute, ray_questions
+from service.reconciler import execute, ray_poller
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from storage.filesystem import open_storage
@@ -137,7 +137,7 @@ async def world(home: Path, url: str, database_url: str | None = None) -> AsyncI
 
 async def _one_tick(home: Path, url: str) -> None:
     """A whole one: it waits for Ray and for what it began, however long that takes."""
-    for part in (ray_questions, execute):
+    for part in (ray_poller, execute):
         vars(part)["PATIENCE_S"] = 60.0
     async with world(home, url) as made:
         await made.reconciler.tick()

@@ -104,7 +104,7 @@ async def test_a_run_of_another_project_keeps_a_node_draining_and_is_not_named(
         "3 failures within 60 min began on this node (worker_lost 3), in run_0123456789ab, "
         "run_0123456789cd and 1 more"
     )
-    api.context.node_marks.say("node-1", "cordoned", "everstep", reason=named)
+    api.context.node_marks.mark("node-1", "cordoned", "everstep", reason=named)
     reason = (await viewer.get("/v1/cluster")).json()["nodes"][0]["mark"]["reason"]
     assert (
         reason

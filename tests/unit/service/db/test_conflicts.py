@@ -74,13 +74,15 @@ WRITES: dict[str, tuple[Table, dict[str, object], Write, object]] = {
     "a word about a node": (
         node_marks,
         MARK,
-        lambda database: NodeMarkStore(database).say("n1", "cordoned", "bo").state,
+        lambda database: NodeMarkStore(database).mark("n1", "cordoned", "bo").state,
         "cordoned",
     ),
     "a word about a node that nobody spoke of": (
         node_marks,
         MARK,
-        lambda database: NodeMarkStore(database).say_if_silent("n1", None, "service", "broken"),
+        lambda database: NodeMarkStore(database).cordon_if_unchanged(
+            "n1", None, "service", "broken"
+        ),
         False,  # somebody has spoken meanwhile
     ),
 }
@@ -113,8 +115,8 @@ def test_a_row_that_another_replica_is_writing(
 
 def test_a_word_replaces_only_the_one_that_was_known(database: Database) -> None:
     marks = NodeMarkStore(database, lambda: 5.0)
-    assert marks.say_if_silent("n1", None, "service", "broken")
-    assert not marks.say_if_silent("n1", None, "service", "again")
-    assert not marks.say_if_silent("n1", 4.0, "service", "again")
-    assert marks.say_if_silent("n1", 5.0, "service", "again")
+    assert marks.cordon_if_unchanged("n1", None, "service", "broken")
+    assert not marks.cordon_if_unchanged("n1", None, "service", "again")
+    assert not marks.cordon_if_unchanged("n1", 4.0, "service", "again")
+    assert marks.cordon_if_unchanged("n1", 5.0, "service", "again")
     assert (marks.all()["n1"].reason, marks.all()["n1"].state) == ("again", "cordoned")

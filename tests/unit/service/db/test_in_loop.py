@@ -37,7 +37,7 @@ async def database(postgresql: PostgresServer) -> AsyncIterator[Database]:
 
 
 def counted(database: Database, condition: str) -> int:
-    with database.look() as connection:
+    with database.autocommit() as connection:
         return int(
             connection.execute(text(f"SELECT count(*) {OTHERS} AND {condition}")).scalar_one()
         )
@@ -77,7 +77,7 @@ async def test_what_fails_is_undone_and_the_connection_goes_on(database: Databas
         with pytest.raises(KeyError, match="in the middle"):
             await database.do_in_loop(half, writes=True)
     assert counted(database, "state LIKE 'idle in transaction%'") == 0
-    with database.look() as connection:
+    with database.autocommit() as connection:
         assert (
             connection.execute(
                 text("SELECT count(*) FROM projects WHERE name = 'half'")
@@ -95,7 +95,7 @@ async def test_connections_that_broke_are_replaced(
     run = await database.do_in_loop(partial(made, runs, "kept"), writes=True)
 
     def break_all() -> None:
-        with database.look() as connection:
+        with database.autocommit() as connection:
             connection.execute(text(f"SELECT pg_terminate_backend(pid) {OTHERS}")).all()
 
     break_all()
@@ -109,7 +109,7 @@ async def test_connections_that_broke_are_replaced(
 
 async def test_requests_that_are_cancelled_give_their_turns_back(database: Database) -> None:
     def slow() -> None:
-        with database.look() as connection:
+        with database.autocommit() as connection:
             connection.execute(text("SELECT pg_sleep(30)"))
 
     for _ in range(2):

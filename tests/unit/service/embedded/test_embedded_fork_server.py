@@ -202,4 +202,4 @@ def test_what_a_fork_cannot_give_is_left_to_ray() -> None:
 
 
 def test_without_a_server_there_is_no_answer(tmp_path: Path) -> None:
-    assert worker_start.ask({"argv": []}, str(tmp_path / "nobody")) is None
+    assert worker_start.request_fork({"argv": []}, str(tmp_path / "nobody")) is None

@@ -26,7 +26,7 @@ from service.reconciler.decisions import (
     Decision,
     DeliverStop,
     EndJob,
-    SayReason,
+    SetReason,
     Start,
     SubmitClaimed,
     submission_id,
@@ -59,7 +59,7 @@ def test_a_queued_run_that_fits_starts() -> None:
 
 def test_a_queued_run_says_what_it_waits_for_once() -> None:
     [decision] = decided(run(RunStatus.QUEUED), nodes=None, ray_problem="connection refused")
-    assert isinstance(decision, SayReason)
+    assert isinstance(decision, SetReason)
     assert decision.reason is not None and decision.reason.code is ReasonCode.WAITING_FOR_CLUSTER
     said = run(RunStatus.QUEUED, reason=decision.reason)
     assert decided(said, nodes=None, ray_problem="connection reset") == ()
@@ -95,7 +95,7 @@ def test_fruitless_submissions_come_slower_and_are_told_of_but_fail_no_run() -> 
     )
     many = replace(lost, fruitless=MANY_FRUITLESS)
     [said] = decided(many)
-    assert isinstance(said, SayReason) and said.reason is not None
+    assert isinstance(said, SetReason) and said.reason is not None
     assert (said.expected, said.reason.code) == (RunStatus.RECOVERING, ReasonCode.NO_PROGRESS)
     assert decided(replace(many, reason=said.reason, submitted_at=NOW - 60)) == (Start("run_a", 1),)
     waits = [backoff_s(count) for count in range(MANY_FRUITLESS)]
@@ -255,7 +255,7 @@ class OneRunsLife(RuleBasedStateMachine):
                 number = int(job_id.rpartition("-s")[2])
                 if number in self.jobs:
                     self.jobs[number] = JobFact.ENDED
-            case SayReason(_, expected, reason):
+            case SetReason(_, expected, reason):
                 assert expected == self.status
                 self.reason = reason
         return cut - 1

@@ -111,11 +111,11 @@ async def test_many_directories_that_do_not_answer_take_a_bounded_number_of_thre
 
     monkeypatch.setattr(drains, "RUN_PATIENCE_S", 0.05)
     monkeypatch.setattr(drains, "MOST_SLOW", 1)
-    looks = drains.Drains(waits)
+    reader = drains.Drains(waits)
     rows = [here.get(one), here.get(other)]
     try:
         for _ in range(3):
-            found = await asyncio.to_thread(looks.look, rows)
+            found = await asyncio.to_thread(reader.read, rows)
             assert {tail for _, tail in found.values()} == {drains.TailFact.BEHIND}
         assert len(began) <= 3
     finally:

@@ -235,10 +235,10 @@ async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(
 ) -> None:
     await fail(here, "n2", 4)
     await fail(here, "n1", 9, first_rank=None)
-    await care.look()
+    await care.check()
     assert here.marks.all() == {}
     await fail(here, "n2", 1)
-    await care.look()
+    await care.check()
     [(node_id, word)] = here.marks.all().items()
     assert (node_id, word.state, word.by) == ("n2", "cordoned", BY_ITSELF)
     assert (
@@ -249,14 +249,14 @@ async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(
 
 async def test_a_node_that_was_opened_again_starts_afresh(here: World, care: NodeCare) -> None:
     await fail(here, "n2", 5)
-    await care.look()
+    await care.check()
     here.now += 5
-    here.marks.say("n2", "open", "ann")
-    await care.look()
+    here.marks.mark("n2", "open", "ann")
+    await care.check()
     assert here.marks.all()["n2"].state == "open" and read_node_marks(here.storage) == {}
     here.now += 5
     await fail(here, "n2", 5)
-    await care.look()
+    await care.check()
     assert here.marks.all()["n2"].by == BY_ITSELF
 
 
@@ -266,35 +266,35 @@ async def test_half_of_the_nodes_that_train_stay_open(
     for node in ("n1", "n2", "gone"):
         await fail(here, node, 5)
     await fail(here, "n2", 1)
-    await care.look()
+    await care.check()
     assert set(here.marks.all()) == {"n2"}, (
         "the worst one; the head trains nothing and does not count"
     )
     ray.nodes.append(ray.node("n4", {"CPU": 1.0}))
-    await care.look()
+    await care.check()
     assert set(here.marks.all()) == {"n1", "n2"}
 
 
 async def test_the_file_is_healed_and_old_marks_are_forgotten_whatever_ray_says(
     here: World, care: NodeCare, ray: FakeRay
 ) -> None:
-    here.marks.say("gone", "cordoned", "ann")
+    here.marks.mark("gone", "cordoned", "ann")
     ray.broken = True
-    await care.look()
+    await care.check()
     assert set(read_node_marks(here.storage)) == {"gone"}, (
         "as after a crash between the row and the file"
     )
     here.storage.files.delete_file(PATH)
     ray.broken = False
-    await care.look()
+    await care.check()
     assert set(read_node_marks(here.storage)) == {"gone"}
     here.now += GONE_KEPT_S
-    await care.look()
+    await care.check()
     assert here.marks.all() == {} and read_node_marks(here.storage) == {}
 
 
 async def test_ticks_look_after_nodes(here: World) -> None:
-    here.marks.say("n1", "draining", "ann")
+    here.marks.mark("n1", "draining", "ann")
     await here.reconciler.tick()
     async with asyncio.timeout(60):
         while not read_node_marks(here.storage):  # noqa: ASYNC110  written beside the ticks
@@ -304,13 +304,13 @@ async def test_ticks_look_after_nodes(here: World) -> None:
 @pytest.mark.usefixtures("whole_ticks")
 async def test_a_marked_node_is_no_room_for_a_queued_run(here: World, ray: FakeRay) -> None:
     for node in ("n1", "n2", "n3"):
-        here.marks.say(node, "cordoned", "ann")
+        here.marks.mark(node, "cordoned", "ann")
     run = here.create()
     await here.reconciler.tick()
     reason = here.get(run.id).reason
     assert ray.submissions == [] and reason is not None and reason.code == "waiting_for_capacity"
     assert "3 of 4 nodes are cordoned or draining" in reason.message
-    here.marks.say("n2", "open", "ann")
+    here.marks.mark("n2", "open", "ann")
     async with asyncio.timeout(60):
         while not ray.submissions:
             await here.reconciler.tick()

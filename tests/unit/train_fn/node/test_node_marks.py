@@ -84,12 +84,12 @@ def test_the_file_is_written_when_it_differs_and_healed(
 ) -> None:
     file = MarksFile(any_storage, store)
     assert not file.publish(), "no mark and no file are the same"
-    store.say("a", "cordoned", "ann", reason="x")
+    store.mark("a", "cordoned", "ann", reason="x")
     assert file.publish() and not file.publish()
     assert read_node_marks(any_storage) == {"a": NodeMark("a", "cordoned", "x", "ann", NOON)}
     any_storage.files.write(PATH, b"spoilt")
     assert file.publish()
-    store.say("a", "open", "ann")
+    store.mark("a", "open", "ann")
     assert file.publish() and read_node_marks(any_storage) == {}
 
 
@@ -112,10 +112,10 @@ def test_the_newer_word_stays_whichever_writer_is_last(store: NodeMarkStore) -> 
     storage, files = Storage("s3://memory/prefix"), _TwoWriters()
     storage.__dict__["files"] = files
     slow, quick = MarksFile(storage, store), MarksFile(storage, store)
-    store.say("a", "cordoned", "ann")
+    store.mark("a", "cordoned", "ann")
 
     def another_request() -> None:
-        store.say("b", "cordoned", "bob")
+        store.mark("b", "cordoned", "bob")
         assert quick.publish()
 
     files.between = another_request
@@ -127,20 +127,20 @@ def test_the_newer_word_stays_whichever_writer_is_last(store: NodeMarkStore) -> 
 
 
 def test_the_last_word_counts(store: NodeMarkStore, clock: ManualClock) -> None:
-    store.say("a", "draining", "ann", reason="x", deadline_s=30)
+    store.mark("a", "draining", "ann", reason="x", deadline_s=30)
     assert store.all()["a"] == NodeMarkRow("a", "draining", "x", "ann", NOON, NOON + 30, None)
     clock.now += 5
-    store.say("a", "cordoned", "bob")
+    store.mark("a", "cordoned", "bob")
     assert store.all() == {"a": NodeMarkRow("a", "cordoned", None, "bob", NOON + 5, None, None)}
 
 
 def test_the_service_does_not_talk_over_a_user(store: NodeMarkStore, clock: ManualClock) -> None:
-    assert store.say_if_silent("a", None, "everstep", "fails")
-    opened = store.say("a", "open", "ann")
-    assert not store.say_if_silent("a", None, "everstep", "fails"), "somebody spoke since the look"
+    assert store.cordon_if_unchanged("a", None, "everstep", "fails")
+    opened = store.mark("a", "open", "ann")
+    assert not store.cordon_if_unchanged("a", None, "everstep", "fails"), "marked meanwhile"
     assert store.all()["a"].state == "open"
     clock.now += 1
-    assert store.say_if_silent("a", opened.at, "everstep", "fails")
+    assert store.cordon_if_unchanged("a", opened.at, "everstep", "fails")
     assert store.all()["a"].state == "cordoned"
 
 
@@ -148,7 +148,7 @@ def test_marks_of_nodes_that_are_gone_for_a_day_are_forgotten(
     store: NodeMarkStore, clock: ManualClock
 ) -> None:
     for node_id in ("a", "b"):
-        store.say(node_id, "cordoned", "ann")
+        store.mark(node_id, "cordoned", "ann")
     assert store.note_living({"a"}, 3600) == ()
     clock.now += GONE_KEPT_S - 1
     assert store.note_living({"a", "b"}, 3600) == (), "it came back in time"
@@ -164,7 +164,7 @@ def test_marks_of_nodes_that_are_gone_for_a_day_are_forgotten(
 def test_a_pardon_is_forgotten_with_what_it_forgave(
     store: NodeMarkStore, clock: ManualClock
 ) -> None:
-    store.say("a", "open", "ann")
+    store.mark("a", "open", "ann")
     clock.now += 3600
     store.note_living({"a"}, 3600)
     assert set(store.all()) == {"a"}

@@ -14,7 +14,7 @@ import torch
 from everstep.code.pack import pack
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from service.submission_rules import user_code as code_look
+from service.submission_rules import user_code
 from storage.code.store import CodeStore
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage, open_storage
@@ -228,7 +228,7 @@ def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> 
 
 
 def test_the_look_at_submission_asks_for_the_same_methods() -> None:
-    assert tuple(code_look.REQUIRED_METHODS) == own.REQUIRED_METHODS
+    assert tuple(user_code.REQUIRED_METHODS) == own.REQUIRED_METHODS
 
 
 def test_built_in_code_has_its_place_too() -> None:

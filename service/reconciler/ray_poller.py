@@ -1,4 +1,4 @@
-"""The questions to Ray: the state of jobs, the live nodes, and stray jobs."""
+"""Poll Ray for the state of jobs, the live nodes, and stray jobs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from service.model.states import SUBMITTED
 from service.reconciler.decisions import submission_id
 from service.reconciler.facts import JobFact, NodeFacts, StrayJob
 
-ASK_INTERVAL_S: Final = 2.0
-"""Seconds between two questions while runs are live and unchanged. Each wakes up four
+POLL_INTERVAL_S: Final = 2.0
+"""Seconds between two requests while runs are live and unchanged. Each wakes up four
 processes."""
-IDLE_ASK_INTERVAL_S: Final = 10.0
+IDLE_POLL_INTERVAL_S: Final = 10.0
 SWEEP_INTERVAL_S: Final = 10.0
 MANY_JOBS: Final = 64
 """Number of jobs above which the list of all jobs is requested, not each job."""
 PATIENCE_S: Final = 0.2
-"""Longest wait of a look for Ray's answer. A later look takes a late answer."""
+"""Longest wait of a tick for Ray's answer. A later tick takes a late answer."""
 
 
 JobKey = tuple[str, int, bool]
-"""Run id, submission, and whether Ray was known to have the job at the time of the question. "No
+"""Run id, submission, and whether Ray was known to have the job at the time of the request. "No
 such job" from before the submission says nothing about the time after it."""
 
 
 @dataclass(frozen=True)
 class RayAnswer:
-    """Ray's answer to one question."""
+    """Ray's answer to one poll."""
 
     jobs: Mapping[JobKey, JobFact]
     nodes: tuple[NodeFacts, ...] | None
@@ -48,17 +48,17 @@ class RayAnswer:
     """Ids of stray jobs; None if they were not searched."""
 
 
-class RayQuestions:
-    """Asks Ray in the background. Its state is only a cache."""
+class RayPoller:
+    """Polls Ray in the background. Its state is only a cache."""
 
     def __init__(self, ray: RayJobs, runs: RunStore, node_marks: NodeMarkStore) -> None:
         self._ray = ray
         self._runs = runs
         self._node_marks = node_marks
-        self._asked_about: object = None
-        self._asked_at = float("-inf")
+        self._polled_about: object = None
+        self._polled_at = float("-inf")
         self._swept_at = float("-inf")
-        self._question: asyncio.Task[RayAnswer] | None = None
+        self._request: asyncio.Task[RayAnswer] | None = None
         self._strays: dict[str, float] = {}
         self._refusals: dict[tuple[str, int], str] = {}
         """Run and submission -> why its driver ended without touching the storage."""
@@ -66,7 +66,7 @@ class RayQuestions:
         """Dead nodes of jobs that Ray calls running. A head that came back with its state does not
         notice that their drivers are gone."""
         self.problem: str | None = "not asked yet"
-        """Why Ray did not answer the last question, or None."""
+        """Why Ray did not answer the last poll, or None."""
 
     def strays(self) -> tuple[StrayJob, ...]:
         """Return the known stray jobs."""
@@ -84,23 +84,23 @@ class RayQuestions:
         }
 
     async def close(self) -> None:
-        """Cancel an open question."""
-        if self._question is not None:
-            self._question.cancel()
-            await asyncio.gather(self._question, return_exceptions=True)
+        """Cancel an open request."""
+        if self._request is not None:
+            self._request.cancel()
+            await asyncio.gather(self._request, return_exceptions=True)
 
-    async def answer(self, rows: Sequence[RunRow]) -> RayAnswer | None:
-        """Return an answer that came since the last look, or None. A slow Ray delays only what
+    async def poll(self, rows: Sequence[RunRow]) -> RayAnswer | None:
+        """Return an answer that came since the last tick, or None. A slow Ray delays only what
         needs it."""
-        if self._question is None:
+        if self._request is None:
             if not self._is_due(rows):
                 return None
-            self._question = asyncio.create_task(self._ask(rows), name="ask-ray")
-        await asyncio.wait({self._question}, timeout=PATIENCE_S)
-        if not self._question.done():
+            self._request = asyncio.create_task(self._poll(rows), name="poll-ray")
+        await asyncio.wait({self._request}, timeout=PATIENCE_S)
+        if not self._request.done():
             return None
-        question, self._question = self._question, None
-        answer = question.result()
+        request, self._request = self._request, None
+        answer = request.result()
         self.problem = answer.problem
         if answer.strays is not None:
             now = time.monotonic()
@@ -108,17 +108,17 @@ class RayQuestions:
         return answer
 
     def _is_due(self, rows: Sequence[RunRow]) -> bool:
-        """Return whether to ask Ray now: if the runs changed, or after an interval."""
+        """Return whether to poll Ray now: if the runs changed, or after an interval."""
         about = [(row.id, row.status, row.submission, row.ray_job_id) for row in rows]
-        interval = ASK_INTERVAL_S if rows else IDLE_ASK_INTERVAL_S
+        interval = POLL_INTERVAL_S if rows else IDLE_POLL_INTERVAL_S
         now = time.monotonic()
-        if about == self._asked_about and now - self._asked_at < interval:
+        if about == self._polled_about and now - self._polled_at < interval:
             return False
-        self._asked_about, self._asked_at = about, now
+        self._polled_about, self._polled_at = about, now
         return True
 
-    async def _ask(self, rows: Sequence[RunRow]) -> RayAnswer:
-        """Ask about the jobs of all submitted runs, nodes if a run waits for them, and at times
+    async def _poll(self, rows: Sequence[RunRow]) -> RayAnswer:
+        """Request the jobs of all submitted runs, nodes if a run waits for them, and at times
         strays."""
         submitted = [row for row in rows if row.status in SUBMITTED]
         if len(submitted) > MANY_JOBS:
@@ -145,8 +145,8 @@ class RayQuestions:
         Marks are read last, so that an acknowledged mark counts from the next start on.
         """
         nodes = await self._ray.live_nodes()
-        words = await asyncio.to_thread(self._node_marks.all)
-        marks = {node_id: word.mark for node_id, word in words.items()}
+        rows = await asyncio.to_thread(self._node_marks.all)
+        marks = {node_id: row.mark for node_id, row in rows.items()}
         return tuple(
             NodeFacts(
                 node.node_id,
@@ -168,7 +168,7 @@ class RayQuestions:
         return JobFact.ENDED if self._has_ended(job) else JobFact.ALIVE, None
 
     async def _listed(self, rows: Sequence[RunRow]) -> list[tuple[JobFact, str | None]]:
-        """Return the same for many runs, by one question."""
+        """Return the same for many runs, by one request."""
         try:
             listed = {job.submission_id: job for job in await self._ray.jobs()}
         except RayError as exc:
