@@ -46,7 +46,7 @@ def make_step(training: Training) -> StepTotals:
     training.loader.prefetch()
     volatile.start()
     volatile.wait()
-    loss = values.pop(LOSS, torch.zeros(()))
+    loss = values.pop(LOSS, torch.zeros(())).to(replica.peers.device)
     replica.carrier.add(loss * own_samples, own_samples, differs)
     totals = _exchange(training, values, own_samples / num_samples)
     if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:

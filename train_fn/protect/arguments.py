@@ -34,6 +34,12 @@ class Parts:
     """The models as they were given."""
     has_scaler: bool = False
 
+    @property
+    def keeps_more(self) -> bool:
+        """Return whether objects of the user's own are part of the state. They may keep what the
+        models' attributes hold."""
+        return bool(self.others.keys() - self.settled - self.loaders)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all models."""
         for model in self.models.values():

@@ -218,6 +218,7 @@ class Protected:
         self._share = None
         commits.start(share, values)
         training.watch.committed()
+        training.attributes.committed()
         commits.report()
         self._keep(training, due, stop)
         if stop is not None:

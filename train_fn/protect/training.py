@@ -14,6 +14,7 @@ from train_fn.loop.reporter import Reporter
 from train_fn.loop.restore import Restored, announce, take_over
 from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
+from train_fn.protect.attributes import AttributeWatch
 from train_fn.protect.commits import Commits
 from train_fn.protect.loop_state import LoopState
 from train_fn.protect.updates import Updates
@@ -36,6 +37,7 @@ class Training:
     peers: Peers
     buffers: SharedBuffers
     watch: OrderWatch
+    attributes: AttributeWatch
     commits: Commits
     shadows: Shadows | None
     """Only with ``torn='shadow'``."""
@@ -63,6 +65,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
         peers=peers,
         buffers=SharedBuffers(parts.wrapped, peers),
         watch=OrderWatch(state, peers),
+        attributes=AttributeWatch({} if parts.keeps_more else parts.models),
         commits=Commits(ctx, state, agreement, Updates(may_skip=parts.has_scaler), reporter),
         shadows=Shadows(state) if torn == "shadow" else None,
         reporter=reporter,

@@ -258,3 +258,47 @@ def test_how_often_a_loop_of_its_own_saves(
             state.step()
     run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run")
     assert [found.step for found in CheckpointStore(run_dir).list()] == steps
+
+
+class Curriculum(nn.Module):
+    """Draws from a generator of its own, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_calls = nn.Linear(4, 2), 0
+        self.noise = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        found: torch.Tensor = self.layer(x + torch.randn(x.shape, generator=self.noise))
+        return found
+
+
+class Rest:
+    def __init__(self, model: Curriculum) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self._model.num_calls, "noise": self._model.noise.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._model.num_calls = state["calls"]
+        self._model.noise.set_state(state["noise"])
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_attributes_that_no_state_holds_are_named_once(
+    is_kept: bool, protect: Callable[..., Protected], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("train_fn").setLevel(logging.WARNING)
+    model = Curriculum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    extra = {"rest": Rest(model)} if is_kept else None
+    state, batches = protect(model={"net": model}, optimizer=optimizer, extra=extra), data()
+    with state:
+        for (inputs,) in batches.batches(state, epochs=1):
+            state.step(loss=train(model, optimizer, inputs))
+    said = [each.getMessage() for each in caplog.records if "no checkpoint" in each.getMessage()]
+    assert len(said) == (0 if is_kept else 1)
+    if said:
+        assert said[0].startswith("the first step changes net.num_calls, net.noise, which no")
