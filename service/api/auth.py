@@ -15,7 +15,6 @@ from starlette.requests import HTTPConnection
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, not_found
 from service.db.audit import current_entry
-from service.db.errors import DatabaseError
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
 from service.model.rows import Role, TokenRow
 from service.model.run_rows import RunRow
@@ -246,15 +245,6 @@ def ensure_local_token(
 def ensure_metrics_token(tokens: TokenStore, secret: str) -> None:
     """Make ``secret`` the metrics token: a viewer with access to all projects. Earlier ones are
     revoked."""
-
-    def known() -> bool:
-        found = tokens.find(secret)
-        return found is not None and found.role == "viewer"
-
-    if known():
-        return
-    try:
+    found = tokens.find(secret)
+    if found is None or found.role != "viewer":
         tokens.take_over(secret, "metrics", "viewer", token_id=METRICS_TOKEN_ID)
-    except DatabaseError:
-        if not known():  # otherwise another replica was faster
-            raise

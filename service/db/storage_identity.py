@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, select, update
 
 from service.db.audit import note_target
+from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.planner_hints import IS_LIVE
 from service.db.tables import runs, storage_identity
@@ -46,18 +46,12 @@ class StorageRecords:
     def claim(self, storage_id: str) -> KnownStorage:
         """Record an id if none is known. Return the known one: another replica may have been
         first."""
-        try:
-            with self._database.write() as connection:
-                known = _known(connection)
-                if known is not None:
-                    return known
-                _insert(connection, storage_id, self._clock(), None)
-                return KnownStorage(storage_id, False)
-        except IntegrityError:
-            with self._database.read() as connection:
-                known = _known(connection)
-            assert known is not None
-            return known
+        with self._database.write() as connection:
+            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": self._clock()}
+            insert_missing(connection, storage_identity, row)
+            known = _known(connection)
+        assert known is not None
+        return known
 
     def seen(self, storage_id: str) -> None:
         """Record that the file with this id exists: from now on a storage without it is a different
@@ -71,8 +65,9 @@ class StorageRecords:
         """Replace the known storage, at an operator's request."""
         note_target(storage_id)
         with self._database.write() as connection:
-            connection.execute(delete(storage_identity).where(storage_identity.c.name == _NAME))
-            _insert(connection, storage_id, self._clock(), self._clock())
+            now = self._clock()
+            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": now, "seen_at": now}
+            replace_row(connection, storage_identity, row)
 
     def submitted_runs(self, limit: int) -> list[str]:
         """Return ids of runs that have a directory in the storage: live ones first, then the
@@ -95,11 +90,3 @@ class StorageRecords:
 def _known(connection: Connection) -> KnownStorage | None:
     row = connection.execute(_SELECT).one_or_none()
     return None if row is None else KnownStorage(row.storage_id, row.seen_at is not None)
-
-
-def _insert(connection: Connection, storage_id: str, now: float, seen_at: float | None) -> None:
-    connection.execute(
-        insert(storage_identity).values(
-            name=_NAME, storage_id=storage_id, recorded_at=now, seen_at=seen_at
-        )
-    )

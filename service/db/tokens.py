@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, String, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, Select, String, bindparam, or_, select, update
 
 from service.db.audit import note_target
+from service.db.conflicts import replace_row
 from service.db.engine import Database
 from service.db.ids import new_token_id
 from service.db.projects import ensure_project
@@ -173,8 +174,7 @@ class TokenStore:
         with self._database.write() as connection:
             if project is not None:
                 ensure_project(connection, project, row.created_at, create=create_project)
-            connection.execute(delete(tokens).where(tokens.c.id == row.id))
-            connection.execute(insert(tokens), row.columns())
+            replace_row(connection, tokens, row.columns())
         return row
 
     def valid(self) -> list[TokenRow]:

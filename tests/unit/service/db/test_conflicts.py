@@ -10,19 +10,25 @@ import pytest
 from sqlalchemy import Table, insert
 
 from everstep.wire.team import Quotas
+from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
 from service.db.code_archives import CodeArchives
 from service.db.engine import Database
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
-from service.db.tables import code_archives, node_marks, projects
-from service.db.tokens import TokenStore
-from service.model.rows import NodeMarkRow
+from service.db.storage_identity import StorageRecords
+from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
+from service.db.tokens import TokenStore, sha256_of
+from service.model.rows import NodeMarkRow, TokenRow
 
 pytest_plugins = ["tests.support.database_fixtures"]
 
 HELD_OPEN_S = 0.3
 DIGEST = "sha256:" + "a" * 64
 PROJECT = {"name": "vision", "created_at": 1.0}
+METRICS = TokenRow(
+    METRICS_TOKEN_ID, "metrics", "viewer", None, sha256_of("m" * 40), 1.0, None, None, None
+).columns()
+STORAGE = {"name": "runs", "storage_id": "sto_a", "recorded_at": 1.0, "seen_at": 1.0}
 MARK = NodeMarkRow("n1", "open", None, "ann", 1.0, None, None).columns()
 ARCHIVE = {
     "project": "default",
@@ -70,6 +76,24 @@ WRITES: dict[str, tuple[Table, dict[str, object], Write, object]] = {
         ARCHIVE,
         lambda database: CodeArchives(database).share("default", DIGEST, "tok_b"),
         None,
+    ),
+    "the token for metrics": (
+        tokens,
+        METRICS,
+        lambda database: ensure_metrics_token(TokenStore(database), "m" * 40),
+        None,
+    ),
+    "the storage that the database belongs to": (
+        storage_identity,
+        STORAGE,
+        lambda database: StorageRecords(database).replace("sto_b"),
+        None,
+    ),
+    "the storage that is met first": (
+        storage_identity,
+        STORAGE,
+        lambda database: StorageRecords(database).claim("sto_b").storage_id,
+        "sto_a",
     ),
     "a word about a node": (
         node_marks,
