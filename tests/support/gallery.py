@@ -1,8 +1,8 @@
 """Examples as programs of two ranks, as torchrun starts them: one rank is killed at a step of its
 optimizer, and the program started again; a twin is left alone.
 
-``python -m tests.support.gallery SCRIPT DIRECTORY KILLED`` imports the script's libraries once, and
-forks every rank from there.
+``python -m tests.support.gallery SCRIPT DIRECTORY RUN[=KILLED]…`` imports the script's libraries
+once, and forks every rank of every run from there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -19,7 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +66,58 @@ class Finished:
     step: int
     """Of the newest checkpoint."""
     metrics: list[dict[str, float]]
+    told: Any
+    """What the script wrote to ``RUN.json``; None if it wrote nothing."""
 
 
 def run_example(script: Path, directory: Path, killed: Killed) -> tuple[Finished, Finished]:
     """Run an example undisturbed, and with a rank killed. Return both runs."""
-    command = [sys.executable, "-m", "tests.support.gallery"]
-    names = [f"{script.stem}-{what}-{os.getpid()}-{time.time_ns()}" for what in ("whole", "broken")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    try:
-        done = subprocess.run(
-            [*command, str(script), str(directory), str(killed), *names],
-            env=environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S * 2,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-        whole, broken = (finished(directory, name) for name in names)
-    finally:
-        for name in names:
-            shutil.rmtree(shared_memory_root() / name, ignore_errors=True)
+    whole, [broken] = run_with_twin(script, directory, [killed])
     return whole, broken
 
 
+def run_with_twin(
+    script: Path, directory: Path, kills: list[Killed], env: Mapping[str, str] | None = None
+) -> tuple[Finished, list[Finished]]:
+    """Run a script undisturbed, and once for each of ``kills``. Return all runs.
+
+    Args:
+        env: variables of all runs.
+    """
+    stem = f"{script.stem}-{os.getpid()}-{time.time_ns()}"
+    broken = {f"{stem}-{at}": killed for at, killed in enumerate(kills)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    try:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tests.support.gallery"),
+                *(str(script), str(directory), stem),
+                *(f"{name}={killed}" for name, killed in broken.items()),
+            ],
+            env=environment | dict(env or {}),
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S * (1 + len(kills)),
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return finished(directory, stem), [finished(directory, name) for name in broken]
+    finally:
+        for name in (stem, *broken):
+            shutil.rmtree(shared_memory_root() / name, ignore_errors=True)
+
+
 def finished(directory: Path, run_id: str) -> Finished:
+    """Read what a run without a service left below a working directory."""
+    found = finished_in(RunDir(open_storage(str(directory / "out" / "protect")), run_id))
+    told = directory / f"{run_id}.json"
+    return replace(found, told=json.loads(told.read_text()) if told.is_file() else None)
+
+
+def finished_in(run_dir: RunDir) -> Finished:
     """Read what a run left."""
     import torch
 
-    run_dir = RunDir(open_storage(str(directory / "out" / "protect")), run_id)
     losses: dict[int, float] = {}
     metrics: dict[int, dict[str, float]] = {}
     for data in events(run_dir, EventKind.METRICS):
@@ -104,7 +129,8 @@ def finished(directory: Path, run_id: str) -> Finished:
     store.verify(newest.name)
     weights = torch.load(io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True)
     restored = events(run_dir, EventKind.RESTORED)
-    return Finished(restored, losses, weights, newest.step, [metrics[at] for at in sorted(metrics)])
+    points = [metrics[at] for at in sorted(metrics)]
+    return Finished(restored, losses, weights, newest.step, points, None)
 
 
 def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
@@ -119,26 +145,26 @@ def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
     return found
 
 
-def main(script: str, directory: str, killed: str, whole: str, broken: str) -> int:
-    """Run the example as ``whole``, and as ``broken`` with one rank killed."""
+def main(script: str, directory: str, *runs: str) -> int:
+    """Run the script as each of ``runs``, ``RUN`` alone or ``RUN=KILLED``."""
     from train_fn.user_code.torchvision_ops import declare_missing_ops
 
     declare_missing_ops()
     import_libraries_of(Path(script))
     os.chdir(directory)
-    at = Killed.parse(killed)
-    starts: list[tuple[str, Killed | None]] = [(whole, None), (broken, at), (broken, None)]
-    for run_id, kill in starts:
-        copy = Path(directory) / f"{run_id}.py"
-        shutil.copyfile(script, copy)
-        codes = start(copy, kill)
-        expected = [code == -signal.SIGKILL for code in codes]
-        if kill is None and codes != [0, 0]:
-            print(f"{run_id}: the ranks ended with {codes}", file=sys.stderr)
-            return 1
-        if kill is not None and (not expected[kill.rank] or codes[1 - kill.rank] == 0):
-            print(f"{run_id}: killed at {kill}, the ranks ended with {codes}", file=sys.stderr)
-            return 1
+    for run in runs:
+        run_id, _, killed = run.partition("=")
+        for kill in [Killed.parse(killed), None] if killed else [None]:
+            copy = Path(directory) / f"{run_id}.py"
+            shutil.copyfile(script, copy)
+            codes = start(copy, kill)
+            dead = [code == -signal.SIGKILL for code in codes]
+            if kill is None and codes != [0, 0]:
+                print(f"{run}: the ranks ended with {codes}", file=sys.stderr)
+                return 1
+            if kill is not None and (not dead[kill.rank] or codes[1 - kill.rank] == 0):
+                print(f"{run}: the ranks ended with {codes}", file=sys.stderr)
+                return 1
     return 0
 
 

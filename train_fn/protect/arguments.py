@@ -181,11 +181,13 @@ def _check_stateful(name: str, part: Any) -> None:
 def _check_schedulers(optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
     """Raise BadTask if an optimizer has a scheduler that was not given: it would begin anew at
     every restart."""
-    if schedulers:
-        return
-    for optimizer in optimizers.values():
-        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+    driven = [getattr(each, "optimizer", None) for each in schedulers.values()]
+    if schedulers and any(each is None for each in driven):
+        return  # one of another kind may drive all of them
+    for name, optimizer in optimizers.items():
+        has_scheduler = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        if has_scheduler and not any(_bare(each) is optimizer for each in driven):
             raise BadTask(
                 "es.protect(scheduler=…) is missing: a learning-rate scheduler drives the "
-                "optimizer, and would begin anew at a restart. Pass it"
+                f"optimizer{name and f' {name!r}'}, and would begin anew at a restart. Pass it"
             )

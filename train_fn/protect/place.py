@@ -142,11 +142,17 @@ class _OwnHome:
 
 
 def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
-    run_id = settings.run_id or re.sub(r"[^A-Za-z0-9._-]", "-", Path(sys.argv[0]).stem) or "loop"
+    run_id = settings.run_id or name_of(Path(sys.argv[0]))
     spec = _spec(run_id, settings.checkpoint)
     place = _place(os.environ)
     run_dir = RunDir(open_storage(settings.storage), run_id)
     return _OwnHome(run_dir, spec, place, device, fresh=settings.fresh)
+
+
+def name_of(script: Path) -> str:
+    """Return a name for the run of a script, or of a package that ``python -m`` runs."""
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-") or "loop"
 
 
 def _spec(run_id: str, checkpoint: Mapping[str, Any]) -> RunSpec:

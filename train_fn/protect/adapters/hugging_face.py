@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.protect.adapters.trainer_state import FLAGS, TrainerPlace, TrainerScheduler
+from train_fn.protect.adapters.trainer_state import TrainerPlace, TrainerScheduler
 from train_fn.protect.arguments import Parts, parts_of
 from train_fn.protect.followed import set_order
 from train_fn.protect.place import OnItsOwn
@@ -35,6 +35,13 @@ __all__ = ["Protect"]
 _STATE_FILE = "trainer_state.json"
 _OLDEST = 5
 """Version of transformers whose Trainer keeps the sum of its losses where a callback sees it."""
+_REPLACED = (
+    "_init_training_state",
+    "_load_from_checkpoint",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+)
+"""Methods of the Trainer that a restart uses or replaces."""
 _AT_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that step after an evaluation, not in the step."""
 
@@ -96,7 +103,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
                     )
                 return self._unprotected(ignore_keys_for_eval=ignore_keys_for_eval)
             self._groups = _without_parameters(trainer.optimizer)
-            with self._checkpoint_directory() as directory:
+            with self._resumed() as directory:
                 return self._unprotected(directory, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def _parts(self) -> Parts:
@@ -109,22 +116,33 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         return dataclasses.replace(parts, loaders=frozenset({"extra.trainer"}))
 
     @contextmanager
-    def _checkpoint_directory(self) -> Iterator[str]:
-        """Yield a checkpoint directory that tells the Trainer where it is."""
-        trainer = self._trainer
+    def _resumed(self) -> Iterator[str]:
+        """Yield a checkpoint directory that tells the Trainer where it is, and let it go on
+        there."""
+        trainer, place = self._trainer, self._place
         directory = tempfile.mkdtemp(prefix="trainer-", dir=shared_memory_root())
+        evaluates, begin = trainer.args.eval_on_start, trainer._init_training_state
+
+        def begin_there(*args: Any, **kwargs: Any) -> tuple[int, int]:
+            begin(*args, **kwargs)
+            return place.noted
+
         try:
-            Path(directory, _STATE_FILE).write_text(self._place.trainer_state())
+            Path(directory, _STATE_FILE).write_text(place.trainer_state())
             # The weights are there already.
             trainer._load_from_checkpoint = lambda *_, **__: None
+            trainer._init_training_state = begin_there
+            trainer.args.eval_on_start = False
             yield directory
         finally:
-            vars(trainer).pop("_load_from_checkpoint", None)
+            trainer.args.eval_on_start = evaluates
+            for name in ("_load_from_checkpoint", "_init_training_state", "_run_epoch"):
+                vars(trainer).pop(name, None)
             shutil.rmtree(directory, ignore_errors=True)
 
     # -- what the Trainer calls
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> TrainerControl:
         """Give the scheduler its state: the Trainer has just made it."""
         protected, trainer = self._open(), self._trainer
         protected.follow(trainer.model_wrapped)
@@ -137,26 +155,38 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         if protected.step_number:
             self._place.restore_callbacks()
             self._do_what_was_due()
+        return trainer.control
 
     def _do_what_was_due(self) -> None:
         """Log, evaluate and save what the Trainer does after a step: the state is that before."""
         trainer = self._trainer
-        state, control = trainer.state, trainer.control
-        for flag in FLAGS:
-            setattr(control, flag, self._place.flags[flag])
-        due = (trainer._tr_loss, None, trainer.model_wrapped, None, int(state.epoch), None, 0.0)
-        trainer._maybe_log_save_evaluate(*due)
-        if state.epoch == int(state.epoch):
-            for flag in FLAGS:
-                setattr(control, flag, False)
-            handler = trainer.callback_handler
-            trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
-            trainer._maybe_log_save_evaluate(*due)
+        for flag, value in self._place.flags.items():
+            setattr(trainer.control, flag, value)
+        self._log_evaluate_save()
+        control = trainer.control
+        control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
+        if control.should_training_stop or control.should_epoch_stop:
+            trainer._run_epoch = self._end_epoch
+
+    def _end_epoch(self, **_: Any) -> None:
+        """Do what the Trainer does once it has left the steps of an epoch."""
+        trainer = self._trainer
+        vars(trainer).pop("_run_epoch")
+        handler = trainer.callback_handler
+        trainer.control = handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        self._log_evaluate_save()
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self._trainer
+        epoch = int(trainer.state.epoch)
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model_wrapped, None, epoch, None, 0.0
+        )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         """Give the epoch the order that the run's seed says: a sampler may draw it from torch's
         generator, which every step seeds by its rank."""
-        set_order(facts["train_dataloader"], self._open().seed, int(state.epoch or 0))
+        set_order(facts["train_dataloader"], self._open().seed, self._place.begin_epoch())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed what the step draws: the loader may have drawn since the last commit."""
@@ -175,6 +205,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         def measured(*args: Any, **kwargs: Any) -> Any:
             loss = training_step(*args, **kwargs)
             self._loss = self._loss + loss.detach()
+            self._place.count_batch()
             return loss
 
         trainer.training_step = measured
@@ -207,10 +238,12 @@ def _check(trainer: Any) -> None:
     """Raise BadTask for a Trainer whose ranks do not hold the whole state, or that replaces its
     parts within ``train``."""
     args = trainer.args
-    if int(transformers.__version__.partition(".")[0]) < _OLDEST:
+    version = transformers.__version__
+    missing = [name for name in _REPLACED if not hasattr(trainer, name)]
+    if int(version.partition(".")[0]) < _OLDEST or missing:
         raise BadTask(
-            f"es.hf.Protect needs transformers {_OLDEST}, here is {transformers.__version__}; "
-            f"install transformers>={_OLDEST}"
+            f"es.hf.Protect does not know the Trainer of transformers {version}; install a version "
+            f"that its documentation names, at least {_OLDEST}"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise BadTask(
@@ -224,8 +257,14 @@ def _check(trainer: Any) -> None:
             "es.hf.Protect: auto_find_batch_size begins anew after a failure; set "
             "per_device_train_batch_size"
         )
-    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in _AT_EVALUATION:
+    if args.ignore_data_skip:
         raise BadTask(
-            f"es.hf.Protect: lr_scheduler_type={args.lr_scheduler_type} steps after an evaluation, "
-            "outside of the step that is committed; choose one that steps with the optimizer"
+            "es.hf.Protect: ignore_data_skip=True would train again on the samples of the epoch in "
+            "which a rank died; leave it out"
+        )
+    scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if scheduler in _AT_EVALUATION:
+        raise BadTask(
+            f"es.hf.Protect: lr_scheduler_type={scheduler!r} steps after an evaluation, outside of "
+            "the step that is committed; choose one that steps with the optimizer"
         )

@@ -9,15 +9,27 @@ strategy has made model and optimizers, before Lightning would restore a checkpo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from train_fn.errors import BadTask
+from train_fn.protect.adapters.lightning_state import (
+    FollowingLoader,
+    LightningPlace,
+    batches_done,
+    do_what_was_due,
+)
 from train_fn.protect.arguments import check_torn, parts_of
-from train_fn.protect.followed import after_batches, is_stateful, set_order
+from train_fn.protect.followed import is_stateful
 from train_fn.protect.place import OnItsOwn
 from train_fn.protect.protected import Protected
 
@@ -42,15 +54,22 @@ class Protect(Callback):  # type: ignore[misc]
         self._torn, self._extra = torn, extra
         self._settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
         self._state: Protected | None = None
-        self._place: _Place | None = None
+        self._place: LightningPlace | None = None
         self._updates = 0
+        self._combined: Any = None
+        """The loaders that follow the run."""
+        self._max_steps = 0
+        self._counting: list[Any] = []
+        """Checkpoint callbacks that number files of one name, and do not while the last step's are
+        written again."""
 
     # -- what Lightning calls
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the newest trustworthy state."""
         _check(trainer)
-        self._place = place = _Place(trainer, self)
+        self._max_steps = trainer.max_steps
+        self._place = place = LightningPlace(trainer, self)
         extras = {"given": self._extra} if self._extra is not None else {}
         given = parts_of(
             pl_module,
@@ -70,15 +89,41 @@ class Protect(Callback):  # type: ignore[misc]
             place.restore()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let the loaders go on at the very batch."""
-        state, fit = self._open(), trainer.fit_loop
+        """Let the loaders go on at the very batch, and do what was due after the step."""
+        state = self._open()
         if isinstance(total := trainer.estimated_stepping_batches, int) and total > 0:
-            state.expect(total)
-        progress = fit.epoch_loop.batch_progress
-        num_done = 0 if progress.is_last_batch else progress.current.ready
-        combined = fit._combined_loader
+            state.expect(total if trainer.max_steps < 0 else min(total, self._max_steps))
+        if not state.step_number:
+            self._follow(trainer, 0)
+            return
+        assert self._place is not None
+        self._place.restore_schedule()
+        epoch = trainer.fit_loop.epoch_loop
+        self._follow(trainer, epoch.batch_progress.current.ready)
+        for callback in trainer.checkpoint_callbacks:
+            # It writes again what it may have written: under the same name.
+            if getattr(callback, "_enable_version_counter", False):
+                callback._enable_version_counter = False
+                self._counting.append(callback)
+            # Lightning calls it after this one, so it was not part of the commit.
+            callback.on_train_batch_end(trainer, pl_module, None, None, epoch.batch_idx)
+        do_what_was_due(trainer.fit_loop)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let loaders that were made anew follow the run, too."""
+        if trainer.fit_loop._combined_loader is not self._combined:
+            self._follow(trainer, 0)
+
+    def _follow(self, trainer: Any, num_done: int) -> None:
+        fit, seed = trainer.fit_loop, self._open().seed
+        self._combined = combined = fit._combined_loader
+        cycles = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
         combined.flattened = [
-            loader if is_stateful(loader) else _Following(loader, trainer, state.seed, num_done)
+            loader
+            if is_stateful(loader)
+            else FollowingLoader(
+                loader, trainer, seed, batches_done(loader, num_done, cycles=cycles)
+            )
             for loader in combined.flattened
         ]
         iter(fit._data_fetcher)
@@ -87,6 +132,8 @@ class Protect(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Seed what the batch draws: the loader may have drawn since the last commit."""
+        while self._counting:
+            self._counting.pop()._enable_version_counter = True
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self._open().reseed()
 
@@ -103,10 +150,16 @@ class Protect(Callback):  # type: ignore[misc]
         if state.num_updates == self._updates:
             return  # gradients are being accumulated
         self._updates = state.num_updates
+        assert self._place is not None
+        self._place.note()
         state.step(**_metrics(trainer, outputs))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the final state."""
+        self._open().finish()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the final state, where Lightning had nothing left to train."""
         self._open().finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -116,72 +169,8 @@ class Protect(Callback):  # type: ignore[misc]
 
     def _open(self) -> Protected:
         if self._state is None:
-            raise BadTask("es.lightning.Protect protects Trainer.fit only")
+            raise BadTask("es.lightning.Protect protects Trainer.fit only; call trainer.fit()")
         return self._state
-
-
-class _Place:
-    """What Lightning knows beside model, optimizers and schedulers."""
-
-    def __init__(self, trainer: Any, protect: Protect) -> None:
-        self._trainer, self._protect = trainer, protect
-        self._loaded: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        kept: dict[str, Any] = {}
-        for callback in self._callbacks():
-            callback.on_save_checkpoint(trainer, trainer.lightning_module, kept)
-        trainer.lightning_module.on_save_checkpoint(kept)
-        data = trainer.datamodule
-        return {
-            "loop": trainer.fit_loop.state_dict(),
-            "precision": trainer.precision_plugin.state_dict(),
-            "data": data.state_dict() if data is not None else {},
-            "callbacks": {each.state_key: each.state_dict() for each in self._callbacks()},
-            "hooks": kept,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = state
-
-    def restore(self) -> None:
-        """Give Lightning what was loaded."""
-        trainer, state = self._trainer, self._loaded
-        trainer.precision_plugin.load_state_dict(state["precision"])
-        if trainer.datamodule is not None:
-            trainer.datamodule.load_state_dict(state["data"])
-        for callback in self._callbacks():
-            callback.on_load_checkpoint(trainer, trainer.lightning_module, state["hooks"])
-            if known := state["callbacks"].get(callback.state_key):
-                callback.load_state_dict(known)
-        trainer.lightning_module.on_load_checkpoint(state["hooks"])
-        trainer.fit_loop.load_state_dict(state["loop"])
-        self._loaded = {}
-
-    def _callbacks(self) -> list[Any]:
-        return [each for each in self._trainer.callbacks if each is not self._protect]
-
-
-class _Following:
-    """A loader whose epochs have an order by the run's seed, and whose first one goes on after the
-    batches that were done."""
-
-    def __init__(self, loader: Any, trainer: Any, seed: int, num_done: int) -> None:
-        self._loader, self._trainer, self._seed, self._num_done = loader, trainer, seed, num_done
-
-    def __iter__(self) -> Iterator[Any]:
-        num_done, self._num_done = self._num_done, 0
-        set_order(self._loader, self._seed, self._trainer.fit_loop.epoch_progress.current.processed)
-        yield from after_batches(self._loader, num_done) if num_done else self._loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 def _metrics(trainer: Any, outputs: Any) -> dict[str, Any]:
@@ -199,14 +188,35 @@ def _metrics(trainer: Any, outputs: Any) -> dict[str, Any]:
 
 def _check(trainer: Any) -> None:
     """Raise BadTask for a Trainer that cannot be protected."""
-    if not trainer.optimizers:
-        raise BadTask("es.lightning.Protect: configure_optimizers() returned no optimizer")
+    if all(isinstance(each, _MockOptimizer) for each in trainer.optimizers):
+        raise BadTask(
+            "es.lightning.Protect: configure_optimizers() returned no optimizer; return one"
+        )
     if any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
         raise BadTask("es.lightning.Protect: LBFGS runs several passes in a step; use another one")
     if any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
         raise BadTask(
             "es.lightning.Protect: ReduceLROnPlateau steps after the step is committed; choose a "
             "scheduler that steps with the optimizer, or at the end of an epoch"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise BadTask(
+                f"es.lightning.Protect: {type(callback).__name__} swaps weights outside of the "
+                "step that is committed; average them in optimizer_step() of the module, in a "
+                "torch.optim.swa_utils.AveragedModel that you pass as Protect(extra=…)"
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise BadTask(
+                f"es.lightning.Protect: {type(callback).__name__} changes what is trained when an "
+                "epoch begins, which a restart within the epoch cannot do again; build the "
+                "optimizer with all that will be trained, and set learning rates by a scheduler"
+            )
+    if trainer.reload_dataloaders_every_n_epochs > 1:
+        raise BadTask(
+            f"es.lightning.Protect: reload_dataloaders_every_n_epochs="
+            f"{trainer.reload_dataloaders_every_n_epochs} counts from where a restart begins; set "
+            "it to 1 or 0"
         )
 
 

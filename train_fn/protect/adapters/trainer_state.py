@@ -8,7 +8,13 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
-FLAGS = ("should_log", "should_evaluate", "should_save")
+FLAGS = (
+    "should_log",
+    "should_evaluate",
+    "should_save",
+    "should_epoch_stop",
+    "should_training_stop",
+)
 
 
 class TrainerScheduler:
@@ -40,7 +46,27 @@ class TrainerPlace:
         self._state, self._log, self._num_logged = "{}", "", 0
         self._callbacks = "[]"
         self.flags = dict.fromkeys(FLAGS, False)
-        """What the Trainer does after the step."""
+        """What the Trainer does after the step, and whether the epoch or the training ends."""
+        self._epoch, self._num_batches = -1, 0
+        self._noted = (0, 0)
+        self._is_resumed = False
+
+    @property
+    def noted(self) -> tuple[int, int]:
+        """Return the epoch, and the batches of it that this rank had read, at the last commit."""
+        return self._noted
+
+    def begin_epoch(self) -> int:
+        """Return the number of an epoch that begins, or goes on."""
+        if not self._is_resumed:
+            self._epoch, self._num_batches = self._epoch + 1, 0
+        self._is_resumed = False
+        return self._epoch
+
+    def count_batch(self) -> None:
+        """Count a batch that was read. The Trainer itself counts steps, and takes a stream to have
+        one epoch: it would begin the wrong pass where a stream ends before the training does."""
+        self._num_batches += 1
 
     def note(self, control: TrainerControl) -> None:
         """Take the Trainer's present state."""
@@ -52,6 +78,7 @@ class TrainerPlace:
             self._log += ("," if self._log else "") + json.dumps(entry)
         self._num_logged = len(entries)
         self._state = json.dumps(facts, default=str)
+        self._noted = self._epoch, self._num_batches
         self.flags = {flag: bool(getattr(control, flag)) for flag in FLAGS}
         self._callbacks = json.dumps([one.state()["attributes"] for one in self._exportable()])
 
@@ -75,12 +102,16 @@ class TrainerPlace:
             "num_logged": self._num_logged,
             "callbacks": self._callbacks,
             "flags": dict(self.flags),
+            "epoch": self._noted[0],
+            "num_batches": self._noted[1],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state, self._log = state["state"], state["log"]
         self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
-        self.flags = dict(state["flags"])
+        self.flags = {**dict.fromkeys(FLAGS, False), **state["flags"]}
+        self._noted = self._epoch, self._num_batches = state["epoch"], state["num_batches"]
+        self._is_resumed = True
 
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks

@@ -21,6 +21,7 @@ from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged
 from train_fn.node import node_dir
 from train_fn.protect.guarantees import UP_TO_LOADER
+from train_fn.protect.place import name_of
 from train_fn.protect.protected import Protected
 from train_fn.snapshots import store as snapshot
 
@@ -91,6 +92,14 @@ def test_arguments_are_refused_by_name(
         return
     with pytest.raises(BadTask, match=words):
         protect(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("train.py", "train"), ("pkg/__main__.py", "pkg"), ("_own run.py", "own-run"), ("-c", "c")],
+)
+def test_a_run_on_its_own_is_named_by_its_script(script: str, name: str) -> None:
+    assert name_of(Path(script)) == name
 
 
 def test_several_optimizers_need_a_shadow(

@@ -1,0 +1,265 @@
+"""What the adapters of other people's trainers refuse: each error names the field and the way
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import everstep.train as es
+from train_fn.errors import BadTask
+from train_fn.node import node_dir
+from train_fn.snapshots import store as snapshot
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the libraries
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "shm").mkdir()
+    for module in (snapshot, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
+    monkeypatch.chdir(tmp_path)
+    yield
+
+
+class Tiny(nn.Module):
+    """A model as the Trainer of Hugging Face calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(inputs).square().mean()}
+
+
+def hf_trainer(model: Any = None, **settings: Any) -> Any:
+    arguments = {"model_init": Tiny} if model is None else {"model": model}
+    args = transformers.TrainingArguments(
+        output_dir="out/trainer",
+        max_steps=2,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **settings,
+    )
+    samples = [{"inputs": torch.ones(4)} for _ in range(8)]
+    return transformers.Trainer(args=args, train_dataset=samples, eval_dataset=samples, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size .* set per_device_train_batch_size"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True .* leave it out"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "lr_scheduler_type=.*plateau.* choose one that steps with the optimizer",
+        ),
+    ],
+)
+def test_arguments_of_a_trainer_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadTask, match=f"es.hf.Protect: {words}"):
+        es.hf.Protect(hf_trainer(Tiny(), **settings))
+
+
+def test_a_trainer_that_makes_its_model_anew_is_refused() -> None:
+    with pytest.raises(BadTask, match=r"Trainer\(model_init=…\) .* pass model=…"):
+        es.hf.Protect(hf_trainer())
+
+
+@pytest.mark.parametrize("sharded", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_a_trainer_that_shards_its_state_is_refused(sharded: str) -> None:
+    trainer = hf_trainer(Tiny())
+    setattr(trainer, sharded, True)
+    with pytest.raises(BadTask, match=r"by DeepSpeed or FSDP.* Leave es.hf.Protect out and let"):
+        es.hf.Protect(trainer)
+
+
+def test_an_older_trainer_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = hf_trainer(Tiny())
+    with monkeypatch.context() as older:
+        older.setattr(transformers, "__version__", "4.57.1")
+        with pytest.raises(BadTask, match=r"transformers 4.57.1; install .* at least 5"):
+            es.hf.Protect(trainer)
+    monkeypatch.delattr(transformers.Trainer, "_run_epoch")
+    with pytest.raises(BadTask, match=f"transformers {transformers.__version__}; install"):
+        es.hf.Protect(trainer)
+
+
+def test_a_trainer_is_refused_by_how_it_is_called() -> None:
+    trainer = hf_trainer(Tiny())
+    protect = es.hf.Protect(trainer)
+    with pytest.raises(BadTask, match=r"no callback of its Trainer; call trainer.add_callback"):
+        trainer.train()
+    trainer.add_callback(protect)
+    with pytest.raises(BadTask, match="cannot protect a hyperparameter search; leave it out"):
+        trainer.train(trial={"learning_rate": 1e-3})
+    with pytest.raises(BadTask, match=r"resume_from_checkpoint=….* leave it out, or load those"):
+        trainer.train(resume_from_checkpoint="out/trainer/checkpoint-1")
+
+
+def test_parts_of_a_training_are_refused() -> None:
+    trainer = hf_trainer(Tiny())
+    trainer.add_callback(es.hf.Protect(trainer))
+    with pytest.raises(BadTask, match=r"call trainer.train\(\), not its parts"):
+        trainer._inner_training_loop(batch_size=1, args=trainer.args)
+
+
+class Net(LightningModule):
+    """A module whose optimizers a test chooses."""
+
+    def __init__(self, chosen: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.chosen = chosen
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(self.backbone(batch[0])).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return self.chosen(self.parameters())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plateau(parameters: Any) -> Any:
+    optimizer = sgd(parameters)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+
+def several(parameters: Any) -> list[torch.optim.Optimizer]:
+    first, *rest = parameters
+    return [sgd([first]), sgd(rest)]
+
+
+def fit(chosen: Callable[[Any], Any] = sgd, *callbacks: Any, **settings: Any) -> Any:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, es.lightning.Protect()],
+        **settings,
+    )
+    net = Net(chosen)
+    net.automatic_optimization = chosen is not several
+    trainer.fit(net, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (lambda _: None, r"configure_optimizers\(\) returned no optimizer; return one"),
+        (lambda given: torch.optim.LBFGS(given), "LBFGS runs several passes .* use another one"),
+        (plateau, "ReduceLROnPlateau steps after .* choose a scheduler that steps with"),
+        (several, r"with 2 optimizers: .* Pass torn='shadow'"),
+    ],
+)
+def test_optimizers_of_a_module_are_refused_by_name(
+    chosen: Callable[[Any], Any], words: str
+) -> None:
+    with pytest.raises(BadTask, match=words):
+        fit(chosen)
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (
+            lambda: StochasticWeightAveraging(0.1),
+            r"swaps weights .* average them in optimizer_step",
+        ),
+        (EMAWeightAveraging, r"swaps weights .* average them in optimizer_step"),
+        (BackboneFinetuning, "changes what is trained .* build the optimizer with all"),
+    ],
+)
+def test_callbacks_that_change_what_is_trained_are_refused(
+    callback: Callable[[], Any], words: str
+) -> None:
+    made = callback()
+    made.on_fit_start = lambda *_: None  # its own demands come first
+    with pytest.raises(BadTask, match=f"es.lightning.Protect: {type(made).__name__} {words}"):
+        fit(sgd, made)
+
+
+def test_loaders_that_are_made_anew_now_and_then_are_refused() -> None:
+    with pytest.raises(BadTask, match=r"reload_dataloaders_every_n_epochs=2 .* set it to 1 or 0"):
+        fit(reload_dataloaders_every_n_epochs=2)
+    assert fit(reload_dataloaders_every_n_epochs=1).global_step == 1
+
+
+def test_other_parts_of_lightning_s_trainer_are_refused() -> None:
+    protect = es.lightning.Protect()
+    with pytest.raises(BadTask, match=r"protects Trainer.fit only; call trainer.fit\(\)"):
+        protect.on_train_start(SimpleNamespace(), SimpleNamespace())
+
+
+def accelerator(*prepared: Any) -> Accelerator:
+    made = Accelerator(cpu=True)
+    made.prepare(*prepared)
+    return made
+
+
+def test_an_accelerator_that_shards_its_state_is_refused() -> None:
+    given = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(BadTask, match=r"accelerator=….* by FSDP.* Use DDP, or leave"):
+        es.protect(accelerator=given)
+
+
+def test_what_an_accelerator_lacks_or_has_twice_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = sgd(model.parameters())
+    with pytest.raises(BadTask, match=r"no model or no optimizer yet; call accelerator.prepare\("):
+        es.protect(accelerator=accelerator(model))
+    whole = accelerator(model, optimizer)
+    with pytest.raises(BadTask, match="leave model, optimizer and scheduler out"):
+        es.protect(model, accelerator=whole)
+    whole.register_for_checkpointing(optimizer)
+    with pytest.raises(BadTask, match=r"extra=….* has the name 'registered0'; use another one"):
+        es.protect(accelerator=whole, extra={"registered0": optimizer})
+
+
+def test_a_scheduler_that_was_not_prepared_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = sgd(model.parameters())
+    whole = accelerator(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(BadTask, match=r"scheduler=….* is missing.* Pass it"):
+        es.protect(accelerator=whole)
+
+
+def test_one_of_several_schedulers_that_was_not_given_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
+    both = [sgd(layer.parameters()) for layer in model]
+    first, _ = (torch.optim.lr_scheduler.StepLR(each, 3) for each in both)
+    with pytest.raises(BadTask, match=r"scheduler=….* is missing.* optimizer '1'.* Pass it"):
+        es.protect(model, both, [first], torn="shadow")
