@@ -18,6 +18,7 @@ from service.web import (
     reference,
     run_list,
     run_pages,
+    selected_runs,
 )
 from service.web.rendering import problem_page
 
@@ -29,6 +30,7 @@ def install(app: FastAPI) -> None:
         reference,
         log_in_page,
         run_list,
+        selected_runs,
         compare_page,
         fork_page,
         events_page,

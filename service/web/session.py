@@ -123,6 +123,11 @@ def is_csrf_token(secret: str, token: str) -> bool:
 
 
 async def read_form(request: Request) -> dict[str, str]:
+    """Return the fields of a form, as ``read_fields``; of a repeated one the last."""
+    return dict(await read_fields(request))
+
+
+async def read_fields(request: Request) -> list[tuple[str, str]]:
     """Return the fields of a form from this origin. Raises 403 for another origin, 413 if it is too
     large."""
     _check_origin(request)
@@ -134,7 +139,7 @@ async def read_form(request: Request) -> dict[str, str]:
                 413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes; send less."
             )
     try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
+        return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100)
     except ValueError as exc:
         raise ProblemError(
             400, "malformed_form", "The form cannot be read; reload the page and send it again."
@@ -164,18 +169,24 @@ def _check_origin(request: Request) -> None:
         )
 
 
-async def checked_form(request: Request, _caller: WebCaller) -> dict[str, str]:
+async def checked_form(request: Request, caller: WebCaller) -> dict[str, str]:
     """Return the fields of a form that one of our pages made for this session. Raises 403."""
-    fields = await read_form(request)
-    if not is_csrf_token(cookie_of(request), fields.pop(CSRF_FIELD, "")):
+    return dict(await checked_fields(request, caller))
+
+
+async def checked_fields(request: Request, _caller: WebCaller) -> list[tuple[str, str]]:
+    """Return the fields as ``checked_form``, repeated ones too. Raises 403."""
+    fields = await read_fields(request)
+    if not is_csrf_token(cookie_of(request), dict(fields).get(CSRF_FIELD, "")):
         raise ProblemError(
             403,
             "stale_form",
             "This form belongs to another session; nothing was done. Reload the page.",
         )
-    return fields
+    return [(name, value) for name, value in fields if name != CSRF_FIELD]
 
 
+CheckedFields = Annotated[list[tuple[str, str]], Depends(checked_fields)]
 CheckedForm = Annotated[dict[str, str], Depends(checked_form)]
 
 

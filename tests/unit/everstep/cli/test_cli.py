@@ -316,6 +316,7 @@ async def test_cancel_pause_and_resume(api: ApiService) -> None:
 async def test_cluster(api: ApiService) -> None:
     shown = await everstep("cluster")
     assert "10.0.0.1" in shown.stdout and "2 CPU" in shown.stdout and "2.60.0" in shown.stdout
+    assert f"{api.url}/ray/" in shown.stdout and "ray.example" not in shown.stdout
     assert (
         json.loads((await everstep("cluster", "--json")).stdout)["nodes"][0]["hostname"] == "host"
     )

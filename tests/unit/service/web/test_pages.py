@@ -86,6 +86,15 @@ async def test_runs_are_searched_filtered_and_paged(api: ApiService, browser: Br
     assert wanted not in first and wanted in await browser.page(unescape(older))
 
 
+async def test_goodput_is_listed_after_the_first_minute(api: ApiService, browser: Browser) -> None:
+    await api.running()
+    api.clock.now += 59
+    goodput = '<td class="r num">100.0 %</td>'
+    assert goodput not in await browser.page("/runs")
+    api.clock.now += 1
+    assert goodput in await browser.page("/runs")
+
+
 async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browser) -> None:
     wanted = parse_spec(spec())
     rows = [
