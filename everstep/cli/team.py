@@ -195,8 +195,7 @@ def audit(
         for one in found
     ]
     headers = ("at", "who", "from", "call", "target", "answer")
-    text = ("who", "call", "target")
-    out.table(headers, rows, empty="no calls", text=text, dispensable=("from", "target"))
+    out.table(headers, rows, empty="no calls", text=("who", "call"), dispensable=("from", "target"))
 
 
 def _duration(text: str) -> timedelta:

@@ -133,13 +133,19 @@ class Terminal:
             rows: the cells.
             empty: what to print if there are no rows.
             text: columns that may be folded on a narrow terminal; ids and states never are.
-            dispensable: columns that a narrow terminal leaves out, the first one first.
+            dispensable: columns that a narrow terminal leaves out, the first one first. A table
+                that does not fit without them is printed row by row, with a line for each cell.
         """
         cells = [[printable("-" if cell is None else str(cell)) for cell in row] for row in rows]
         if not cells:
             self.note(empty)
         elif self.is_interactive:
             left_out = _left_out(self.out.width, headers, cells, text, dispensable)
+            if left_out is None:
+                for row in cells:
+                    self.fields(zip(headers, row, strict=True))
+                    self.line()
+                return
             table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
             for header in headers:
                 if header not in left_out:
@@ -200,22 +206,21 @@ def _left_out(
     cells: Sequence[Sequence[str]],
     text: Collection[str],
     dispensable: Sequence[str],
-) -> list[str]:
+) -> list[str] | None:
     """Return the columns to leave out so that a table of this width breaks no word but of
-    ``text``."""
+    ``text``; None if nothing helps."""
     needed = {
         header: max(len(header), *(len(row[column]) for row in cells))
         for column, header in enumerate(headers)
     }
     for header in text:
         needed[header] = min(needed[header], max(_LEAST_CHARS, len(header)))
-    left_out: list[str] = []
-    for header in dispensable:
-        if sum(needed.values()) + _GAP_CHARS * len(needed) <= width:
-            break
-        del needed[header]
-        left_out.append(header)
-    return left_out
+    for number in range(len(dispensable) + 1):
+        left_out = list(dispensable[:number])
+        shown = [chars for header, chars in needed.items() if header not in left_out]
+        if sum(shown) + _GAP_CHARS * len(shown) <= width:
+            return left_out
+    return None
 
 
 def _plain(value: Any) -> Any:

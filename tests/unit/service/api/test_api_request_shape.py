@@ -33,19 +33,25 @@ async def test_a_query_parameter_that_a_route_lacks_is_refused_by_name(api: ApiS
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/v1/runs", "/openapi.json"])
-async def test_head_answers_as_get_without_the_body(api: ApiService, path: str) -> None:
+async def test_head_answers_as_get_without_the_body(
+    api: ApiService, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     got, head = await api.http.get(path), await api.http.head(path)
     assert head.status_code == got.status_code == 200 and head.content == b""
     assert head.headers["content-type"] == got.headers["content-type"]
+    await api.get("/healthz")
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 async def test_head_of_a_stream_ends_and_of_nothing_is_404(api: ApiService) -> None:
     run_id, _ = await api.running()
     async with asyncio.timeout(10):  # a stream would go on until the run ends
         head = await api.http.head(
-            f"/v1/runs/{run_id}/events", headers={"Accept": "text/event-stream"}
+            f"/v1/runs/{run_id}/events?after=9999", headers={"Accept": "text/event-stream"}
         )
     assert head.status_code == 200 and "text/event-stream" in head.headers["content-type"]
+    await api.get("/healthz")
+    assert api.context.followers.num_open == 0, "nobody reads what is streamed"
     assert (await api.http.head("/v1/runs/none")).status_code == 404
     assert (await (await api.client(None)).head("/v1/runs")).status_code == 401
 
