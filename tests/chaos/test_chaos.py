@@ -39,6 +39,8 @@ SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(
     sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3)
 )
+CLUSTER_AND_RUN_S = 900
+"""Longest test: the first of a cluster starts it, which takes minutes on a busy machine."""
 FirstDescriptors = dict[tuple[int, float], Counter[str]]
 WORLDS = (5, 2, 3)
 """Ranks of a seed, by its remainder; seeds of one size come together, so that they share a
@@ -121,6 +123,7 @@ def weights(run: RunHandle, directory: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+@pytest.mark.timeout(CLUSTER_AND_RUN_S)
 @pytest.mark.parametrize(
     "seed",
     [

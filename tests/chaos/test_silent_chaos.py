@@ -14,6 +14,7 @@ import torch
 
 from tests.chaos.replay import Segments
 from tests.chaos.test_chaos import (
+    CLUSTER_AND_RUN_S,
     FirstDescriptors,
     check_seed,
     clusters_with,
@@ -26,7 +27,7 @@ from tests.support.silent_backend import SilentOptions, autoload
 
 __all__ = ["first_fds", "replayed"]
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(CLUSTER_AND_RUN_S)]
 
 SEEDS = tuple(sorted(range(100, 130), key=lambda seed: seed % 3))
 """None of those that run over gloo; seeds of one world size share a cluster."""
