@@ -39,6 +39,12 @@ SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(
     sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3)
 )
+BETWEEN_RAYLETS = "with raylet "
+"""In the kinds of descriptors: a connection with another raylet, or its own."""
+MOST_BETWEEN_RAYLETS = 12
+"""Connections of a raylet with each other one. Ray opens those for objects one by one, as objects
+travel, up to object_manager_client_connection_num (4) in each direction; so a run has more of them
+than the one before. The rest manage the nodes."""
 CLUSTER_AND_RUN_S = 900
 """Longest test: the first of a cluster starts it, which takes minutes on a busy machine."""
 FirstDescriptors = dict[tuple[int, float], Counter[str]]
@@ -269,13 +275,20 @@ def _check_file_descriptors(service: ServiceProcess, first_fds: FirstDescriptors
             key, found = (pid, process.create_time()), open_descriptors(process)
         except psutil.NoSuchProcess:
             continue
+        between = sum(count for kind, count in found.items() if BETWEEN_RAYLETS in kind)
         first = first_fds.setdefault(key, found)
+        found, first = (
+            Counter({kind: count for kind, count in each.items() if BETWEEN_RAYLETS not in kind})
+            for each in (found, first)
+        )
         facts = (
-            f"{process.cmdline()[:4]} has {found.total()} file descriptors, {first.total()} after "
-            f"its first run; more are {more_than(first, found)}"
+            f"{process.cmdline()[:2]} has {found.total()} file descriptors, {first.total()} after "
+            f"its first run, beside {between} connections to raylets; more are "
+            f"{more_than(first, found)}"
         )
         print(facts)
         assert found.total() <= first.total() + MORE_FDS, facts
+        assert between <= MOST_BETWEEN_RAYLETS * len(cluster["nodes"]), facts
 
 
 def _placement_groups(service: ServiceProcess, run_id: str) -> list[str]:
