@@ -66,6 +66,22 @@ def test_a_killed_rank_costs_no_step(place: str, kept: int, rank: int, tmp_path:
     assert found == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_epoch_is_closed_though_a_rank_died_when_it_ended(rank: int, tmp_path: Path) -> None:
+    """Its peer has made the last step of the second epoch, and could not agree to close it."""
+    twin = job_of(tmp_path, "whole")
+    whole = train_to_end(twin)
+    job, ended, step = killed_and_resumed(tmp_path, "raw", (rank, 17, "torn"))
+    assert step == 18
+    assert ended.weights == whole.weights
+    closed: dict[int, dict[str, object]] = {}
+    for facts in events(job, EventKind.EPOCH_COMPLETED):  # a restart reports the newest ones again
+        untimed = {**facts, "seconds": None}
+        assert closed.setdefault(facts["epoch"], untimed) == untimed
+    expected = [{**each, "seconds": None} for each in events(twin, EventKind.EPOCH_COMPLETED)]
+    assert list(closed.values()) == expected and len(expected) == 4
+
+
 @pytest.mark.parametrize(("place", "kept"), [("backward", 0), ("between", 0), ("torn", 0)])
 def test_two_optimizers_lose_no_step(place: str, kept: int, tmp_path: Path) -> None:
     twin = job_of(tmp_path, "whole", loop="gan")

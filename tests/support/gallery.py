@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -157,7 +158,7 @@ def main(script: str, directory: str, *runs: str) -> int:
         for kill in [Killed.parse(killed), None] if killed else [None]:
             copy = Path(directory) / f"{run_id}.py"
             shutil.copyfile(script, copy)
-            codes = start(copy, kill)
+            codes = start(copy, kill, beside=Path(script).parent)
             dead = [code == -signal.SIGKILL for code in codes]
             if kill is None and codes != [0, 0]:
                 print(f"{run}: the ranks ended with {codes}", file=sys.stderr)
@@ -168,13 +169,20 @@ def main(script: str, directory: str, *runs: str) -> int:
     return 0
 
 
-def start(script: Path, killed: Killed | None) -> list[int | None]:
-    """Run two ranks of a script to their end. Return their exit codes."""
+def start(script: Path, killed: Killed | None, *, beside: Path) -> list[int | None]:
+    """Run two ranks of a script to their end. Return their exit codes.
+
+    Args:
+        beside: where the files lie that it imports.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank_main, args=(script, rank, port, killed)) for rank in (0, 1)]
+    ranks = [
+        fork.Process(target=_rank_main, args=(script, beside, rank, port, killed))
+        for rank in (0, 1)
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + DEADLINE_S
@@ -195,6 +203,8 @@ def import_libraries_of(script: Path) -> None:
         else:
             continue
         for name in names:
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
+                continue  # it lies beside the script
             module = importlib.import_module(name)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -203,7 +213,7 @@ def import_libraries_of(script: Path) -> None:
     importlib.import_module("torch._dynamo")
 
 
-def _rank_main(script: Path, rank: int, port: int, killed: Killed | None) -> None:
+def _rank_main(script: Path, beside: Path, rank: int, port: int, killed: Killed | None) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -220,6 +230,7 @@ def _rank_main(script: Path, rank: int, port: int, killed: Killed | None) -> Non
     if killed is not None and killed.rank == rank:
         _die_at(killed)
     sys.argv = [str(script)]
+    sys.path.insert(0, str(beside))
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -136,6 +136,9 @@ class Protected:
         is_known = self._state.data is data and self._total_steps == total_steps
         self._state.attach(data)
         self._total_steps, self._share = total_steps, None
+        if self._state.is_closing:
+            # A peer died when the ranks were about to close the epoch of the step they had made.
+            self._close_epoch(training)
         if not is_known:
             report_training(training.ctx, self._state, total_steps)
 
@@ -229,18 +232,21 @@ class Protected:
     def _keep(self, training: Training, due: bool, stop: Stop | None) -> None:
         """Save and publish what is due. Nothing of a step is kept before the ranks have agreed on
         it."""
-        state, reporter = self._state, training.reporter
-        is_closing = state.is_closing
+        is_closing = self._state.is_closing
         if due or is_closing or stop is not None or training.publisher.is_due():
             training.commits.read()
         if is_closing:
-            seconds = round(reporter.seconds_of_epoch(), 3)
-            facts = {**state.close_epoch(), "seconds": seconds, "rests": False}
-            reporter.emit(EventKind.EPOCH_COMPLETED, facts)
-            if training.shadows is not None:
-                training.shadows.renew()
+            self._close_epoch(training)
         training.saver.offer(due=due, is_best=False)
         training.publisher.offer()
+
+    def _close_epoch(self, training: Training) -> None:
+        """Report the epoch that ended, and begin the next one."""
+        seconds = round(training.reporter.seconds_of_epoch(), 3)
+        facts = {**self._state.close_epoch(), "seconds": seconds, "rests": False}
+        training.reporter.emit(EventKind.EPOCH_COMPLETED, facts)
+        if training.shadows is not None:
+            training.shadows.renew()
 
     # -- the end
 
