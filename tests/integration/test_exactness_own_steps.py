@@ -11,6 +11,8 @@ import torch
 from everstep.wire.events import EventKind
 from tests.integration.own_steps_task import NUM_STEPS, SPEC, plain_run, weights_of
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
+from tests.support.silent_backend import SilentOptions
+from train_fn.recovery.rank_error import StepFailed
 
 MODULE = "tests.integration.own_steps_task"
 GAN, QUIET = f"{MODULE}:gan", f"{MODULE}:quiet"
@@ -104,3 +106,26 @@ def test_ranks_that_step_other_optimizers_are_refused(tmp_path: Path) -> None:
         assert "the ranks do not step the same optimizers in the same order" in each, errors
         assert f"of step 3, of optimizer '{('critic', 'generator')[rank]}'" in each
     assert [set(outcome.losses) for outcome in outcomes] == [{1, 2}, set()]
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        SilentOptions(run_ahead=True, delay_s=0.002),
+        pytest.param(SilentOptions(abort_s=6.0), marks=pytest.mark.chaos),
+    ],
+    ids=["ahead", "slow"],
+)
+def test_a_kill_costs_nothing_where_collectives_hang(silent: SilentOptions, tmp_path: Path) -> None:
+    """A rank that waits for a dead one in an optimizer's step leaves the state from before it."""
+    calm, killed = make_run_dir(tmp_path, "calm"), make_run_dir(tmp_path, "killed")
+    unbroken = train_to_end(Job(calm, SPEC, 2, setup=GAN), tmp_path)
+    death = Job(killed, SPEC, 2, setup=f"{GAN}_killed_1_17_before", silent=silent)
+    survivor, _ = run_ranks(death, tmp_path)
+    assert isinstance(survivor.error, StepFailed)
+    assert (survivor.error.error.type, survivor.error.error.snapshot_step) == ("PeersGone", 5)
+    resumed = train_to_end(Job(killed, SPEC, 2, attempt=2, setup=GAN, silent=silent), tmp_path)
+    assert resumed.of_kind(EventKind.RESTORED)[0]["step"] == 5
+    assert points_of(survivor) | points_of(resumed) == points_of(unbroken)
+    before, after = weights_of(calm), weights_of(killed)
+    assert all(torch.equal(before[name], after[name]) for name in before)
