@@ -4,11 +4,15 @@ peer's state, as a task does. Its checkpoints are Everstep's."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from everstep.code.pack import pack
 from everstep.spec.run_spec import RunSpec
@@ -17,8 +21,13 @@ from storage.checkpoints.store import CheckpointStore
 from storage.code.store import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
-from tests.integration.ray_cluster import RayCluster
-from train_fn.protect.guarantees import EXACT
+from tests.integration.own_code_runs import begin, cluster, started
+from tests.integration.ray_cluster import REPOSITORY, RayCluster
+from tests.support.gallery import finished, finished_in
+from tests.support.rank_processes import run_id_for
+from train_fn.protect.guarantees import EXACT, LOADER_RESTORED
+
+__all__ = ["cluster", "started"]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -27,11 +36,9 @@ TRAINER_STEPS_PER_EPOCH = 9
 TRAINER_STEPS = 180
 STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
-
-
-@pytest.fixture
-def cluster(two_nodes: RayCluster) -> RayCluster:
-    return two_nodes
+SCRIPT_EPOCHS = 120
+SCRIPT_STEPS = 10 * SCRIPT_EPOCHS
+"""Of 400 samples in batches of 20 on each of 2 ranks."""
 
 
 @pytest.fixture
@@ -115,3 +122,32 @@ def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None
     assert run.last(EventKind.TRAINING_STARTED).data["total_steps"] == TRAINER_STEPS
     assert CheckpointStore(run.run_dir).list()[-1].step == TRAINER_STEPS
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+def test_a_protected_script_for_torchrun_loses_no_step(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Losses and weights are those of a twin that torchrun starts, and that nobody kills."""
+    code = {"script": "torchrun_script.py", "argv": ["--epochs", str(SCRIPT_EPOCHS)]}
+    run = begin(started, cluster, tmp_path, pack(GALLERY), code, min_workers=2)
+    run.wait_for_step(100)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    first, second = (event.data for event in run.of(EventKind.RESTORED))
+    assert (first["source"], second["source"]) == ("fresh", "snapshot") and second["step"] >= 100
+    assert run.last(EventKind.TRAINING_STARTED).data["guarantee"] == LOADER_RESTORED
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+    twin_id = run_id_for(tmp_path, "twin")
+    shutil.copyfile(GALLERY / "torchrun_script.py", tmp_path / f"{twin_id}.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = ["--nproc-per-node", "2", f"{twin_id}.py", "--epochs", str(SCRIPT_EPOCHS)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, *script], cwd=tmp_path, env=environment, check=True, timeout=120)
+    twin = finished(tmp_path, twin_id)
+    broken = finished_in(run.run_dir)
+    assert broken.losses == twin.losses and set(twin.losses) == set(range(1, SCRIPT_STEPS + 1))
+    assert broken.step == twin.step == SCRIPT_STEPS
+    assert broken.weights.keys() == twin.weights.keys()
+    for name, value in twin.weights.items():
+        assert torch.equal(broken.weights[name], value), name
