@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from everstep.code.pack import pack
-from everstep.text.failure import cost
-from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
@@ -89,9 +86,6 @@ def test_a_script_goes_on_at_its_own_checkpoint_after_a_rank_died(
     ]
     assert [e.data["source"] for e in run.of(EventKind.RESTORED)] == ["fresh", "own_files"]
     assert run.last(EventKind.RECOVERED).data["steps_lost"] is None
-    [failed] = run.of(EventKind.FAILURE)
-    costs = cost(Failure.of(failed))
-    assert any(re.fullmatch(r"at most .* of work done again", each) for each in costs), costs
     begun = {int(line.split()[-1]) for line in messages(run, 2) if "begins at epoch" in line}
     assert len(begun) == 1 and 6 <= begun.pop() <= 400
     assert any("epoch 399:" in line for line in messages(run, 2))

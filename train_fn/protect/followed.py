@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.randomness import key, seed_building
 
 _ORDER = 7
@@ -61,6 +61,8 @@ class FollowedLoader:
         self._num_batches = 0
         """Batches of this epoch that were yielded."""
         self._world_size = 0
+        self._length = _length(loader)
+        """Batches of an epoch that the state was trained on; None if that is not known."""
         self._known: dict[str, Any] | None = None
         """The state of a stateful loader to go on from."""
 
@@ -77,13 +79,16 @@ class FollowedLoader:
             "epoch": self.epoch,
             "num_batches": self._num_batches,
             "world_size": self._world_size,
+            "length": _length(self._loader),
             "loader": self._loader.state_dict() if self._is_stateful else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that batch."""
         self.epoch, self._num_batches = state["epoch"], state["num_batches"]
-        self._world_size, self._known = state["world_size"], state["loader"]
+        self._world_size, self._length = state["world_size"], state.get("length")
+        # A run that was forked may have a loader of another kind: it goes on by its place.
+        self._known = state["loader"] if self._is_stateful else None
 
     def batches(
         self, state: Followed, *, epochs: int | None = None, steps: int | None = None
@@ -98,6 +103,7 @@ class FollowedLoader:
                 "es.loader(DataLoader) is not part of the state; pass it as "
                 "es.protect(extra={'data': data})"
             )
+        self._require_same_epochs(state)
         self._move_to(state.world_size)
         seeded: int | None = None
         while epochs is None or self.epoch < epochs:
@@ -117,6 +123,22 @@ class FollowedLoader:
             if steps is not None and state.step_number >= steps:
                 return
             self.epoch, self._num_batches = self.epoch + 1, 0
+
+    def _require_same_epochs(self, state: Followed) -> None:
+        """Raise DataChanged if this rank's place is one in other data: of a run that was forked, or
+        whose data set was changed. Its end of an epoch is one of any data."""
+        length, known = _length(self._loader), self._length
+        if state.world_size != self._world_size or known is None or length in (None, known):
+            return
+        if self._num_batches not in (0, known):
+            raise DataChanged(
+                f"es.loader: the DataLoader has {length} batches an epoch, but the state of step "
+                f"{state.step_number} is after batch {self._num_batches} of {known}. Put the data "
+                "back as it was, begin from a checkpoint of an epoch's end, or start a new run"
+            )
+        if self._num_batches:
+            self.epoch, self._num_batches, self._known = self.epoch + 1, 0, None
+        self._length = length
 
     def _move_to(self, world_size: int) -> None:
         """Go on at another world size: at the same number of batches of all ranks."""
@@ -148,6 +170,14 @@ class FollowedLoader:
         elif num_done:
             loader = after_batches(loader, num_done)
         yield from loader
+
+
+def _length(loader: Any) -> int | None:
+    """Return the batches of an epoch on this rank; None if the loader does not say."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def is_loader(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import everstep.train as es
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.followed import FollowedLoader
 
 PER_EPOCH = 5
@@ -150,3 +150,37 @@ def test_what_cannot_be_followed_is_said() -> None:
         es.loader(shuffled(), 8)
     with pytest.raises(BadTask, match="global_batch_size"):
         es.loader(numbers())
+
+
+def place_after(make: Callable[[], Any], num: int) -> dict[str, Any]:
+    """The state of another run's loader after so many batches."""
+    followed = FollowedLoader(make())
+    for _ in islice(followed.batches(Loop()), num):
+        pass
+    return followed.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata
+@pytest.mark.parametrize("before", [shuffled, stateful])
+@pytest.mark.parametrize("after", [shuffled, stateful])
+def test_a_fork_goes_on_at_the_place_of_the_other_run_whatever_its_loader_is(
+    before: Callable[[], Any], after: Callable[[], Any]
+) -> None:
+    followed = FollowedLoader(after())
+    whole = [batch[0].tolist() for batch in islice(FollowedLoader(after()).batches(Loop()), 8)]
+    followed.load_state_dict(place_after(before, 3))
+    assert [batch[0].tolist() for batch in islice(followed.batches(Loop()), 5)] == whole[3:]
+
+
+def test_a_fork_on_other_data_is_refused_within_an_epoch_and_begins_one_at_its_end() -> None:
+    def longer() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(28)), batch_size=4)
+
+    followed = FollowedLoader(longer())
+    followed.load_state_dict(place_after(shuffled, 3))
+    words = r"7 batches an epoch, .* after batch 3 of 5\. Put the data back .* or start a new run"
+    with pytest.raises(DataChanged, match=words):
+        next(followed.batches(Loop()))
+    followed.load_state_dict(place_after(shuffled, PER_EPOCH))
+    assert next(followed.batches(Loop()))[0].tolist() == [0, 1, 2, 3]
+    assert followed.epoch == 1
