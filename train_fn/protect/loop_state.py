@@ -13,6 +13,7 @@ from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.arguments import Parts
 from train_fn.protect.batches import Batches, Share
 from train_fn.protect.volatile import Volatile
+from train_fn.protect.weights_mark import WeightsMark
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.state.digest import tree_digest
@@ -68,6 +69,9 @@ class LoopState:
         self._copied: dict[str, Any] = {}
         self._marks: dict[str, list[tuple[int, int]]] = {}
         self._large: frozenset[str] = frozenset()
+        self._weights_mark = WeightsMark(
+            value for value in parts.parameters() if value.requires_grad
+        )
 
     # -- what the data says
 
@@ -113,6 +117,7 @@ class LoopState:
     def note_parts(self) -> None:
         """Copy what may change before the next optimizer step, or note its version."""
         self.volatile.commit()
+        self._weights_mark.note()
         states = self._states_of_parts()
         self._copied = copy_to_cpu(
             {name: value for name, value in states.items() if name not in self._large},
@@ -132,6 +137,8 @@ class LoopState:
         states = self._states_of_parts()
         torn = [name for name, marks in self._marks.items() if _marks(states[name]) != marks]
         torn += self.volatile.put_back()
+        if self._weights_mark.has_changed():
+            torn.append("the trained weights")
         if torn:
             return torn
         return self._state_dict({**states, **self._copied})
