@@ -146,7 +146,7 @@ class Deployment:
 
     def _may_start(self, host: Host) -> bool:
         """As the compose file says; and workers one after the other, since Ray gives up a node that
-        is not up after half a minute, which three at once need where cores are few."""
+        is not up after two minutes, which three at once may need where cores are few."""
         if not all(
             self._holds(other, condition) for other, condition in host.part.depends_on.items()
         ):
