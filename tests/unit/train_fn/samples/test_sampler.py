@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.samples import sampler as sampler_module
-from train_fn.samples.sampler import MicroBatch, Sampler, permute, share_of
+from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, permute, share_of
 
 SAMPLERS = st.builds(
     lambda num_samples, global_batch_size, divisor, seed: Sampler(
@@ -141,3 +141,18 @@ def test_a_rank_without_micro_batches_has_an_empty_stream(
     for rank in range(world_size):
         found = list(islice(sampler.stream(1, sampler.steps_per_epoch - 1, rank, world_size), 2))
         assert len(found) == (2 if rank < num_micro else 0), rank
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 12])
+def test_whole_shares_are_the_global_batch_and_none_is_a_single_sample(world_size: int) -> None:
+    for num_samples in (53, 48, 49, 24):
+        sampler = WholeShares(num_samples, 12, 12, 7)
+        plain = Sampler(num_samples, 12, 12, 7)
+        for k in range(sampler.steps_per_epoch):
+            shares = [sampler.share(0, k, rank, world_size) for rank in range(world_size)]
+            sizes = [len(micro.indices) for [micro] in filter(None, shares)]
+            found = np.concatenate([micro.indices for [micro] in filter(None, shares)])
+            assert found.tolist() == plain.global_batch(0, k).tolist()
+            assert [micro.number for [micro] in filter(None, shares)] == list(range(len(sizes)))
+            assert max(sizes) - min(sizes) <= 1 and (min(sizes) > 1 or len(found) == 1)
+            assert len(sizes) == max(1, min(world_size, len(found) // 2))
