@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from everstep.cli.options import JsonOption
 from everstep.cli.service import require_server
-from everstep.cli.terminal import JsonOption, command, terminal
+from everstep.cli.terminal import command, terminal
 
 DirectoryArgument = Annotated[
     Path, typer.Argument(metavar="DIRECTORY", help="Directory of the backup.")

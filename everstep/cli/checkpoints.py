@@ -8,15 +8,8 @@ from typing import Annotated, cast
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from everstep.cli.terminal import (
-    Exit,
-    JsonOption,
-    RunArgument,
-    Terminal,
-    UrlOption,
-    command,
-    terminal,
-)
+from everstep.cli.options import JsonOption, RunArgument, UrlOption
+from everstep.cli.terminal import Exit, Terminal, command, terminal
 from everstep.client.checkpoint_download import leaves_out_frozen
 from everstep.client.run_checkpoints import Which
 from everstep.client.runs import RunHandle

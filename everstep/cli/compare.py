@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from everstep.cli.completion import run_ids
-from everstep.cli.terminal import JsonOption, RunsArgument, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, RunsArgument, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
 from everstep.text import words

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import Exit, command, terminal
 from everstep.client.client import Client
 from everstep.doctor.control_plane import cluster_findings, service_findings
 from everstep.doctor.finding import Finding

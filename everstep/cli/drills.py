@@ -6,15 +6,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import (
-    Exit,
-    JsonOption,
-    RunArgument,
-    Terminal,
-    UrlOption,
-    command,
-    terminal,
-)
+from everstep.cli.options import JsonOption, RunArgument, UrlOption
+from everstep.cli.terminal import Exit, Terminal, command, terminal
 from everstep.text import losses, words
 from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
 

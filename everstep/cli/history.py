@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import JsonOption, RunArgument, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, RunArgument, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.errors import UsageError
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words

@@ -11,16 +11,9 @@ from typing import Annotated
 
 import typer
 
+from everstep.cli.options import JsonOption, SpecArgument, TaskOption, UrlOption
 from everstep.cli.skeleton import SCHEMA_FILE, schema_line, write_schema, write_skeleton
-from everstep.cli.terminal import (
-    Exit,
-    JsonOption,
-    SpecArgument,
-    TaskOption,
-    UrlOption,
-    command,
-    terminal,
-)
+from everstep.cli.terminal import Exit, command, terminal
 from everstep.code.source import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.client.address import checked_token, checked_url, is_loopback
 from everstep.client.client import Client
 from everstep.client.contexts import LogIn, read_contexts, write_contexts

@@ -24,7 +24,8 @@ from everstep.cli import specs as cli_specs
 from everstep.cli import storage as cli_storage
 from everstep.cli import submit as cli_submit
 from everstep.cli import team as cli_team
-from everstep.cli.terminal import JsonOption, UrlOption, begin
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import begin
 from everstep.spec.hash_seed import fix_hash_seed
 
 app = typer.Typer(

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.spec.plain_text import printable
 from everstep.text import words
 from everstep.wire import Node

@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import (
-    Exit,
-    JsonOption,
-    RunArgument,
-    Terminal,
-    UrlOption,
-    command,
-    terminal,
-)
+from everstep.cli.options import JsonOption, RunArgument, UrlOption
+from everstep.cli.terminal import Exit, Terminal, command, terminal
 from everstep.text import events as event_words
 from everstep.text import words
 from everstep.wire import GoodputBuckets

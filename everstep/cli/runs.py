@@ -8,17 +8,8 @@ from typing import Annotated
 import typer
 
 from everstep.cli.completion import statuses
-from everstep.cli.terminal import (
-    Exit,
-    JsonOption,
-    RunArgument,
-    RunsArgument,
-    Terminal,
-    UrlOption,
-    command,
-    exit_code_of_status,
-    terminal,
-)
+from everstep.cli.options import JsonOption, RunArgument, RunsArgument, UrlOption
+from everstep.cli.terminal import Exit, Terminal, command, exit_code_of_status, terminal
 from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle
 from everstep.errors import UsageError

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import Exit, command, terminal
 from everstep.options.flags import as_variables, help_of, is_list, is_switch
 from everstep.options.model import FlagValue
 from everstep.options.serve import FLAGS, OPTIONS, ServeOptions

@@ -6,16 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.terminal import (
+from everstep.cli.options import (
     CodeOption,
     JsonOption,
     SetOption,
     SpecArgument,
     TaskOption,
     UrlOption,
-    command,
-    terminal,
 )
+from everstep.cli.terminal import command, terminal
 from everstep.code.source import with_code
 from everstep.errors import UsageError
 from everstep.spec.catalog import Catalog

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.text import words
 
 storage = typer.Typer(

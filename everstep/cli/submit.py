@@ -7,17 +7,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from everstep.cli.runs import watch_to_the_end
-from everstep.cli.terminal import (
+from everstep.cli.options import (
     CodeOption,
     JsonOption,
     SetOption,
     SpecArgument,
     TaskOption,
     UrlOption,
-    command,
-    terminal,
 )
+from everstep.cli.runs import watch_to_the_end
+from everstep.cli.terminal import command, terminal
 from everstep.client.client import Client
 from everstep.code.source import with_code
 from everstep.spec.overrides import apply_overrides

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
+from everstep.cli.options import JsonOption, UrlOption
+from everstep.cli.terminal import command, terminal
 from everstep.errors import UsageError
 from everstep.text import words
 from everstep.wire.team import Project

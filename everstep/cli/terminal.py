@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, Any, ParamSpec, cast
+from typing import Any, ParamSpec, cast
 
 import typer
 from pydantic import BaseModel
@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli import completion
 from everstep.client.client import Client
 from everstep.errors import (
     AuthError,
@@ -244,53 +243,6 @@ def begin(as_json: bool, url: str | None) -> None:
 def terminal() -> Terminal:
     """Return the terminal of the current command."""
     return _CURRENT.get()
-
-
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Id of the run, such as run_….", autocompletion=completion.run_ids
-    ),
-]
-RunsArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="RUN…", help="Ids of runs.", autocompletion=completion.run_ids),
-]
-SpecArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[SPEC.yaml]",
-        help="File with the spec; - for standard input.",
-        show_default=False,
-        autocompletion=completion.spec_paths,
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
-    ),
-]
-CodeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--code",
-        metavar="DIRECTORY",
-        help="Upload this code and run it instead of the spec's task.",
-    ),
-]
-TaskOption = Annotated[
-    str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task class in the code.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value per line.")]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="URL of the service; default EVERSTEP_URL, else this machine.",
-    ),
-]
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
