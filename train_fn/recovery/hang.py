@@ -23,14 +23,15 @@ WAITING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py"),
     *("/ray/_private/", "/ray/train/", "/ray/util/"),
     *(
+        "/train_fn/loop/own_step.py",
         "/train_fn/loop/replica.py",
         "/train_fn/loop/state_broadcast.py",
         "/train_fn/user_code/packages.py",
     ),
     *("/train_fn/protect/agreement.py", "/train_fn/protect/volatile.py"),
     "/train_fn/ray_train/user_script.py",
-    *("/train_fn/step/carrier.py", "/train_fn/step/peers.py", "/train_fn/step/step_values.py"),
-    "/train_fn/step/used_parameters.py",
+    *("/train_fn/step/carrier.py", "/train_fn/step/peers.py", "/train_fn/step/rank_mean.py"),
+    *("/train_fn/step/step_values.py", "/train_fn/step/used_parameters.py"),
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
 ends with one, a barrier of Ray Train."""

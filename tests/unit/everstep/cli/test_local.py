@@ -140,7 +140,9 @@ def test_without_local_or_torch_the_way_out_is_said(
 def test_init_task_says_what_it_wrote(tmp_path: Path) -> None:
     result = run_cli("init", "task", "my_task", "--in", tmp_path, "--json")
     assert result.exit_code == 0
-    assert len(json.loads(result.stdout)["files"]) == 6
+    files = json.loads(result.stdout)["files"]
+    assert (len(files), Path(files[0]).parent) == (7, tmp_path / "my_task")
+    assert str(tmp_path / "my_task" / "spec.schema.json") in files
     refused = run_cli("init", "task", "my_task", "--in", tmp_path)
     assert (refused.exit_code, "not empty" in refused.stderr) == (2, True)
 
