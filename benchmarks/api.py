@@ -32,6 +32,8 @@ from benchmarks.ray_stand_in import ray_stand_in
 from everstep.wire.events import EventKind
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
+from service.db.storage_identity import StorageRecords
+from service.storage_identity.gate import StorageGate
 from storage.filesystem import open_storage
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
@@ -67,6 +69,9 @@ def seeded_service(kind: str, num_runs: int) -> Iterator[tuple[Replica, Seeded]]
             )
             database = Database(url)
             database.migrate()
+            # The runs of a database that has no storage yet would be missed there.
+            storage = open_storage(str(home / "storage"))
+            StorageGate(storage, StorageRecords(database)).check()
             began = time.perf_counter()
             found = seed(database, num_runs)
             database.close()

@@ -19,5 +19,5 @@ if found:
     sys.exit(
         f"{'; '.join(found)}: the image of target cpu would be wrong. The index TORCH_INDEX "
         f"({os.environ.get('TORCH_INDEX')}) did not answer, or lacks these versions. Name one that "
-        "has them by --build-arg TORCH_INDEX=URL, or build the target cuda."
+        "has them by TORCH_INDEX=URL, or build the target cuda (EVERSTEP_TARGET=cuda)."
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from everstep import Client
 from everstep.client.runs import RunHandle
 from tests.hosts.deployment import Deployment
 from tests.support.digits_run import (
@@ -36,12 +37,21 @@ def spec(
     }
 
 
-class Trial:
-    """One run and what befalls it."""
+class Reachable(Protocol):
+    """A deployment that answers."""
+
+    def client(self) -> Client: ...
+
+
+D = TypeVar("D", bound=Reachable)
+
+
+class Trial(Generic[D]):
+    """One run of a deployment and what befalls it."""
 
     def __init__(
         self,
-        hosts: Deployment,
+        hosts: D,
         name: str,
         epochs: int,
         ranks: int = NUM_WORKERS,
@@ -57,14 +67,14 @@ class Trial:
     @classmethod
     def begun(
         cls,
-        hosts: Deployment,
+        hosts: D,
         name: str,
         epochs: int,
         ranks: int = NUM_WORKERS,
         changes: Mapping[str, Any] | None = None,
         *,
         step: int = 12,
-    ) -> Trial:
+    ) -> Trial[D]:
         """One whose run has all ranks, and so many steps done."""
         trial = cls(hosts, name, epochs, ranks, changes)
         wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
@@ -106,7 +116,7 @@ class Trial:
         return record
 
 
-def host_of(trial: Trial, rank: int) -> str:
+def host_of(trial: Trial[Deployment], rank: int) -> str:
     """The worker host on which a rank of the newest attempt runs."""
     ip = next(worker.node_ip for worker in trial.run.attempts()[-1].workers if worker.rank == rank)
     return next(name for name, host in trial.hosts.hosts.items() if host.cable.ip == ip)

@@ -1,0 +1,199 @@
+"""What an operator does with a deployment on Docker, and fears.
+
+Each run ends SUCCEEDED with every step and every sample once. Where a rank survives, no step is
+lost.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from everstep.client.runs import RunHandle
+from tests.compose.conftest import WORKERS
+from tests.compose.deployment import Deployment
+from tests.compose.engine import run
+from tests.hosts.trial import Trial, spec
+from tests.support.service_process import ASK_S, wait_for
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
+EPOCHS = 45
+AHEAD = 40
+"""Steps that a run must make to show that it trains."""
+
+
+def container_of(trial: Trial[Deployment], rank: int) -> str:
+    """Return the container in which a rank of the newest attempt runs."""
+    workers = trial.run.attempts()[-1].workers
+    return str(
+        trial.hosts.container_at(next(each.node_ip for each in workers if each.rank == rank))
+    )
+
+
+def go_on(trial: Trial[Deployment]) -> None:
+    """Wait until the run has made some steps more."""
+    trial.reach(trial.run.refresh().step + AHEAD)
+
+
+def test_the_first_run_by_curl_by_the_sdk_and_by_the_command_line(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    body = tmp_path / "run.json"
+    body.write_text(json.dumps(spec("by-curl", 2, ranks=2)))
+    answer = run(
+        *("curl", "--silent", "--fail-with-body", "--cacert", deployment.certificate),
+        *("--header", f"Authorization: Bearer {deployment.token}"),
+        *("--json", f"@{body}", f"{deployment.url}/v1/runs"),
+    )
+    first = deployment.client().runs.get(json.loads(answer)["id"])
+    first.wait(timeout_s=300)
+    assert first.status == "SUCCEEDED"
+    command = [Path(sys.executable).parent / "everstep"]
+    done = subprocess.run(
+        [*command, "submit", body, "--watch"],
+        env=deployment.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCEEDED" in done.stdout
+
+
+def test_a_worker_is_killed_and_brought_back(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "worker-killed", EPOCHS)
+    run("docker", "kill", container_of(trial, 1))
+    go_on(trial)
+    assert trial.run.world_size == WORKERS - 1
+    deployment.up(WORKERS)
+    wait_for(trial.is_at_full_size, 120, "full size", every_s=ASK_S)
+    record = trial.finish()
+    assert (record["steps_lost"], record["submissions"]) == (0, 1)
+    assert [failure["verdict"] for failure in record["failures"]] == ["node_lost"]
+
+
+def test_the_head_is_killed_and_started_again(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "head-killed", EPOCHS)
+    (head,) = deployment.containers("head")
+    run("docker", "kill", head)
+    run("docker", "start", head)
+    assert trial.finish()["steps_lost"] == 0
+
+
+@contextmanager
+def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
+    """Ask for a run all the time, and yield the list of what went wrong."""
+    problems: list[str] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        header = {"Authorization": f"Bearer {deployment.token}"}
+        with deployment.http() as http:
+            while not over.wait(0.1):
+                try:
+                    answer = http.get(f"/v1/runs/{run_id}", headers=header)
+                    if not answer.is_success:
+                        problems.append(f"{answer.status_code} {answer.text[:200]}")
+                except httpx.HTTPError as exc:
+                    problems.append(repr(exc))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield problems
+    finally:
+        over.set()
+        asking.join(90)
+
+
+def test_a_replica_is_killed_and_the_other_answers(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "replica-killed", EPOCHS)
+    (replica,) = deployment.containers("service-a")
+    run("docker", "kill", replica)
+    wait_for(deployment.is_ready, 30, "an answer of the other replica", every_s=ASK_S)
+    with polled(deployment, trial.run.id) as problems:
+        go_on(trial)
+        deployment.compose("up", "--detach", "--no-build", "--wait", "--no-recreate", "service-a")
+        go_on(trial)
+    assert problems == []
+    record = trial.finish()
+    assert (record["steps_lost"], record["failures"]) == (0, [])
+
+
+def test_a_worker_s_network_is_cut_and_mended(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "network-cut", 2 * EPOCHS)
+    container = container_of(trial, 2)
+    (network,) = deployment.addresses(container)
+    ip = deployment.addresses(container)[network]
+    run("docker", "network", "disconnect", "--force", network, container)
+    go_on(trial)
+    run("docker", "network", "connect", "--ip", ip, network, container)
+    wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
+    assert trial.finish()["steps_lost"] == 0
+
+
+def test_fewer_workers_and_more(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "scaled", 2 * EPOCHS)
+    deployment.up(2, "--no-recreate")
+    wait_for(lambda: trial.run.refresh().world_size == 2, 300, "two ranks", every_s=ASK_S)
+    go_on(trial)
+    deployment.up(4, "--no-recreate")
+    wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
+    go_on(trial)
+    assert trial.finish()["steps_lost"] == 0
+
+
+@pytest.mark.parametrize("part", ["database", "object-store"])
+def test_a_part_that_holds_data_is_restarted(deployment: Deployment, part: str) -> None:
+    trial = Trial.begun(deployment, f"{part}-restarted", EPOCHS)
+    deployment.compose("restart", "--timeout", "20", part)
+    wait_for(deployment.is_ready, 120, "the service", every_s=ASK_S)
+    go_on(trial)
+    record = trial.finish()
+    assert (record["steps_lost"], record["failures"]) == (0, [])
+
+
+def test_service_and_workers_are_upgraded_while_people_ask(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "upgraded", 4 * EPOCHS)
+    with polled(deployment, trial.run.id) as problems:
+        for what in ("service", "workers"):
+            run("deploy/rolling-upgrade.sh", what, cwd=deployment.directory, timeout_s=900)
+    assert problems == []
+    assert trial.finish(timeout_s=900)["steps_lost"] == 0
+
+
+def test_everything_is_taken_down_and_brought_up_again(deployment: Deployment) -> None:
+    trial = Trial.begun(deployment, "down-and-up", EPOCHS)
+    deployment.compose("down", "--timeout", "20")
+    deployment.up(WORKERS)
+    assert trial.finish()["steps_lost"] == 0
+
+
+def test_a_worker_reaches_its_memory_limit(deployment: Deployment, tmp_path: Path) -> None:
+    found = failed_by(deployment, tmp_path, "held.append(bytearray(64 << 20))")
+    assert {failure.verdict for failure in found.failures()} == {"out_of_memory"}
+
+
+def failed_by(deployment: Deployment, directory: Path, statement: str) -> RunHandle:
+    """Return a failed run of a function whose rank 0 repeats a statement for ever."""
+    (directory / "greedy.py").write_text(
+        "held = []\ndef train_fn(config):\n    while True:\n        " + statement + "\n"
+    )
+    client = deployment.client()
+    greedy: dict[str, Any] = {
+        "name": "greedy",
+        "code": {"train_fn": "greedy:train_fn", "archive": client.code.upload(directory)},
+        "scaling": {"min_workers": 1, "max_workers": 1},
+    }
+    failed = client.runs.create(greedy)
+    wait_for(lambda: failed.refresh().status == "FAILED", 600, "a failed run", every_s=ASK_S)
+    return failed
