@@ -66,19 +66,18 @@ class Deployment:
         """Run ``docker compose`` in the copy and return what it printed."""
         return run("docker", "compose", *words, timeout_s=timeout_s, cwd=self.directory)
 
-    def up(self, workers: int, *words: str) -> None:
+    def up(self, workers: int) -> None:
         """Start what is not up, with so many workers, and wait until all of it is well."""
         scale = ["--scale", f"worker={workers}"]
-        self.compose("up", "--detach", "--no-build", *scale, *words)
+        self.compose("up", "--detach", "--no-build", *scale)
         wait_for(self.is_ready, UP_S, "the service behind the proxy", every_s=ASK_S)
         wait_for(
             lambda: len(self.live_nodes()) == workers, UP_S, f"{workers} workers", every_s=ASK_S
         )
 
-    def containers(self, service: str, *, stopped: bool = False) -> list[str]:
-        """Return the ids of a part's containers, in the order of their numbers."""
-        words = ["--all"] if stopped else []
-        found = self.compose("ps", "--quiet", *words, service).split()
+    def containers(self, service: str) -> list[str]:
+        """Return the ids of a part's running containers, in the order of their numbers."""
+        found = self.compose("ps", "--quiet", service).split()
         return sorted(found, key=lambda each: str(self.inspect(each)["Name"]))
 
     def container_at(self, ip: str) -> str:

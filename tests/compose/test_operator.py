@@ -13,12 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from everstep.client.runs import RunHandle
 from tests.compose.conftest import WORKERS
 from tests.compose.deployment import Deployment
 from tests.compose.engine import run
@@ -139,61 +137,3 @@ def test_a_worker_s_network_is_cut_and_mended(deployment: Deployment) -> None:
     run("docker", "network", "connect", "--ip", ip, network, container)
     wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
     assert trial.finish()["steps_lost"] == 0
-
-
-def test_fewer_workers_and_more(deployment: Deployment) -> None:
-    trial = Trial.begun(deployment, "scaled", 2 * EPOCHS)
-    deployment.up(2, "--no-recreate")
-    wait_for(lambda: trial.run.refresh().world_size == 2, 300, "two ranks", every_s=ASK_S)
-    go_on(trial)
-    deployment.up(4, "--no-recreate")
-    wait_for(trial.is_at_full_size, 300, "full size", every_s=ASK_S)
-    go_on(trial)
-    assert trial.finish()["steps_lost"] == 0
-
-
-@pytest.mark.parametrize("part", ["database", "object-store"])
-def test_a_part_that_holds_data_is_restarted(deployment: Deployment, part: str) -> None:
-    trial = Trial.begun(deployment, f"{part}-restarted", EPOCHS)
-    deployment.compose("restart", "--timeout", "20", part)
-    wait_for(deployment.is_ready, 120, "the service", every_s=ASK_S)
-    go_on(trial)
-    record = trial.finish()
-    assert (record["steps_lost"], record["failures"]) == (0, [])
-
-
-def test_service_and_workers_are_upgraded_while_people_ask(deployment: Deployment) -> None:
-    trial = Trial.begun(deployment, "upgraded", 4 * EPOCHS)
-    with polled(deployment, trial.run.id) as problems:
-        for what in ("service", "workers"):
-            run("deploy/rolling-upgrade.sh", what, cwd=deployment.directory, timeout_s=900)
-    assert problems == []
-    assert trial.finish(timeout_s=900)["steps_lost"] == 0
-
-
-def test_everything_is_taken_down_and_brought_up_again(deployment: Deployment) -> None:
-    trial = Trial.begun(deployment, "down-and-up", EPOCHS)
-    deployment.compose("down", "--timeout", "20")
-    deployment.up(WORKERS)
-    assert trial.finish()["steps_lost"] == 0
-
-
-def test_a_worker_reaches_its_memory_limit(deployment: Deployment, tmp_path: Path) -> None:
-    found = failed_by(deployment, tmp_path, "held.append(bytearray(64 << 20))")
-    assert {failure.verdict for failure in found.failures()} == {"out_of_memory"}
-
-
-def failed_by(deployment: Deployment, directory: Path, statement: str) -> RunHandle:
-    """Return a failed run of a function whose rank 0 repeats a statement for ever."""
-    (directory / "greedy.py").write_text(
-        "held = []\ndef train_fn(config):\n    while True:\n        " + statement + "\n"
-    )
-    client = deployment.client()
-    greedy: dict[str, Any] = {
-        "name": "greedy",
-        "code": {"train_fn": "greedy:train_fn", "archive": client.code.upload(directory)},
-        "scaling": {"min_workers": 1, "max_workers": 1},
-    }
-    failed = client.runs.create(greedy)
-    wait_for(lambda: failed.refresh().status == "FAILED", 600, "a failed run", every_s=ASK_S)
-    return failed
