@@ -4,7 +4,6 @@ peer's state, as a task does. Its checkpoints are Everstep's."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +35,11 @@ TRAINER_STEPS_PER_EPOCH = 9
 TRAINER_STEPS = 180
 STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
+LIKE_A_RUN = """from train_fn.user_code.torchvision_ops import declare_missing_ops
+
+declare_missing_ops()
+"""
+"""What a run of the service does before a script: torchvision may be a build for another torch."""
 SCRIPT_EPOCHS = 120
 SCRIPT_STEPS = 10 * SCRIPT_EPOCHS
 """Of 400 samples in batches of 20 on each of 2 ranks."""
@@ -124,24 +128,53 @@ def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
 
 
-def test_a_protected_script_for_torchrun_loses_no_step(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+def lightning_source() -> str:
+    """Return the example for Lightning, with epochs enough for a kill in the middle."""
+    source = (GALLERY / "lightning_module.py").read_text()
+    assert source.count("max_epochs=3,") == 1
+    return source.replace("max_epochs=3,", f"max_epochs={SCRIPT_EPOCHS},")
+
+
+@pytest.mark.parametrize(
+    ("source", "argv", "guarantee"),
+    [
+        pytest.param(
+            (GALLERY / "torchrun_script.py").read_text(),
+            ["--epochs", str(SCRIPT_EPOCHS)],
+            LOADER_RESTORED,
+            id="torchrun",
+        ),
+        pytest.param(
+            lightning_source(), [], LOADER_RESTORED, id="lightning", marks=pytest.mark.chaos
+        ),
+    ],
+)
+def test_a_protected_script_loses_no_step(
+    source: str,
+    argv: list[str],
+    guarantee: str,
+    started: list[DrivenRun],
+    cluster: RayCluster,
+    tmp_path: Path,
 ) -> None:
     """Losses and weights are those of a twin that torchrun starts, and that nobody kills."""
-    code = {"script": "torchrun_script.py", "argv": ["--epochs", str(SCRIPT_EPOCHS)]}
-    run = begin(started, cluster, tmp_path, pack(GALLERY), code, min_workers=2)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text(source)
+    code = {"script": "train.py", "argv": argv}
+    run = begin(started, cluster, tmp_path, pack(project), code, min_workers=2)
     run.wait_for_step(100)
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
     assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
     first, second = (event.data for event in run.of(EventKind.RESTORED))
     assert (first["source"], second["source"]) == ("fresh", "snapshot") and second["step"] >= 100
-    assert run.last(EventKind.TRAINING_STARTED).data["guarantee"] == LOADER_RESTORED
+    assert run.last(EventKind.TRAINING_STARTED).data["guarantee"] == guarantee
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
     twin_id = run_id_for(tmp_path, "twin")
-    shutil.copyfile(GALLERY / "torchrun_script.py", tmp_path / f"{twin_id}.py")
+    (tmp_path / f"{twin_id}.py").write_text(LIKE_A_RUN + source)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = ["--nproc-per-node", "2", f"{twin_id}.py", "--epochs", str(SCRIPT_EPOCHS)]
+    script = ["--nproc-per-node", "2", f"{twin_id}.py", *argv]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     subprocess.run([*torchrun, *script], cwd=tmp_path, env=environment, check=True, timeout=120)
     twin = finished(tmp_path, twin_id)
