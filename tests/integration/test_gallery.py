@@ -48,7 +48,26 @@ EXAMPLES = [
 def test_an_example_loses_no_step(
     name: str, killed: Killed, num_updates: int, tmp_path: Path
 ) -> None:
-    whole, broken = run_example(GALLERY / f"{name}.py", tmp_path, killed)
+    assert_loses_no_step(GALLERY / f"{name}.py", killed, num_updates, tmp_path)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("mode", ["dispatch_batches", "split_batches"])
+def test_batches_that_accelerate_shares_out_in_another_way(mode: str, tmp_path: Path) -> None:
+    """By default each rank reads its own. Here rank 0 reads for all, or each takes a part."""
+    source = (GALLERY / "accelerate_loop.py").read_text()
+    config = f"dataloader_config=DataLoaderConfiguration({mode}=True)"
+    changed = source.replace("Accelerator(cpu=True", f"Accelerator({config}, cpu=True").replace(
+        "import Accelerator", "import Accelerator, DataLoaderConfiguration"
+    )
+    assert changed.count("DataLoaderConfiguration") == 2
+    script = tmp_path / "accelerate_loop.py"
+    script.write_text(changed)
+    assert_loses_no_step(script, Killed(1, 14, "before"), 1, tmp_path)
+
+
+def assert_loses_no_step(script: Path, killed: Killed, num_updates: int, directory: Path) -> None:
+    whole, broken = run_example(script, directory, killed)
     assert [each["source"] for each in broken.restored] == ["fresh", "snapshot"]
     begun = (killed.update - 1) // num_updates
     assert broken.restored[1]["step"] in (begun, begun + 1)

@@ -24,6 +24,9 @@ _ORDER = 7
 """Purpose of the seed of an epoch's order."""
 _FINISHED = "_iterator_finished"
 """In the state of torchdata's StatefulDataLoader: the epoch has ended."""
+_DISPATCHER = "DataLoaderDispatcher"
+"""Accelerate's loader that reads on rank 0 for all ranks. Its own skipping counts the batches that
+rank 0 reads, not those of a rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +223,8 @@ def samplers_of(loader: Any) -> list[Any]:
 
 def after_batches(loader: Any, num_batches: int) -> Any:
     """Return the rest of an epoch without its first batches."""
+    if type(loader).__name__ == _DISPATCHER:
+        return islice(loader, num_batches, None)
     if type(loader).__module__.startswith("accelerate."):
         return importlib.import_module("accelerate").skip_first_batches(loader, num_batches)
     sampler = getattr(loader, "batch_sampler", None)
