@@ -55,7 +55,7 @@ def compare(run_ids: RunsArgument, json_: JsonOption = False, url: UrlOption = N
 
 
 def _figures(runs: list[RunHandle]) -> list[tuple[object, ...]]:
-    """Return what is compared of every run: a name, and a value for each."""
+    """Return the rows of the comparison: a name, and the value of each run."""
     shown = [run.run for run in runs]
     names = sorted({name for run in shown for name in run.metrics})
     return [

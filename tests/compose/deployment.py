@@ -67,7 +67,7 @@ class Deployment:
         return run("docker", "compose", *words, timeout_s=timeout_s, cwd=self.directory)
 
     def up(self, workers: int) -> None:
-        """Start what is not up, with so many workers, and wait until all of it is well."""
+        """Start the missing parts and this many workers. Wait until all are ready."""
         scale = ["--scale", f"worker={workers}"]
         self.compose("up", "--detach", "--no-build", *scale)
         wait_for(self.is_ready, UP_S, "the service behind the proxy", every_s=ASK_S)

@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,16 @@ from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
-from tests.browser.story import Story, tell
+from tests.browser.story import Story
 from tests.browser.watching import watching
+from tests.integration.web_pages import api, context, page, story
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.digits_run import digits
 from tests.support.service_process import ServiceProcess
 from tests.support.telling_dashboard import telling_dashboard
 from tests.support.web_browser import status_of
+
+__all__ = ["api", "context", "page", "story"]
 
 AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
 
@@ -41,28 +43,6 @@ expect.set_options(timeout=60_000)
 pytestmark = pytest.mark.skipif(
     chromium_path() is None, reason="needs Chromium: apt-get install chromium"
 )
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
-
-
-@pytest.fixture
-async def story(api: ApiService) -> Story:
-    return await tell(api)
-
-
-@pytest.fixture
-async def context(api: ApiService) -> AsyncIterator[BrowserContext]:
-    async with watching(api.url, api.token("admin")) as found:
-        yield found
-
-
-@pytest.fixture
-async def page(context: BrowserContext) -> Page:
-    return await context.new_page()
 
 
 def paths(story: Story) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from playwright.async_api import BrowserContext, Page, expect
+from playwright.async_api import Page, expect
 from sqlalchemy import insert
 
 from everstep.wire.events import EventKind
@@ -15,9 +13,11 @@ from service.db.tables import events
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.browser.chromium import chromium_path
-from tests.browser.story import Story, tell
-from tests.browser.watching import watching
+from tests.browser.story import Story
+from tests.integration.web_pages import api, context, page, story
 from tests.support.api_service import NOON, ApiService
+
+__all__ = ["api", "context", "page", "story"]
 
 PHONE_PX = 390
 LONG = "resnet-50-with-a-name-that-nobody-broke-" * 3
@@ -27,28 +27,6 @@ expect.set_options(timeout=60_000)
 pytestmark = pytest.mark.skipif(
     chromium_path() is None, reason="needs Chromium: apt-get install chromium"
 )
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
-
-
-@pytest.fixture
-async def story(api: ApiService) -> Story:
-    return await tell(api)
-
-
-@pytest.fixture
-async def context(api: ApiService) -> AsyncIterator[BrowserContext]:
-    async with watching(api.url, api.token("admin")) as found:
-        yield found
-
-
-@pytest.fixture
-async def page(context: BrowserContext) -> Page:
-    return await context.new_page()
 
 
 async def width(page: Page) -> int:

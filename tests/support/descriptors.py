@@ -30,7 +30,7 @@ def open_descriptors(process: psutil.Process) -> Counter[str]:
 
 
 def more_than(before: Counter[str], now: Counter[str]) -> str:
-    """Return a phrase for what is open now and was not before."""
+    """Describe the descriptors that were opened since ``before``."""
     return ", ".join(f"{count} {kind}" for kind, count in sorted((now - before).items()))
 
 

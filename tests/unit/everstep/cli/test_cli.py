@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,6 @@ from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.command_line import everstep, finish, run_cli
 from tests.unit.service.api.test_api_checkpoints import save
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        service.announce(monkeypatch)
-        yield service
-
-
-@pytest.fixture
-def spec_file(tmp_path: Path) -> Path:
-    path = tmp_path / "digits.yaml"
-    path.write_text(
-        "name: by hand\ntask: {name: image_classification, model: {name: mini_resnet}, data: "
-        "{name: digits}}\n"
-    )
-    return path
-
 
 # ---------------------------------------------------------------- submit
 

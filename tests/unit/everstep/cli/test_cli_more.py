@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import stat
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,26 +21,6 @@ from everstep.wire import RunStatus
 from tests.support.api_service import ApiService, spec
 from tests.support.command_line import everstep, finish, run_cli
 from tests.support.narrow_terminal import NarrowTerminal
-
-SPEC = """\
-name: by hand
-task: {name: image_classification, model: {name: mini_resnet}, data: {name: digits}}
-"""
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        service.announce(monkeypatch)
-        yield service
-
-
-@pytest.fixture
-def spec_file(tmp_path: Path) -> Path:
-    path = tmp_path / "digits.yaml"
-    path.write_text(SPEC)
-    return path
-
 
 # ---------------------------------------------------------------- delete
 

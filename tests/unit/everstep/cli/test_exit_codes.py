@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,6 @@ from tests.support.scripted_http import (
     scripted,
     silent_after,
 )
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        service.announce(monkeypatch)
-        yield service
-
-
-@pytest.fixture
-def spec_file(tmp_path: Path) -> Path:
-    path = tmp_path / "digits.yaml"
-    path.write_text(
-        "name: by hand\ntask: {name: image_classification, model: {name: mini_resnet}, data: "
-        "{name: digits}}\n"
-    )
-    return path
-
 
 # ---------------------------------------------------------------- submit
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
@@ -15,13 +11,6 @@ from tests.support.command_line import finish
 from tests.support.narrow_terminal import COLUMNS, NarrowTerminal, on_terminal
 
 LONG = "a-name-of-a-run-that-is-longer-than-a-terminal-is-wide-" * 2
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        service.announce(monkeypatch)
-        yield service
 
 
 def narrow(lines: list[str]) -> list[str]:
