@@ -59,7 +59,7 @@ gpu: $(STAMP)  ## What only a CUDA device shows, in ten minutes, a line each; th
 	@$(BIN)/python -m tests.gpu $(ARGS)
 	$(BIN)/python -m pytest tests/gpu
 
-check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec and settings
+check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec and settings, the manifests for Kubernetes
 	@echo "ruff, ruff format, mypy, import-linter"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
@@ -68,6 +68,7 @@ check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the
 	@$(BIN)/python scripts/draw_house.py --check
 	@$(BIN)/python scripts/spec_reference.py --check
 	@$(BIN)/python scripts/settings_reference.py --check
+	@$(BIN)/python scripts/check_kubernetes.py
 
 format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the references of spec and settings
 	@$(BIN)/ruff check --quiet --fix .

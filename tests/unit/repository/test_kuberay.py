@@ -163,19 +163,33 @@ def test_what_pods_mount_exists() -> None:
                 assert f"secret generic {volume['secret']['secretName']} " in readme
 
 
-def test_ray_s_own_settings_are_those_of_the_compose_file() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["x-ray-environment"]
-    # pods' addresses can be in no certificate
-    other_there = re.compile("RAY_AUTH_TOKEN_PATH|RAY_.*TLS")
-    settings = {
+NOT_IN_COMPOSE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"}
+"""What Kubernetes adds: a pod gets SIGTERM before it goes, a container of compose is drained."""
+ELSEWHERE = re.compile("AWS_.*|RAY_AUTH_TOKEN_PATH|RAY_.*TLS.*|EVERSTEP_SECRETS_DIR")
+"""Paths of secrets, and TLS: pods' addresses can be in no certificate."""
+
+
+@pytest.mark.parametrize(("part", "number"), [("head", 0), ("worker", 1), ("worker", 2)])
+def test_ray_s_settings_are_those_of_the_compose_file(part: str, number: int) -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][part]
+    wanted = {
         name: value
-        for name, value in compose.items()
-        if name.startswith(("RAY_", "PYTHON")) and not other_there.match(name)
+        for name, value in compose["environment"].items()
+        if not ELSEWHERE.fullmatch(name)
     }
-    assert settings
-    for pod in list(pods())[:-1]:
-        found = environment(pod)
-        assert {name: found.get(name) for name in settings} == settings
+    found = {
+        name: value
+        for name, value in environment(list(pods())[number]).items()
+        if name not in NOT_IN_COMPOSE and not ELSEWHERE.fullmatch(name)
+    }
+    assert found == wanted
+
+
+def test_pods_run_as_the_user_of_the_image() -> None:
+    [user] = re.findall(r"useradd --uid (\d+)", (ROOT / "Dockerfile").read_text())
+    for pod in pods():
+        assert pod["securityContext"]["fsGroup"] == int(user)
+        assert [each["securityContext"]["runAsUser"] for each in pod["containers"]] == [int(user)]
 
 
 def test_a_node_has_time_to_drain_and_gets_the_signal_itself() -> None:
