@@ -73,6 +73,11 @@ def charted(*words: str, namespace: str = "everstep") -> list[Manifest]:
     )
 
 
+def values_files() -> list[Path]:
+    """Return the chart's defaults, and the values of its folder ``ci``."""
+    return [CHART / "values.yaml", *sorted((CHART / "ci").glob("*.yaml"))]
+
+
 def faults(manifest: Manifest, versions: tuple[str, ...] = VERSIONS) -> Iterator[str]:
     """Yield what is wrong with one manifest: unknown and missing fields, wrong types."""
     import kubernetes_validate as schemas
@@ -188,6 +193,12 @@ def rendered(not_run: list[str]) -> Iterator[tuple[str, list[Manifest]]]:
         listed = yaml.safe_load((KUSTOMIZATION / "kustomization.yaml").read_text())["resources"]
         for name in listed:
             yield name, documents((KUSTOMIZATION / name).read_text())
+    if not tool("helm"):
+        not_run.append("the chart: no helm (scripts/get-kubernetes-tools.sh)")
+        return
+    for values in values_files():
+        output_of("helm", "lint", "--strict", "--quiet", str(CHART), "--values", str(values))
+        yield values.stem, charted("--values", str(values))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from everstep.cli import drills as cli_drills
 from everstep.cli import history as cli_history
 from everstep.cli import local as cli_local
 from everstep.cli import login as cli_login
+from everstep.cli import node_watcher as cli_node_watcher
 from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
 from everstep.cli import runs as cli_runs
@@ -87,6 +88,7 @@ app.command()(cli_service.cluster)
 app.command()(cli_nodes.cordon)
 app.command()(cli_nodes.uncordon)
 app.command()(cli_nodes.drain)
+app.command()(cli_node_watcher.node_watcher)
 app.command()(cli_login.login)
 app.command()(cli_login.logout)
 app.command()(cli_login.context)

@@ -128,7 +128,8 @@ def pods() -> Iterator[dict[str, Any]]:
     cluster = of_kind("RayCluster")["everstep"]["spec"]
     yield cluster["headGroupSpec"]["template"]["spec"]
     yield from (group["template"]["spec"] for group in cluster["workerGroupSpecs"])
-    yield of_kind("Deployment")["everstep"]["spec"]["template"]["spec"]
+    for deployment in of_kind("Deployment").values():
+        yield deployment["spec"]["template"]["spec"]
 
 
 def environment(pod: dict[str, Any]) -> dict[str, str]:
@@ -154,8 +155,9 @@ def test_what_pods_mount_exists() -> None:
     claims = of_kind("PersistentVolumeClaim").keys()
     readme = (DEPLOY / "README.md").read_text()
     for pod in pods():
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes.keys()
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        mounts = pod["containers"][0].get("volumeMounts", ())
+        assert {mount["name"] for mount in mounts} == volumes.keys()
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
@@ -205,22 +207,54 @@ def test_a_node_has_time_to_drain_and_gets_the_signal_itself() -> None:
 
 def test_only_the_service_gets_at_the_database_and_the_head_runs_no_ranks() -> None:
     with_database = [
-        pod["containers"][0]["name"] for pod in pods() if "EVERSTEP_DATABASE" in environment(pod)
+        pod["containers"][0]["name"]
+        for pod in pods()
+        if "everstep-database" in str(pod) or "EVERSTEP_DATABASE_FILE" in environment(pod)
     ]
     assert with_database == ["service"]
     assert (
         of_kind("RayCluster")["everstep"]["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"]
         == "0"
     )
-    assert of_kind("NetworkPolicy")["ray"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert of_kind("NetworkPolicy")["everstep-ray"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
-def test_the_service_understands_its_arguments_and_every_variable() -> None:
-    [container] = [
-        each for pod in pods() for each in pod["containers"] if each["name"] == "service"
+def service() -> dict[str, Any]:
+    containers = (each for pod in pods() for each in pod["containers"])
+    return next(each for each in containers if each["name"] == "service")
+
+
+def test_the_service_s_variables_are_those_of_the_compose_file() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["service-a"]
+    wanted = {name for name in compose["environment"] if not name.startswith("AWS_")}
+    # the image says so for compose
+    assert {each["name"] for each in service()["env"]} - {"RAY_AUTH_MODE"} == wanted
+
+
+def test_the_watcher_may_read_nodes_and_pods_and_nothing_else() -> None:
+    rules = [
+        rule
+        for kind in ("ClusterRole", "Role")
+        for role in of_kind(kind).values()
+        for rule in role["rules"]
     ]
+    verbs = ["list", "watch"]
+    assert rules == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": verbs},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": verbs},
+    ]
+    accounts = {pod.get("serviceAccountName") for pod in pods()} - {None}
+    assert accounts == of_kind("ServiceAccount").keys() == {"everstep-node-watcher"}
+
+
+def test_the_service_understands_its_arguments_and_every_variable(tmp_path: Path) -> None:
+    container = service()
     ours = {each["name"] for each in container["env"] if each["name"].startswith("EVERSTEP_")}
     values = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    contents = {"EVERSTEP_DATABASE_FILE": "sqlite://", "EVERSTEP_METRICS_TOKEN_FILE": "x" * 32}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        values[name] = str(tmp_path / name)
     assert container["command"] == ["everstep", "serve"] and ours <= VARIABLES
     # What Kubernetes sets in every pod beside the Service named everstep.
     theirs = {"EVERSTEP_PORT": "tcp://10.0.0.1:8000", "EVERSTEP_SERVICE_HOST": "10.0.0.1"}
