@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from everstep.options.model import FlagValue, SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
 from service.model.prices import Prices
+from service.model.provider_rule import GrantRule, ProviderRule
 from service.submission_rules.packages import NO_PACKAGES, PipRule
 from service.submission_rules.webhooks import NotifyRule, origin_of
 
@@ -51,7 +52,7 @@ class Settings(ServeOptions):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         """Raise SettingsError at the start, not at the first use, for a rule that is wrong."""
-        _ = self.pip_rule, self.notify
+        _ = self.pip_rule, self.notify, self.provider
         return self
 
     @cached_property
@@ -84,6 +85,40 @@ class Settings(ServeOptions):
                 f"characters; {OPTIONS['notify_origins'].variable} needs a longer one"
             )
         return NotifyRule(origins, self.notify_secret)
+
+    @cached_property
+    def provider(self) -> ProviderRule | None:
+        """The identity provider at which people log in; None for tokens only.
+
+        Raises SettingsError if something that it needs is missing or wrong.
+        """
+        if self.oidc_issuer is None:
+            given = [name for name in ("oidc_client_id", "oidc_grants") if getattr(self, name)]
+            if given:
+                raise SettingsError(
+                    f"{OPTIONS[given[0]].variable} is set without a provider; set "
+                    f"{OPTIONS['oidc_issuer'].variable}, or unset it"
+                )
+            return None
+        for name in ("oidc_client_id", "oidc_grants"):
+            if not getattr(self, name):
+                raise SettingsError(
+                    f"{OPTIONS['oidc_issuer'].variable} needs {OPTIONS[name].variable}; set it"
+                )
+        try:
+            grants = GrantRule.of(self.oidc_grants)
+        except ValueError as exc:
+            raise SettingsError(f"{OPTIONS['oidc_grants'].variable}: {exc}") from exc
+        return ProviderRule(
+            issuer=self.oidc_issuer,
+            client_id=self.oidc_client_id,
+            client_secret=self.oidc_client_secret,
+            scopes=self.oidc_scopes,
+            groups_claim=self.oidc_groups_claim,
+            grants=grants,
+            lasts_s=self.oidc_session_h * 3600,
+            label=self.oidc_label,
+        )
 
     @property
     def prices(self) -> Prices:

@@ -1,4 +1,5 @@
-"""Commands for administrators: `everstep project`, `everstep token` and `everstep audit`."""
+"""Commands for administrators: `everstep project`, `everstep token`, `everstep session` and
+`everstep audit`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from everstep.wire.team import Project
 project = typer.Typer(
     help="Create projects, set their quotas, list and delete them.", no_args_is_help=True
 )
+session = typer.Typer(help="List and end log-ins of browsers.", no_args_is_help=True)
 token = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
 
 QuotaOption = Annotated[int | None, typer.Option(min=0, help="Default no limit.")]
@@ -165,6 +167,42 @@ def revoke_token(token_id: str, json_: JsonOption = False, url: UrlOption = None
     terminal().client().tokens.revoke(token_id)
     if not terminal().as_json:
         terminal().line(f"token {token_id} is revoked")
+
+
+@session.command("list")
+@command
+def list_sessions(json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show your log-ins at the pages; an administrator sees everybody's."""
+    out = terminal()
+    found = list(out.client().sessions.list())
+    if out.as_json:
+        for one in found:
+            out.json(one)
+        return
+    rows = [
+        (
+            one.id,
+            one.name,
+            one.role,
+            one.project or "all",
+            words.ago(one.created_at),
+            one.expires_at,
+            one.address or "unknown",
+        )
+        for one in found
+    ]
+    headers = ("session", "name", "role", "project", "began", "ends", "from")
+    text = ("name", "project", "began", "ends", "from")
+    out.table(headers, rows, empty="no sessions", text=text, dispensable=("began", "from"))
+
+
+@session.command("revoke")
+@command
+def revoke_session(session_id: str, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """End a session at once."""
+    terminal().client().sessions.revoke(session_id)
+    if not terminal().as_json:
+        terminal().line(f"session {session_id} has ended")
 
 
 @command

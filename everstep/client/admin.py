@@ -1,4 +1,5 @@
-"""Administration: ``client.projects``, ``client.tokens``, ``client.audit``, ``client.storage``."""
+"""Administration: ``client.projects``, ``client.tokens``, ``client.sessions``, ``client.audit``,
+``client.storage``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from urllib.parse import quote
 from everstep.client.transport import Transport
 from everstep.wire import format_time
 from everstep.wire.storage_status import StorageAdoption, StorageStatus
-from everstep.wire.team import AuditEntry, NewToken, Project, Role, Token
+from everstep.wire.team import AuditEntry, NewToken, Project, Role, Session, Token
 
 
 class Tokens:
@@ -64,6 +65,21 @@ class Tokens:
     def revoke(self, token_id: str) -> None:
         """Revoke a token at once. Raise NotFound, AuthError."""
         self._transport.send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+
+
+class Sessions:
+    """Log-ins of browsers, as ``client.sessions``."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def list(self) -> Iterator[Session]:
+        """Yield your own sessions, newest first; an administrator's are those of everybody."""
+        return self._transport.pages("/v1/sessions", Session)
+
+    def revoke(self, session_id: str) -> None:
+        """End a session at once. Raise NotFound."""
+        self._transport.send("DELETE", f"/v1/sessions/{quote(session_id, safe='')}")
 
 
 class Projects:

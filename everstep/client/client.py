@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from everstep.client.address import find_address
-from everstep.client.admin import Audit, Projects, Storage, Tokens
+from everstep.client.admin import Audit, Projects, Sessions, Storage, Tokens
 from everstep.client.code_uploads import Code
 from everstep.client.follow import Patience, wait_until
 from everstep.client.nodes import Nodes
@@ -70,6 +70,7 @@ class Client:
         self.code = Code(self._transport)
         self.projects = Projects(self._transport)
         self.tokens = Tokens(self._transport)
+        self.sessions = Sessions(self._transport)
         self.audit = Audit(self._transport)
         self.storage = Storage(self._transport)
 

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from everstep.home import home_directory
 
@@ -73,6 +74,39 @@ def public_url(url: str) -> str:
     if url and not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not a URL; give for example https://everstep.example.org")
     return url.rstrip("/")
+
+
+def issuer_url(url: str) -> str:
+    """Return the issuer of an identity provider, as it is: the provider's own tokens name it with
+    or without a final slash."""
+    if not is_confidential_url(url):
+        raise ValueError(
+            f"{url!r} is not an issuer; give an https URL, for example https://login.example.org "
+            "(http only on this machine)"
+        )
+    return url
+
+
+def scopes(text: str) -> str:
+    """Return scopes of OpenID Connect, separated by single spaces."""
+    words = text.split()
+    if not text.isascii() or "openid" not in words:
+        raise ValueError(f"{text!r} lacks openid; give for example: openid email profile")
+    return " ".join(words)
+
+
+def is_confidential_url(url: str) -> bool:
+    """Return whether nobody on the way reads what is sent to a URL: https, or http to this
+    machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    if not host or parts.username is not None or parts.fragment:
+        return False
+    local = host in ("localhost", "127.0.0.1", "::1")
+    return parts.scheme == "https" or (parts.scheme == "http" and local)
 
 
 def metrics_token(secret: str) -> str:

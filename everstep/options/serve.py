@@ -147,6 +147,41 @@ class ServeOptions(OptionsModel):
     ] = Field(default="", repr=False)
     """File with a secret of at least 32 characters. It becomes a viewer's token of all projects,
     for Prometheus. Another secret in the file replaces it at the next start."""
+    oidc_issuer: Annotated[
+        Annotated[str, AfterValidator(checks.issuer_url)] | None,
+        Option("EVERSTEP_OIDC_ISSUER", default="log in with tokens only"),
+    ] = None
+    """OpenID Connect provider at which people log in: its issuer, for example
+    https://login.example.org/realms/ml. Register EVERSTEP_PUBLIC_URL/login/oidc/callback there."""
+    oidc_client_id: Annotated[str, Option("EVERSTEP_OIDC_CLIENT_ID")] = ""
+    """Id of this service at the provider."""
+    oidc_client_secret: Annotated[
+        str,
+        Option(
+            "EVERSTEP_OIDC_CLIENT_SECRET",
+            file="EVERSTEP_OIDC_CLIENT_SECRET_FILE",
+            secret=True,
+            default="a public client",
+        ),
+    ] = Field(default="", repr=False)
+    """Secret of this service at the provider."""
+    oidc_grants: Annotated[Items, Option("EVERSTEP_OIDC_GRANTS")] = ()
+    """Rights of the provider's groups: GROUP=admin, GROUP=submitter:PROJECT, GROUP=viewer:PROJECT
+    or GROUP=viewer:* for all projects. The group * is everyone who can log in there."""
+    oidc_scopes: Annotated[str, AfterValidator(checks.scopes), Option("EVERSTEP_OIDC_SCOPES")] = (
+        "openid email profile"
+    )
+    """Scopes that the log-in asks for, separated by spaces."""
+    oidc_groups_claim: Annotated[str, Option("EVERSTEP_OIDC_GROUPS_CLAIM")] = "groups"
+    """Claim with a user's groups; dots lead into objects, as in realm_access.roles."""
+    oidc_session_h: Annotated[float, Option("EVERSTEP_OIDC_SESSION_H")] = Field(
+        default=12.0, gt=0, le=720
+    )
+    """Hours after which a person logs in again. Groups are read at each log-in."""
+    oidc_label: Annotated[str, Option("EVERSTEP_OIDC_LABEL")] = Field(
+        default="single sign-on", min_length=1, max_length=60
+    )
+    """Name of the provider on the log-in page."""
     cordon_runs: Annotated[int, Option("EVERSTEP_CORDON_RUNS")] = Field(
         default=DEFAULT_CORDON_RUNS, ge=0
     )

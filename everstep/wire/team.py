@@ -90,6 +90,28 @@ class Token(Answer):
     expires_at: Time | None
     last_used_at: Time | None
     """Up to a few seconds behind; null if never used."""
+    owner: str | None = None
+    """E-mail address of the user; null for a token that an administrator made."""
+    kind: Literal["log_in", "personal"] | None = None
+    """``log_in``: rights of a user's browser sessions, ended by revoking it. ``personal``: a user
+    made it. Null: an administrator made it."""
+
+
+class Session(Answer):
+    """A browser's log-in."""
+
+    id: str
+    name: str
+    """The user's e-mail address, or the name of the token that logged in."""
+    role: Role
+    project: str | None
+    """Null means every project."""
+    created_at: Time
+    expires_at: Time
+    address: str | None
+    """Where the log-in came from."""
+    browser: str | None
+    """What the browser calls itself."""
 
 
 class NewToken(Token):

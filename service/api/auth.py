@@ -15,8 +15,9 @@ from starlette.requests import HTTPConnection
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, not_found
 from service.db.audit import current_entry
+from service.db.sessions import Holder
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
-from service.model.rows import Role, TokenRow
+from service.model.rows import RANK, Role, TokenRow
 from service.model.run_rows import RunRow
 from storage.files.draft import draft_beside
 
@@ -27,7 +28,6 @@ EMBEDDED_TRUST: Final = (
     "run is effectively an administrator. For people whom you trust less, use a cluster that runs "
     "as another user: --ray-address (docs/security.md)"
 )
-_RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
 _bearer = HTTPBearer(
     auto_error=False,
     description="A token, for example from `$EVERSTEP_HOME/token` on the service's machine.",
@@ -46,13 +46,22 @@ class Principal:
     sha256: str
     """SHA-256 of the secret in the request: a token, or a browser session."""
     by_session: bool = False
+    owner: str = ""
+    """Who owns what the caller creates: a user's e-mail address, or the token's name."""
+    user_id: str | None = None
+    """The user, if one logged in or made the token; None for an administrator's token."""
+
+    @property
+    def holder(self) -> Holder:
+        """Whose sessions are the caller's own."""
+        return Holder(self.token_id, self.user_id)
 
     def reaches(self, project: str) -> bool:
         return self.project is None or self.project == project
 
     def may(self, role: Role) -> bool:
         """Return whether its role includes the rights of ``role``."""
-        return _RANK[self.role] >= _RANK[role]
+        return RANK[self.role] >= RANK[role]
 
     def require(self, role: Role) -> None:
         """Raise 403 for a lesser role."""
@@ -151,6 +160,8 @@ def admitted(
         found.project,
         session or found.sha256,
         session is not None,
+        found.owner or found.name,
+        found.user_id,
     )
 
 

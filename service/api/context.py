@@ -39,7 +39,9 @@ from service.db.runs import RunStore
 from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
+from service.db.users import UserStore
 from service.figures import RunFigures
+from service.identity.provider import Provider
 from service.model.prices import NO_PRICES, Prices
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.packages import NO_PACKAGES, PipRule
@@ -81,6 +83,7 @@ class ApiContext:
         notify: NotifyRule = NOBODY,
         embedded: bool = False,
         prices: Prices = NO_PRICES,
+        provider: Provider | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -100,6 +103,8 @@ class ApiContext:
         """Passes requests on to Ray's dashboard; None passes on none."""
         self.notify = notify
         self.prices = prices
+        self.provider = provider
+        """Identity provider at which people log in; None lets only tokens log in."""
         self.embedded = embedded
         """Whether user code runs as this service's own user."""
         self.runs = RunStore(database, clock)
@@ -110,6 +115,7 @@ class ApiContext:
         self.time_book = TimeBook(self.runs)
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)
+        self.users = UserStore(database, clock)
         self.log_in_codes = LogInCodes(clock)
         self.projects = ProjectStore(database, clock)
         self.code_archives = CodeArchives(database, clock)

@@ -191,6 +191,8 @@ def _token_answer(row: TokenRow) -> Token:
         created_at=to_time(row.created_at),
         expires_at=maybe_time(row.expires_at),
         last_used_at=maybe_time(row.last_used_at),
+        owner=row.owner,
+        kind=row.kind,
     )
 
 

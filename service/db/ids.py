@@ -46,5 +46,9 @@ def new_token_id() -> str:
     return "tok_" + _base32(secrets.randbits(60), 12)
 
 
+def new_user_id() -> str:
+    return "user_" + _base32(secrets.randbits(60), 12)
+
+
 def _base32(value: int, length: int) -> str:
     return "".join(ALPHABET[value >> 5 * position & 31] for position in reversed(range(length)))

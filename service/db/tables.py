@@ -151,7 +151,24 @@ tokens = Table(
     Column("expires_at", Double),
     Column("revoked_at", Double),
     Column("last_used_at", Double),  # up to a few seconds behind
+    # Not a foreign key: SQLite cannot add one to a table. No user is ever deleted.
+    Column("user_id", String(32)),  # null: an administrator made it
+    Column("owner", String(128)),  # the user's name; null: the token's own name
+    Column("kind", String(16)),  # log_in | personal; null: an administrator made it
     UniqueConstraint("sha256"),
+    Index(None, "user_id"),
+)
+
+users = Table(  # people who logged in at an identity provider
+    "users",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("issuer", String(512), nullable=False),
+    Column("subject", String(255), nullable=False),
+    Column("name", String(128), nullable=False),  # e-mail address as of the last log-in
+    Column("created_at", Double, nullable=False),
+    Column("seen_at", Double, nullable=False),  # last log-in
+    UniqueConstraint("issuer", "subject"),
 )
 
 sessions = Table(  # browser log-ins
@@ -161,6 +178,8 @@ sessions = Table(  # browser log-ins
     Column("token_id", String(32), ForeignKey("tokens.id", ondelete="CASCADE"), nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
+    Column("address", String(64)),  # where the log-in came from
+    Column("browser", String(256)),  # its User-Agent header
     Index(None, "token_id", "created_at"),
     Index(None, "expires_at"),
 )

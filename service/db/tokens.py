@@ -19,7 +19,7 @@ from service.db.ids import new_token_id
 from service.db.projects import ensure_project
 from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.tables import runs, tokens
-from service.model.rows import Role, TokenRow, TransitionRow
+from service.model.rows import NAME_CHARS, Role, TokenKind, TokenRow, TransitionRow
 from service.model.run_rows import ListedRun
 
 PREFIX: Final = "evs_"
@@ -158,6 +158,7 @@ class TokenStore:
         token_id: str,
         *,
         create_project: bool = True,
+        user: TokenRow | None = None,
     ) -> TokenRow:
         row = TokenRow(
             id=token_id,
@@ -169,6 +170,9 @@ class TokenStore:
             expires_at=expires_at,
             revoked_at=None,
             last_used_at=None,
+            user_id=user.user_id if user else None,
+            owner=user.owner if user else None,
+            kind="personal" if user else None,
         )
         note_target(row.id)
         with self._database.write() as connection:
@@ -176,6 +180,38 @@ class TokenStore:
                 ensure_project(connection, project, row.created_at, create=create_project)
             replace_row(connection, tokens, row.columns())
         return row
+
+    def create_personal(
+        self, user: TokenRow, label: str, role: Role, expires_at: float
+    ) -> tuple[TokenRow, str]:
+        """Create a user's own token, with the project of the token of their log-in.
+
+        Args:
+            user: the token of the user's log-in.
+            label: what the user calls it.
+            role: at most the user's own.
+            expires_at: unix seconds.
+        """
+        secret = new_secret()
+        row = self._put(
+            secret,
+            f"{user.owner}: {label}"[:NAME_CHARS],
+            role,
+            user.project,
+            expires_at,
+            new_token_id(),
+            user=user,
+        )
+        return row, secret
+
+    def of_user(self, user_id: str, kind: TokenKind) -> list[TokenRow]:
+        """Return a user's valid tokens of a kind, oldest first."""
+        return [
+            row
+            for row in self.valid()
+            if (row.user_id, row.kind) == (user_id, kind)
+            and (row.expires_at is None or row.expires_at > self._clock())
+        ]
 
     def valid(self) -> list[TokenRow]:
         """Return every token that is not revoked, including expired ones, oldest first."""

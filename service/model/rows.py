@@ -11,6 +11,15 @@ from everstep.wire import ErrorKind
 from storage.cluster.node_marks import NodeMark
 
 Role = Literal["viewer", "submitter", "admin"]
+RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
+"""Role -> its place: a role has the rights of all lower ones."""
+TokenKind = Literal["log_in", "personal"]
+"""``log_in``: a user's rights, used by browser sessions only, nobody has its secret. ``personal``:
+a user made it on the account page."""
+NAME_CHARS: Final = 128
+"""Longest name of a token or user."""
+SESSION_PREFIX: Final = "ses_"
+SESSION_DIGITS: Final = 24
 MarkState = Literal["cordoned", "draining", "open"]
 
 
@@ -95,6 +104,44 @@ class TokenRow(Row):
     expires_at: float | None
     revoked_at: float | None
     last_used_at: float | None
+    user_id: str | None = None
+    """The user that it belongs to; None if an administrator made it."""
+    owner: str | None = None
+    """The user's name, an e-mail address; None if an administrator made it."""
+    kind: TokenKind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserRow(Row):
+    """A person as an identity provider knows them; ``name`` is their e-mail address."""
+
+    id: str
+    issuer: str
+    subject: str
+    name: str
+    created_at: float
+    seen_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow(Row):
+    """A browser's log-in, without its secret, and whom it belongs to."""
+
+    sha256: str
+    token_id: str
+    created_at: float
+    expires_at: float
+    address: str | None
+    browser: str | None
+    name: str
+    role: Role
+    project: str | None
+
+    @property
+    def id(self) -> str:
+        """Return the name of the session for people. The hash is of 256 random bits, so its
+        beginning says nothing of the cookie."""
+        return SESSION_PREFIX + self.sha256[:SESSION_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from service.api import (
     prometheus,
     runs,
     series,
+    sessions,
     storage,
     team,
 )
@@ -79,6 +80,7 @@ def create_app(context: ApiContext) -> FastAPI:
         cluster,
         deployment_checks,
         team,
+        sessions,
         storage,
         health,
         prometheus,

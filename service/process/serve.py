@@ -45,6 +45,7 @@ from service.db.runs import RunStore
 from service.embedded.cluster import ClusterError
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
+from service.identity.provider import CALLBACK_PATH, Provider
 from service.process.api_server import ApiServer, base_url, check_tls, listening
 from service.process.app import create_app
 from service.process.arguments import settings_of
@@ -152,6 +153,7 @@ async def serve(
             notify=settings.notify,
             embedded=settings.embedded,
             prices=settings.prices,
+            provider=provider_of(settings, settings.public_url or url),
         )
         token_id = await asyncio.to_thread(
             ensure_local_token,
@@ -168,6 +170,12 @@ async def serve(
             async with running(reconciler, supervisor):
                 await server.serve([listener])
     database.close()
+
+
+def provider_of(settings: Settings, public_url: str) -> Provider | None:
+    """Return the identity provider at which people log in; None for tokens only."""
+    rule = settings.provider
+    return None if rule is None else Provider(rule, public_url + CALLBACK_PATH)
 
 
 def made_reconciler(

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 
 from service.api.problems import problem_of_request, problem_response
 from service.web import (
+    account_page,
     assets,
     cluster_pages,
     compare_page,
@@ -19,6 +20,7 @@ from service.web import (
     run_list,
     run_pages,
     selected_runs,
+    single_sign_on,
 )
 from service.web.rendering import problem_page
 
@@ -29,6 +31,8 @@ def install(app: FastAPI) -> None:
         assets,
         reference,
         log_in_page,
+        single_sign_on,
+        account_page,
         run_list,
         selected_runs,
         compare_page,

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from service.api.context import Context
+from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError
 from service.web.rendering import PageRoute, page
 from service.web.session import (
@@ -44,7 +44,7 @@ async def get_log_in(
             await begin_session(request, response, context, token_id)
             return response
         problem = "This link was used already, or is too old. Enter a token."
-    return page(request, "login.html", None, target=target, problem=problem)
+    return log_in_form(request, context, target, problem)
 
 
 @router.post("/login")
@@ -63,8 +63,18 @@ async def post_log_in(
             if secret
             else "Enter a token."
         )
-        return page(request, "login.html", None, 401, target=target, problem=problem)
+        return log_in_form(request, context, target, problem, 401)
     return response
+
+
+def log_in_form(
+    request: Request, context: ApiContext, target: str, problem: str | None, status: int = 200
+) -> Response:
+    """Return the page with each way to log in."""
+    provider = context.provider.rule.label if context.provider else None
+    return page(
+        request, "login.html", None, status, target=target, problem=problem, provider=provider
+    )
 
 
 @router.post("/logout")

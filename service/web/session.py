@@ -37,10 +37,11 @@ _SALT_BYTES: Final = 16
 
 def cookie_of(request: HTTPConnection) -> str:
     """Return the session's secret from the browser; empty if there is none."""
-    return request.cookies.get(SECURE_COOKIE if _is_secure(request) else COOKIE, "")
+    return request.cookies.get(SECURE_COOKIE if is_secure(request) else COOKIE, "")
 
 
-def _is_secure(request: HTTPConnection) -> bool:
+def is_secure(request: HTTPConnection) -> bool:
+    """Return whether the browser's connection is encrypted."""
     return request.url.scheme in ("https", "wss")
 
 
@@ -86,23 +87,37 @@ async def log_in(request: Request, response: Response, context: ApiContext, toke
 
 
 async def begin_session(
-    request: Request, response: Response, context: ApiContext, token_id: str
+    request: Request,
+    response: Response,
+    context: ApiContext,
+    token_id: str,
+    lasts_s: float = LASTS_S,
 ) -> None:
-    """Start a session for a token that is known to be valid, and set its cookie."""
-    secret = await context.database_call(context.sessions.begin, token_id)
-    secure = _is_secure(request)
+    """Start a session for a token that is known to be valid, and set its cookie. The browser's
+    earlier session ends."""
+    earlier = cookie_of(request)
+    if earlier:
+        await context.database_call(context.sessions.end, earlier)
+    secret = await context.database_call(
+        context.sessions.begin,
+        token_id,
+        lasts_s,
+        request.client.host if request.client else None,
+        request.headers.get("user-agent"),
+    )
+    secure = is_secure(request)
     if secure:
         response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
     name = SECURE_COOKIE if secure else COOKIE
     response.set_cookie(
-        name, secret, max_age=int(LASTS_S), path="/", secure=secure, httponly=True, samesite="lax"
+        name, secret, max_age=int(lasts_s), path="/", secure=secure, httponly=True, samesite="lax"
     )
 
 
 def log_out_of_browser(request: Request, response: Response) -> None:
     """Delete the cookie, and that of older versions, which contained a token."""
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
-    if _is_secure(request):
+    if is_secure(request):
         response.delete_cookie(SECURE_COOKIE, path="/", secure=True, httponly=True, samesite="lax")
 
 

@@ -163,3 +163,35 @@ def test_what_is_no_package_is_told(text: str) -> None:
         SettingsError, match=r"EVERSTEP_ALLOW_PIP: .* neither PACKAGE nor PROJECT:PACKAGE"
     ):
         Settings.read({"EVERSTEP_ALLOW_PIP": text})
+
+
+OIDC = {
+    "EVERSTEP_OIDC_ISSUER": "https://login.example.org/realms/ml",
+    "EVERSTEP_OIDC_CLIENT_ID": "everstep",
+    "EVERSTEP_OIDC_GRANTS": "ops=admin,*=viewer:demo",
+}
+
+
+def test_an_identity_provider_and_its_rights() -> None:
+    rule = Settings.of_process({**OIDC, "EVERSTEP_OIDC_SESSION_H": "0.5"}).provider
+    assert rule is not None
+    assert (rule.issuer, rule.client_id) == (OIDC["EVERSTEP_OIDC_ISSUER"], "everstep")
+    assert rule.lasts_s == 1800 and len(rule.grants.grants(["ops"])) == 1
+    assert Settings.of_process({}).provider is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"EVERSTEP_OIDC_ISSUER": "http://login.example.org"}, "give an https URL"),
+        ({"EVERSTEP_OIDC_ISSUER": ""}, "EVERSTEP_OIDC_CLIENT_ID is set without a provider"),
+        ({"EVERSTEP_OIDC_CLIENT_ID": ""}, "needs EVERSTEP_OIDC_CLIENT_ID"),
+        ({"EVERSTEP_OIDC_GRANTS": ""}, "needs EVERSTEP_OIDC_GRANTS"),
+        ({"EVERSTEP_OIDC_GRANTS": "ops"}, "EVERSTEP_OIDC_GRANTS: 'ops' names no group"),
+        ({"EVERSTEP_OIDC_SCOPES": "email"}, "lacks openid"),
+        ({"EVERSTEP_OIDC_SESSION_H": "1000"}, "less than or equal to 720"),
+    ],
+)
+def test_half_an_identity_provider_is_refused(change: dict[str, str], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        Settings.of_process({**OIDC, **change})

@@ -209,3 +209,18 @@ def _tab(words: list[str]) -> str:
         "COMP_CWORD": str(len(words)),
     }
     return CliRunner().invoke(app, [], env={**os.environ, **asked}, prog_name="everstep").output
+
+
+# ---------------------------------------------------------------- sessions
+
+
+async def test_sessions_are_listed_and_ended(api: ApiService) -> None:
+    made = api.context.tokens.create("ada", "viewer", "default")[0]
+    secret = api.context.sessions.begin(made.id, address="10.0.0.9", browser="Firefox")
+    listed = json.loads((await everstep("session", "list", "--json")).stdout)
+    assert (listed["name"], listed["address"], listed["browser"]) == ("ada", "10.0.0.9", "Firefox")
+    assert listed["id"] in (await everstep("session", "list")).stdout
+    ended = await everstep("session", "revoke", listed["id"])
+    assert ended.exit_code == 0 and api.context.sessions.find(secret) is None
+    again = await everstep("session", "revoke", listed["id"])
+    assert again.exit_code == 2 and "has ended" in again.stderr

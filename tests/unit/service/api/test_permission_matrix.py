@@ -55,6 +55,8 @@ LEAST_ROLE = {
     ("GET", "/v1/tokens"): "admin",
     ("POST", "/v1/tokens"): "admin",
     ("DELETE", "/v1/tokens/{token_id}"): "admin",
+    ("GET", "/v1/sessions"): "viewer",
+    ("DELETE", "/v1/sessions/{session_id}"): "viewer",
     ("GET", "/v1/audit"): "admin",
     ("GET", "/v1/storage"): "admin",
     ("POST", "/v1/storage/adopt"): "admin",
@@ -107,6 +109,7 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 "drill_id": "drill_x",
                 "profile_id": "prof_x",
                 "node_id": "node-1",
+                "session_id": "ses_none",
             }
             path = route.format(**names, project="none", token_id="tok_none", check_id="check_none")
             answer = await client.request(

@@ -34,7 +34,10 @@ def test_migrating_again_changes_nothing(tmp_path: Path) -> None:
     database.migrate()
     with database.write() as connection:
         connection.execute(
-            text("INSERT INTO tokens VALUES ('t', 'n', 'admin', NULL, 'h', 0, NULL, NULL, NULL)")
+            text(
+                "INSERT INTO tokens (id, name, role, sha256, created_at) "
+                "VALUES ('t', 'n', 'admin', 'h', 0)"
+            )
         )
     database.migrate()
     with database.read() as connection:

@@ -1,0 +1,272 @@
+"""An OpenID Connect provider: where a log-in begins, and who has come back from it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import httpx
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from everstep.options.checks import is_confidential_url
+from service.identity.flow import Flow
+from service.identity.id_token import claims_of, key_set
+from service.identity.problems import LogInRefused, ProviderUnavailable
+from service.identity.subject import Identity, identity_of, lacks_claims
+from service.model.provider_rule import ProviderRule
+
+CALLBACK_PATH: Final = "/login/oidc/callback"
+"""This service's page to which the provider sends people back."""
+TIMEOUT_S: Final = 10.0
+KNOWN_S: Final = 600.0
+"""Time for which the provider's description and keys are kept. A key that it withdraws is refused
+after that."""
+FETCH_AGAIN_S: Final = 5.0
+"""Shortest time between two looks for new keys, which any caller can provoke."""
+_MAX_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What the provider says of itself."""
+
+    authorization_endpoint: str
+    token_endpoint: str
+    jwks_uri: str
+    userinfo_endpoint: str | None
+    by_header: bool
+    """Whether it takes the client's secret in a header, as all must by default."""
+
+
+class Provider:
+    """The provider of a rule.
+
+    Args:
+        rule: the operator's settings.
+        redirect_uri: this service's page to which the provider sends people back.
+        clock: unix seconds.
+        transport: httpx's transport, for tests.
+    """
+
+    def __init__(
+        self,
+        rule: ProviderRule,
+        redirect_uri: str,
+        clock: Callable[[], float] = time.time,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.rule = rule
+        self._redirect_uri = redirect_uri
+        self._clock = clock
+        self._transport = transport
+        self._description: _Description | None = None
+        self._described_at = 0.0
+        self._keys: KeySet | None = None
+        self._keys_at = 0.0
+        self._fetching = asyncio.Lock()
+
+    @cached_property
+    def _authorities(self) -> ssl.SSLContext:
+        """Return the trusted authorities, which take longer to load than a request takes."""
+        return httpx.create_ssl_context()
+
+    async def address(self, flow: Flow) -> str:
+        """Return the provider's page at which a log-in begins. Raises ProviderUnavailable."""
+        description = await self._described()
+        query = urlencode(
+            {
+                "response_type": "code",
+                "client_id": self.rule.client_id,
+                "redirect_uri": self._redirect_uri,
+                "scope": self.rule.scopes,
+                "state": flow.state,
+                "nonce": flow.nonce,
+                "code_challenge": flow.challenge,
+                "code_challenge_method": "S256",
+            }
+        )
+        separator = "&" if "?" in description.authorization_endpoint else "?"
+        return f"{description.authorization_endpoint}{separator}{query}"
+
+    async def identity(self, flow: Flow, query: Mapping[str, str]) -> Identity:
+        """Return who logged in, from the query with which the provider sent the browser back.
+
+        Raises LogInRefused, ProviderUnavailable.
+        """
+        if not hmac.compare_digest(query.get("state", "").encode(), flow.state.encode()):
+            raise LogInRefused("this log-in was not begun in this browser")
+        if query.get("iss", self.rule.issuer) != self.rule.issuer:
+            raise LogInRefused("the answer came from another identity provider")
+        if "error" in query:
+            why = query.get("error_description") or query["error"]
+            raise LogInRefused(f"the identity provider refused: {why[:300]}")
+        if not query.get("code"):
+            raise LogInRefused("the identity provider sent no code")
+        description = await self._described()
+        answer = await self._exchanged(description, query["code"], flow.verifier)
+        claims = await self._verified(description, answer.get("id_token"), flow.nonce)
+        if lacks_claims(claims, self.rule.groups_claim) and description.userinfo_endpoint:
+            more = await self._userinfo(description.userinfo_endpoint, answer)
+            if more.get("sub") != claims["sub"]:
+                raise LogInRefused("the provider's userinfo is about another person")
+            claims = {**more, **claims}
+        return identity_of(claims, self.rule)
+
+    async def _exchanged(
+        self, description: _Description, code: str, verifier: str
+    ) -> dict[str, Any]:
+        """Exchange a code for tokens."""
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": self._redirect_uri,
+            "code_verifier": verifier,
+        }
+        client_id, secret = self.rule.client_id, self.rule.client_secret
+        auth = None
+        if secret and description.by_header:
+            auth = httpx.BasicAuth(quote(client_id, safe=""), quote(secret, safe=""))
+        else:
+            form |= {"client_id": client_id} | ({"client_secret": secret} if secret else {})
+        status, answer = await self._json("POST", description.token_endpoint, auth, form)
+        if status == 200:
+            return answer
+        if status in (400, 401) and isinstance(answer.get("error"), str):
+            if answer["error"] == "invalid_client":
+                raise ProviderUnavailable(
+                    "the identity provider does not know this service; the operator must check "
+                    "EVERSTEP_OIDC_CLIENT_ID and EVERSTEP_OIDC_CLIENT_SECRET"
+                )
+            raise LogInRefused(f"the identity provider refused the code: {answer['error'][:100]}")
+        raise ProviderUnavailable(f"the identity provider answered {status} to a code")
+
+    async def _verified(
+        self, description: _Description, id_token: object, nonce: str
+    ) -> dict[str, Any]:
+        """Return the claims of an ID token. A signature that no known key fits is checked again
+        with the provider's current keys, since it may have rotated them."""
+        if not isinstance(id_token, str):
+            raise LogInRefused("the identity provider sent no ID token")
+        now = self._clock()
+        keys = await self._current_keys(description, KNOWN_S)
+        try:
+            return claims_of(id_token, keys, self.rule, nonce, now)
+        except JoseError:
+            keys = await self._current_keys(description, FETCH_AGAIN_S)
+        try:
+            return claims_of(id_token, keys, self.rule, nonce, now)
+        except JoseError as exc:
+            raise LogInRefused(f"the ID token is not valid ({str(exc)[:200]})") from exc
+
+    async def _userinfo(self, endpoint: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+        token = answer.get("access_token")
+        if not isinstance(token, str):
+            raise LogInRefused("the identity provider sent no access token")
+        status, found = await self._json("GET", endpoint, _Bearer(token))
+        if status != 200:
+            raise ProviderUnavailable(f"the identity provider's userinfo answered {status}")
+        return found
+
+    async def _described(self) -> _Description:
+        """Return the provider's description, at most some minutes old."""
+        async with self._fetching:
+            if self._description is None or self._clock() - self._described_at >= KNOWN_S:
+                url = f"{self.rule.issuer.rstrip('/')}/.well-known/openid-configuration"
+                status, found = await self._json("GET", url)
+                if status != 200:
+                    raise ProviderUnavailable(f"{url} answered {status}")
+                self._description = _description(found, self.rule)
+                self._described_at = self._clock()
+            return self._description
+
+    async def _current_keys(self, description: _Description, at_most_s: float) -> KeySet:
+        """Return the provider's keys, at most ``at_most_s`` old."""
+        async with self._fetching:
+            if self._keys is None or self._clock() - self._keys_at >= at_most_s:
+                status, found = await self._json("GET", description.jwks_uri)
+                keys = key_set(found)
+                if status != 200 or not keys:
+                    raise ProviderUnavailable(
+                        f"{description.jwks_uri} answered {status} without usable keys"
+                    )
+                self._keys, self._keys_at = keys, self._clock()
+            return self._keys
+
+    async def _json(
+        self,
+        method: str,
+        url: str,
+        auth: httpx.Auth | None = None,
+        form: Mapping[str, str] | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Return status and JSON object of an answer; {} if it is none. Follows no redirect."""
+        try:
+            async with (
+                httpx.AsyncClient(
+                    timeout=TIMEOUT_S, transport=self._transport, verify=self._authorities
+                ) as client,
+                client.stream(
+                    method, url, auth=auth, data=form, headers={"Accept": "application/json"}
+                ) as response,
+            ):
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > _MAX_BYTES:
+                        raise ProviderUnavailable(f"{url} answered more than {_MAX_BYTES} bytes")
+        except httpx.HTTPError as exc:
+            raise ProviderUnavailable(
+                f"the identity provider does not answer at {url}: {exc or type(exc).__name__}"
+            ) from exc
+        try:
+            found = httpx.Response(200, content=bytes(body)).json()
+        except ValueError:
+            found = {}
+        return response.status_code, found if isinstance(found, dict) else {}
+
+
+class _Bearer(httpx.Auth):
+    """Sends an access token. As httpx's auth it does not follow a redirect to another host."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Any:
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        yield request
+
+
+def _description(found: Mapping[str, Any], rule: ProviderRule) -> _Description:
+    """Return what a provider's metadata says.
+
+    Raises ProviderUnavailable for another issuer, and for an address to which secrets would travel
+    in the clear.
+    """
+    if found.get("issuer") != rule.issuer:
+        raise ProviderUnavailable(
+            f"the identity provider calls itself {found.get('issuer')!r}, but EVERSTEP_OIDC_ISSUER "
+            f"is {rule.issuer!r}; the operator must set it to exactly that"
+        )
+    names = ("authorization_endpoint", "token_endpoint", "jwks_uri", "userinfo_endpoint")
+    urls = {name: found.get(name) for name in names}
+    for name, url in urls.items():
+        if url is None and name == "userinfo_endpoint":
+            continue
+        if not isinstance(url, str) or not is_confidential_url(url):
+            raise ProviderUnavailable(f"the identity provider's {name} {url!r} is no https URL")
+    methods = found.get("token_endpoint_auth_methods_supported") or ["client_secret_basic"]
+    return _Description(
+        authorization_endpoint=str(urls["authorization_endpoint"]),
+        token_endpoint=str(urls["token_endpoint"]),
+        jwks_uri=str(urls["jwks_uri"]),
+        userinfo_endpoint=urls["userinfo_endpoint"],
+        by_header="client_secret_basic" in methods,
+    )
