@@ -43,12 +43,16 @@ from everstep.wire import (
     Samples,
     Verdict,
 )
+from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import AllReduce, Profile
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alert",
+    "AlertDelivery",
+    "AlertMessage",
     "AllReduce",
     "Attempt",
     "AuthError",

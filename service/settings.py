@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from everstep.options.model import FlagValue, SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
+from service.model.mail_server import MailServer
 from service.model.prices import Prices
 from service.model.provider_rule import GrantRule, ProviderRule
 from service.submission_rules.packages import NO_PACKAGES, PipRule
@@ -52,7 +53,7 @@ class Settings(ServeOptions):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         """Raise SettingsError at the start, not at the first use, for a rule that is wrong."""
-        _ = self.pip_rule, self.notify, self.provider
+        _ = self.pip_rule, self.notify, self.provider, self.mail
         return self
 
     @cached_property
@@ -119,6 +120,18 @@ class Settings(ServeOptions):
             lasts_s=self.oidc_session_h * 3600,
             label=self.oidc_label,
         )
+
+    @cached_property
+    def mail(self) -> MailServer | None:
+        """The server for e-mails of alerts; None if there is none. Raises SettingsError."""
+        url, sender = OPTIONS["smtp_url"].variable, OPTIONS["smtp_from"].variable
+        if not self.smtp_url:
+            if self.smtp_from:
+                raise SettingsError(f"{sender} needs a mail server; set {url}, too")
+            return None
+        if not self.smtp_from:
+            raise SettingsError(f"{url} needs a sender; set {sender} to NAME@HOST")
+        return MailServer.of(self.smtp_url, self.smtp_from)
 
     @property
     def prices(self) -> Prices:

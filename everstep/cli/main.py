@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from everstep import __version__
+from everstep.cli import alerts as cli_alerts
 from everstep.cli import backup as cli_backup
 from everstep.cli import checkpoints as cli_checkpoints
 from everstep.cli import compare as cli_compare
@@ -95,6 +96,7 @@ app.command()(cli_login.context)
 app.add_typer(cli_team.project, name="project")
 app.add_typer(cli_team.token, name="token")
 app.add_typer(cli_team.session, name="session")
+app.add_typer(cli_alerts.alerts, name="alerts")
 app.command()(cli_team.audit)
 app.add_typer(cli_storage.storage, name="storage")
 app.command()(cli_doctor.doctor)

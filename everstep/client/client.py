@@ -13,6 +13,7 @@ import httpx
 
 from everstep.client.address import find_address
 from everstep.client.admin import Audit, Projects, Sessions, Storage, Tokens
+from everstep.client.alerts import Alerts
 from everstep.client.code_uploads import Code
 from everstep.client.follow import Patience, wait_until
 from everstep.client.nodes import Nodes
@@ -71,6 +72,7 @@ class Client:
         self.projects = Projects(self._transport)
         self.tokens = Tokens(self._transport)
         self.sessions = Sessions(self._transport)
+        self.alerts = Alerts(self._transport, patience)
         self.audit = Audit(self._transport)
         self.storage = Storage(self._transport)
 

@@ -9,8 +9,11 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from everstep.home import home_directory
+from everstep.wire.alerts import is_mail_address
 
 MIN_TOKEN_CHARS: Final = 32
+SMTP_PORTS: Final = {"smtps": 465, "smtp": 587, "smtp+plain": 25}
+"""Scheme of a mail server -> its port."""
 
 
 def path_of(value: Any) -> Any:
@@ -107,6 +110,35 @@ def is_confidential_url(url: str) -> bool:
         return False
     local = host in ("localhost", "127.0.0.1", "::1")
     return parts.scheme == "https" or (parts.scheme == "http" and local)
+
+
+def smtp_url(url: str) -> str:
+    """Return the URL of a mail server; empty text is allowed. The error shows no password."""
+    form = (
+        "use smtps://USER:PASSWORD@HOST, smtp://… for STARTTLS, or smtp+plain://HOST without "
+        "encryption and password"
+    )
+    if not url:
+        return url
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError(f"is not a URL; {form}") from None
+    if parts.scheme not in SMTP_PORTS or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"is not a mail server; {form}")
+    if bool(parts.username) != bool(parts.password):
+        raise ValueError("has a user without a password, or a password alone; set both")
+    if parts.username and parts.scheme == "smtp+plain":
+        raise ValueError("sends a password without encryption; use smtps:// or smtp://")
+    return url
+
+
+def mail_address(text: str) -> str:
+    """Return an e-mail address; empty text is allowed."""
+    if text and not is_mail_address(text):
+        raise ValueError(f"{text!r} is not an e-mail address; give NAME@HOST")
+    return text
 
 
 def metrics_token(secret: str) -> str:

@@ -135,11 +135,23 @@ class ServeOptions(OptionsModel):
     """Bytes of all code archives of one project. A further one is refused with 409 quota_exceeded.
     0 is no limit."""
     notify_origins: Annotated[Items, Option("EVERSTEP_NOTIFY_ORIGINS")] = ()
-    """Origins that webhooks may call, for example https://hooks.example.org,http://10.0.0.1:9000."""
+    """Origins that webhooks may call, for example https://hooks.example.org,http://10.0.0.1:9000.
+    Alerts may call them although they are not public."""
     notify_secret: Annotated[str, Option("EVERSTEP_NOTIFY_SECRET", secret=True, verbatim=True)] = (
         Field(default="", repr=False)
     )
     """Key of the signatures of webhooks, at least 16 characters."""
+    smtp_url: Annotated[
+        str,
+        AfterValidator(checks.smtp_url),
+        Option("EVERSTEP_SMTP_URL", file="EVERSTEP_SMTP_URL_FILE", secret=True),
+    ] = Field(default="", repr=False)
+    """Server for the e-mails of alerts: smtps://USER:PASSWORD@HOST, smtp://… for STARTTLS, or
+    smtp+plain://HOST without encryption and password. Special characters are percent-encoded."""
+    smtp_from: Annotated[str, AfterValidator(checks.mail_address), Option("EVERSTEP_SMTP_FROM")] = (
+        ""
+    )
+    """Sender of these e-mails, for example everstep@example.org."""
     metrics_token: Annotated[
         str,
         AfterValidator(checks.metrics_token),

@@ -29,6 +29,7 @@ from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayJobs
 from service.control_files.kept_checkpoints import KeptSteps
 from service.control_files.node_marks import MarksFile
+from service.db.alerts import AlertStore
 from service.db.audit import AuditStore
 from service.db.code_archives import CodeArchives
 from service.db.engine import Database
@@ -81,6 +82,7 @@ class ApiContext:
         ray: RayJobs | None = None,
         ray_dashboard: RayDashboard | None = None,
         notify: NotifyRule = NOBODY,
+        has_mail: bool = False,
         embedded: bool = False,
         prices: Prices = NO_PRICES,
         provider: Provider | None = None,
@@ -102,6 +104,8 @@ class ApiContext:
         self.ray_dashboard = ray_dashboard
         """Passes requests on to Ray's dashboard; None passes on none."""
         self.notify = notify
+        self.has_mail = has_mail
+        """Whether alerts can be sent by e-mail."""
         self.prices = prices
         self.provider = provider
         """Identity provider at which people log in; None lets only tokens log in."""
@@ -118,6 +122,7 @@ class ApiContext:
         self.users = UserStore(database, clock)
         self.log_in_codes = LogInCodes(clock)
         self.projects = ProjectStore(database, clock)
+        self.alerts = AlertStore(database, clock)
         self.code_archives = CodeArchives(database, clock)
         self.audit = AuditStore(database, clock)
         database.companion = self.audit.join

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Problem
+from everstep.wire.alerts import AlertRequest
 from everstep.wire.drills import DrillRequest
 from everstep.wire.profiles import ProfileRequest
 from everstep.wire.team import ProjectRequest, TokenRequest
@@ -75,6 +76,18 @@ PROJECT_BODY: Final = json_body(
 )
 TOKEN_BODY: Final = json_body(
     "TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"}
+)
+
+ALERT_BODY: Final = json_body(
+    "AlertRequest",
+    {
+        "project": "vision",
+        "name": "on-call",
+        "when": "recovered",
+        "more_than": 3,
+        "format": "slack",
+        "url": "https://hooks.slack.com/services/…",
+    },
 )
 
 CreateProject = Annotated[
@@ -174,6 +187,16 @@ _LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ..
         {"token_id": "$response.body#/id"},
         (("delete", "/v1/tokens/{token_id}"),),
     ),
+    (
+        "/v1/alerts",
+        "201",
+        {"alert_id": "$response.body#/id"},
+        (
+            ("post", "/v1/alerts/{alert_id}/test"),
+            ("get", "/v1/alerts/{alert_id}/deliveries"),
+            ("delete", "/v1/alerts/{alert_id}"),
+        ),
+    ),
 )
 """Follow-up requests after a POST: route, status, location of the parameter in the response, and
 the routes that take it."""
@@ -219,6 +242,7 @@ def install(app: FastAPI) -> None:
                             ProfileRequest,
                             ProjectRequest,
                             TokenRequest,
+                            AlertRequest,
                         )
                     ),
                     (Problem, "serialization"),

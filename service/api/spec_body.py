@@ -38,10 +38,11 @@ async def validated(parse: Callable[[Any], T], raw: Any) -> T:
 async def read_model(model: type[M], request: Request) -> M:
     """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as
     ``read_json``."""
-    return await validated(partial(_parse_model, model), await read_json(request))
+    return await validated(partial(parse_model, model), await read_json(request))
 
 
-def _parse_model(model: type[M], raw: Any) -> M:
+def parse_model(model: type[M], raw: Any) -> M:
+    """Return a JSON value as ``model``. Raises 422 with one entry for each fault."""
     try:
         found = model.model_validate(raw)
     except ValidationError as exc:

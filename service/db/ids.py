@@ -37,6 +37,16 @@ def new_profile_id(now: float) -> str:
     return "prof_" + _dated(now)
 
 
+def new_delivery_id(now: float) -> str:
+    """Return ``dlv_`` and 12 characters, as for a run."""
+    return "dlv_" + _dated(now)
+
+
+def new_alert_id(now: float) -> str:
+    """Return ``alr_`` and 12 characters, as for a run."""
+    return "alr_" + _dated(now)
+
+
 def _dated(now: float) -> str:
     milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
     return _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)

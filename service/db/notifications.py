@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from sqlalchemy import delete, select, update
 
+from everstep.wire import Failure
 from service.db.engine import Database
 from service.db.tables import notifications
 from service.model.rows import Row
 from service.model.run_rows import RunRow
+from service.projections.alert_messages import failure_of
 
 _DUE: Final = 20
 
@@ -34,7 +36,7 @@ class Notification(Row):
 
 def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
     """Return the notification for the status that a run has just reached; None if its spec wants
-    none."""
+    none. ``with_failure`` completes it."""
     asked = run.stored_spec.notify
     if asked is None or run.status.value not in asked.on:
         return None
@@ -52,6 +54,15 @@ def notification_of(run: RunRow, seq: int, at: float) -> Notification | None:
     }
     body = json.dumps({**facts, "step": run.step, "seq": seq, "at": at})
     return Notification(run.id, seq, asked.url, body, at, at, 0)
+
+
+def with_failure(notification: Notification, failures: Sequence[Failure]) -> Notification:
+    """Return the notification with the run's last failure, and what all of them have cost."""
+    last = failure_of(failures[-1]).model_dump(mode="json") if failures else None
+    lost = sum(each.steps_lost or 0 for each in failures)
+    cost = {"steps_lost": lost, "recovery_s": sum(each.recovery_s or 0.0 for each in failures)}
+    facts = {**json.loads(notification.body), "failure": last, "cost": cost}
+    return replace(notification, body=json.dumps(facts))
 
 
 class NotificationStore:

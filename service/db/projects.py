@@ -13,6 +13,7 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
+from service.db.alert_tables import alerts
 from service.db.audit import note_target
 from service.db.conflicts import insert_missing
 from service.db.engine import Database
@@ -102,8 +103,8 @@ class ProjectStore:
             raise UnknownProject(name, known)
 
     def delete(self, name: str) -> bool:
-        """Delete a project and its quotas; return False if it does not exist. Raise ProjectInUse if
-        it has runs or valid tokens."""
+        """Delete a project, its quotas and its alerts; return False if it does not exist. Raise
+        ProjectInUse if it has runs or valid tokens."""
         with self._database.write() as connection:
             num_runs = connection.execute(
                 select(func.count()).select_from(runs).where(runs.c.project == name)
@@ -117,6 +118,7 @@ class ProjectStore:
                     f"project {name} has {num_runs} runs and {num_tokens} tokens; delete its runs "
                     "and revoke its tokens first"
                 )
+            connection.execute(delete(alerts).where(alerts.c.project == name))
             return bool(
                 connection.execute(delete(projects).where(projects.c.name == name)).rowcount
             )

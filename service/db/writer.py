@@ -13,9 +13,10 @@ from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, u
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import EventKind
+from service.db.alert_incidents import TELLING_KINDS, apply_alerts, failures_of
 from service.db.conflicts import insert_into
 from service.db.engine import encoded
-from service.db.notifications import notification_of
+from service.db.notifications import Notification, notification_of, with_failure
 from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint
 from service.model.run_rows import RunRow
@@ -53,7 +54,8 @@ class RunWriter:
         self._events: list[dict[str, Any]] = []
         self._transitions: list[dict[str, Any]] = []
         self._points: dict[tuple[str, int], MetricPoint] = {}
-        self._notices: list[dict[str, Any]] = []
+        self._notices: list[Notification] = []
+        self._may_alert = False
 
     @classmethod
     def lock(cls, connection: Connection, run_id: str, now: float) -> RunWriter:
@@ -93,6 +95,7 @@ class RunWriter:
                 "event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc)
             )
         self._events.append({"run_id": self.run.id, **row.columns()})
+        self._may_alert |= kind in TELLING_KINDS
         self.set({"last_seq": seq})
         return row
 
@@ -147,6 +150,7 @@ class RunWriter:
             columns |= {"shrunk": None, **NO_WORKERS}
         self.set(columns)
         self._record_status(before, moment)
+        self._may_alert |= to.terminal or to == RunStatus.PAUSED
         if to == RunStatus.PAUSED and preempted_by is not None:
             # in the same transaction, so that nothing can get lost in between
             self.change_status(RunStatus.QUEUED, reason, moment)
@@ -165,7 +169,7 @@ class RunWriter:
         )
         notice = notification_of(run, event.seq, at)
         if notice is not None:
-            self._notices.append(notice.columns())
+            self._notices.append(notice)
         self._transitions.append(
             {
                 "run_id": run.id,
@@ -214,8 +218,13 @@ class RunWriter:
         if self._points:
             self._upsert_points()
         if self._notices:
-            self._connection.execute(insert(notifications), self._notices)
+            failures = failures_of(self._connection, self.run.id)
+            rows = [with_failure(notice, failures).columns() for notice in self._notices]
+            self._connection.execute(insert(notifications), rows)
+        if self._may_alert:
+            apply_alerts(self._connection, self.run, self.now)
         self._events, self._transitions, self._points, self._notices = [], [], {}, []
+        self._may_alert = False
         return self.run
 
     def _upsert_points(self) -> None:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from fastapi import Depends, FastAPI
 
 from service.api import (
+    alerts,
     checkpoints,
     cluster,
     code,
@@ -81,6 +82,7 @@ def create_app(context: ApiContext) -> FastAPI:
         deployment_checks,
         team,
         sessions,
+        alerts,
         storage,
         health,
         prometheus,

@@ -24,6 +24,7 @@ import uvloop
 from everstep.options.model import SettingsError
 from everstep.spec.plain_text import printable_lines
 from everstep.text.words import count
+from service.alerts.sender import AlertSender
 from service.api.auth import (
     EMBEDDED_TRUST,
     LOCAL_TOKEN_ID,
@@ -34,6 +35,8 @@ from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.db.alert_deliveries import DeliveryStore
+from service.db.alert_incidents import IncidentStore
 from service.db.engine import Database
 from service.db.errors import DatabaseError
 from service.db.events import EventStore
@@ -151,6 +154,7 @@ async def serve(
             ray=ray,
             ray_dashboard=ray_dashboard,
             notify=settings.notify,
+            has_mail=settings.mail is not None,
             embedded=settings.embedded,
             prices=settings.prices,
             provider=provider_of(settings, settings.public_url or url),
@@ -206,7 +210,10 @@ def made_reconciler(
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
-        notifier=Notifier(NotificationStore(mine), settings.notify),
+        notifier=Notifier(NotificationStore(mine), settings.notify, public_url=public_url),
+        alerts=AlertSender(
+            DeliveryStore(mine), IncidentStore(mine), settings.notify, settings.mail, public_url
+        ),
         public_url=public_url,
     )
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from service.alerts.sender import AlertSender
 from service.cluster.ray_jobs import RayJobs
 from service.control_files.kept_checkpoints import KeptSteps
 from service.control_files.node_marks import MarksFile
@@ -67,6 +68,7 @@ class Reconciler:
         figures: Counters of what happens to runs; None makes private ones.
         leadership: Lease that lets one of several replicas reconcile; None for a single process.
         notifier: Sender of webhooks; None sends none.
+        alerts: Sender of alerts; None sends none.
         public_url: Base URL of the dashboard; None if unknown.
         clock: Unix seconds.
     """
@@ -86,6 +88,7 @@ class Reconciler:
         figures: RunFigures | None = None,
         leadership: Leadership | None = None,
         notifier: Notifier | None = None,
+        alerts: AlertSender | None = None,
         public_url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -114,8 +117,11 @@ class Reconciler:
             Background(KEPT_STEPS_INTERVAL_S, self._publish_kept_steps),
             Background(SCRUB_INTERVAL_S, self._scrub),
         ]
-        if notifier is not None:
-            self._beside.append(Background(NOTIFY_INTERVAL_S, notifier.work))
+        self._beside += [
+            Background(NOTIFY_INTERVAL_S, sender.work)
+            for sender in (notifier, alerts)
+            if sender is not None
+        ]
         self._clock = clock
         self._wake = asyncio.Event()
         self._tick_began = float("-inf")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import json
 import time
 from collections.abc import Callable
 from typing import Final
@@ -12,26 +11,15 @@ from typing import Final
 import httpx
 import structlog
 
+from service.alerts.http_post import DELIVERY_HEADER, SIGNATURE_HEADER, client, post, signature
 from service.db.notifications import Notification, NotificationStore
 from service.submission_rules.webhooks import NotifyRule
 
-TIMEOUT_S: Final = 5.0
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 3600.0
 GIVE_UP_S: Final = 24 * 3600.0
-SIGNATURE_HEADER: Final = "Everstep-Signature"
-DELIVERY_HEADER: Final = "Everstep-Delivery"
 
 log = structlog.get_logger(__name__)
-
-
-def signature(secret: str, at: int, body: bytes) -> str:
-    """Return ``t=UNIX_SECONDS,v1=HEX``, the HMAC-SHA256 of ``UNIX_SECONDS.BODY``.
-
-    The time lets receivers refuse replays.
-    """
-    digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
-    return f"t={at},v1={digest}"
 
 
 class Notifier:
@@ -42,6 +30,7 @@ class Notifier:
         rule: Allowed origins. A notification to another origin is dropped.
         clock: Unix seconds.
         transport: httpx's transport, for tests.
+        public_url: Base URL of the run pages; None for no links.
     """
 
     def __init__(
@@ -50,21 +39,20 @@ class Notifier:
         rule: NotifyRule,
         clock: Callable[[], float] = time.time,
         transport: httpx.AsyncBaseTransport | None = None,
+        public_url: str | None = None,
     ) -> None:
         self._store = store
         self._rule = rule
         self._clock = clock
         self._transport = transport
+        self._public_url = public_url
 
     async def work(self) -> None:
         """Send the due notifications in parallel, and record each result. Raises DatabaseError."""
         due = await asyncio.to_thread(self._store.due)
         if not due:
             return
-        # No redirects, which may lead anywhere, and no proxy or credentials of the environment.
-        async with httpx.AsyncClient(
-            timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, transport=self._transport
-        ) as http:
+        async with client(self._transport) as http:
             await asyncio.gather(*(self._send(http, each) for each in due))
 
     async def _send(self, http: httpx.AsyncClient, notification: Notification) -> None:
@@ -101,17 +89,12 @@ class Notifier:
 
     async def _problem(self, http: httpx.AsyncClient, notification: Notification) -> str | None:
         """Send one notification. Return why it failed, or None. Only the status is read."""
-        body = notification.body.encode()
+        facts = json.loads(notification.body)
+        if self._public_url:
+            facts["url"] = f"{self._public_url}/runs/{notification.run_id}"
+        body = json.dumps(facts).encode()
         headers = {
-            "Content-Type": "application/json",
             SIGNATURE_HEADER: signature(self._rule.secret, int(self._clock()), body),
             DELIVERY_HEADER: f"{notification.run_id}/{notification.seq}",
         }
-        try:
-            async with (
-                asyncio.timeout(2 * TIMEOUT_S),
-                http.stream("POST", notification.url, content=body, headers=headers) as answer,
-            ):
-                return None if answer.is_success else f"it answered {answer.status_code}"
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as exc:
-            return f"{type(exc).__name__}: {exc}"
+        return (await post(http, notification.url, body, headers)).error

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from service.api.problems import problem_of_request, problem_response
 from service.web import (
     account_page,
+    alerts_page,
     assets,
     cluster_pages,
     compare_page,
@@ -41,6 +42,7 @@ def install(app: FastAPI) -> None:
         log_page,
         run_pages,
         cluster_pages,
+        alerts_page,
         ray_pages,
     ):
         app.include_router(module.router)

@@ -2,7 +2,10 @@
 
 from alembic import context
 
+from service.db import alert_tables
 from service.db.tables import metadata
+
+assert alert_tables.alerts.metadata is metadata
 
 connection = context.config.attributes["connection"]
 context.configure(

@@ -106,7 +106,7 @@ def test_no_variable_is_one_that_kubernetes_sets_beside_a_service() -> None:
 
 
 def test_secrets_are_neither_shown_nor_logged() -> None:
-    assert {name for name in VARIABLES if re.search("SECRET|TOKEN|DATABASE", name)} == (
+    assert {name for name in VARIABLES if re.search("SECRET|TOKEN|DATABASE|SMTP_URL", name)} == (
         SECRET_VARIABLES
     )
     given = {

@@ -58,6 +58,12 @@ LEAST_ROLE = {
     ("GET", "/v1/sessions"): "viewer",
     ("DELETE", "/v1/sessions/{session_id}"): "viewer",
     ("GET", "/v1/audit"): "admin",
+    ("GET", "/v1/alerts"): "admin",
+    ("POST", "/v1/alerts"): "admin",
+    ("DELETE", "/v1/alerts/{alert_id}"): "admin",
+    ("POST", "/v1/alerts/{alert_id}/test"): "admin",
+    ("GET", "/v1/alerts/{alert_id}/deliveries"): "admin",
+    ("POST", "/v1/alerts/{alert_id}/deliveries/{delivery_id}/retry"): "admin",
     ("GET", "/v1/storage"): "admin",
     ("POST", "/v1/storage/adopt"): "admin",
     ("GET", "/v1/runs/{run_id}/stragglers"): "viewer",
@@ -74,6 +80,7 @@ BODIES = {
     "/v1/runs": {"name": "a"},
     "/v1/validate": {"name": "a"},
     "/v1/projects": {"name": "vision"},
+    "/v1/alerts": {"name": "a", "when": "failed", "format": "json", "url": "https://a.example"},
     "/v1/tokens": {"name": "t", "role": "admin"},
     "/v1/runs/{run_id}/drills": {"kind": "kill_worker"},
     "/v1/runs/{run_id}/profiles": {"rank": 0},
@@ -110,6 +117,8 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 "profile_id": "prof_x",
                 "node_id": "node-1",
                 "session_id": "ses_none",
+                "alert_id": "alr_none",
+                "delivery_id": "dlv_none",
             }
             path = route.format(**names, project="none", token_id="tok_none", check_id="check_none")
             answer = await client.request(
