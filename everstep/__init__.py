@@ -11,6 +11,7 @@ from everstep.client.drill_handle import DrillHandle
 from everstep.client.follow import Patience
 from everstep.client.profile_handle import ProfileHandle
 from everstep.client.runs import RunHandle
+from everstep.client.sweeps import SweepHandle
 from everstep.errors import (
     AuthError,
     Conflict,
@@ -22,11 +23,13 @@ from everstep.errors import (
     RateLimited,
     RunFailed,
     ServiceError,
+    SweepFailed,
     Unavailable,
     UsageError,
     WaitTimeout,
 )
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.sweep import SweepSpec
 from everstep.wire import (
     Attempt,
     Checkpoint,
@@ -46,6 +49,7 @@ from everstep.wire import (
 from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import AllReduce, Profile
+from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 
 __version__ = "0.1.0"
 
@@ -86,6 +90,12 @@ __all__ = [
     "RunStatus",
     "Samples",
     "ServiceError",
+    "Sweep",
+    "SweepFailed",
+    "SweepHandle",
+    "SweepRun",
+    "SweepSpec",
+    "SweepStatus",
     "Unavailable",
     "UsageError",
     "Verdict",

@@ -29,6 +29,22 @@ def run_ids(incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
+def sweep_ids(incomplete: str) -> list[tuple[str, str]]:
+    """Return the newest sweeps whose id begins so, each with its name and status."""
+    try:
+        with Client(timeout_s=_TIMEOUT_S, max_tries=1) as client:
+            newest = [
+                each for each, _ in zip(client.sweeps.list(), range(_MOST_RUNS), strict=False)
+            ]
+    except EverstepError:
+        return []
+    return [
+        (each.id, printable(f"{each.name} {each.status}"))
+        for each in newest
+        if each.id.startswith(incomplete)
+    ]
+
+
 def statuses(incomplete: str) -> list[str]:
     """Return the statuses that begin so."""
     return [status for status in RunStatus if status.startswith(incomplete.upper())]

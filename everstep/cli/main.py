@@ -25,6 +25,7 @@ from everstep.cli import service as cli_service
 from everstep.cli import specs as cli_specs
 from everstep.cli import storage as cli_storage
 from everstep.cli import submit as cli_submit
+from everstep.cli import sweeps as cli_sweeps
 from everstep.cli import team as cli_team
 from everstep.cli.options import JsonOption, UrlOption
 from everstep.cli.terminal import begin
@@ -60,6 +61,8 @@ def options(
 
 app.command()(cli_service.serve)
 app.command(cls=cli_submit.SubmitCommand)(cli_submit.submit)
+app.add_typer(cli_sweeps.sweep, name="sweep")
+app.command()(cli_sweeps.sweeps)
 app.command()(cli_specs.validate)
 app.command()(cli_specs.catalog)
 app.command()(cli_local.run)

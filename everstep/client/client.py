@@ -1,8 +1,7 @@
-"""The client of the service: runs, code, nodes, projects, tokens, cluster, catalog, health."""
+"""The client of the service: runs, sweeps, code, nodes, projects, tokens, catalog, health."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -16,13 +15,13 @@ from everstep.client.admin import Audit, Projects, Sessions, Storage, Tokens
 from everstep.client.alerts import Alerts
 from everstep.client.code_uploads import Code
 from everstep.client.follow import Patience, wait_until
+from everstep.client.json_body import spec_body
 from everstep.client.nodes import Nodes
 from everstep.client.runs import RunHandle
+from everstep.client.sweeps import Sweeps
 from everstep.client.timing import Timing
 from everstep.client.transport import Transport
-from everstep.errors import InvalidSpec
 from everstep.spec.catalog import Catalog
-from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ClusterInfo, ProjectGoodput, Readiness, Run
 from everstep.wire.deployment import DeploymentCheck
@@ -67,6 +66,7 @@ class Client:
         )
         patience = self._patience = patience or Patience()
         self.runs = Runs(self._transport, patience)
+        self.sweeps = Sweeps(self._transport, patience)
         self.nodes = Nodes(self._transport, patience)
         self.code = Code(self._transport)
         self.projects = Projects(self._transport)
@@ -192,7 +192,7 @@ class Runs:
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
-        body = spec.model_dump(mode="json") if isinstance(spec, RunSpec) else _jsonable(dict(spec))
+        body = spec_body(spec)
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         params = {"create_project": "true"} if create_project else None
         headers = {"Idempotency-Key": key}
@@ -212,9 +212,7 @@ class Runs:
             "POST",
             "/v1/validate",
             params={"create_project": "true"} if create_project else None,
-            body=spec.model_dump(mode="json")
-            if isinstance(spec, RunSpec)
-            else _jsonable(dict(spec)),
+            body=spec_body(spec),
             repeatable=True,
         )
         return self._transport.parse(response, RunSpec)
@@ -244,14 +242,3 @@ class Runs:
 
     def _handle(self, run: Run) -> RunHandle:
         return RunHandle(self._transport, run, self._patience)
-
-
-def _jsonable(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec unchanged; the service validates it. Raise InvalidSpec for values that JSON
-    cannot represent: NaN, infinity, objects."""
-    try:
-        json.dumps(spec, allow_nan=False)
-    except (TypeError, ValueError) as exc:
-        parse_spec(spec)  # names the field if the spec itself is invalid
-        raise InvalidSpec((), f"the spec cannot be written as JSON: {exc}") from exc
-    return spec

@@ -128,7 +128,7 @@ def _locate(
     for part in fault["loc"]:
         if isinstance(node, list) and isinstance(part, int) and part < len(node):
             path.append(part)
-            node, annotation = node[part], _item_of(annotation)
+            node, annotation = node[part], _item_of(annotation, list)
             continue
         fields = fields_of(annotation, node)
         written = isinstance(node, dict) and part in node
@@ -137,17 +137,18 @@ def _locate(
         path.append(part)
         siblings = list(fields)
         node = node[part] if isinstance(node, dict) and written else None
-        annotation = fields.get(str(part))
+        annotation = fields.get(str(part)) if fields else _item_of(annotation, dict)
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found", "unknown_model"):
         path.append("name")
     return tuple(path), siblings
 
 
-def _item_of(annotation: Any) -> Any:
-    """Return the annotation of a list's items; None if it is not a list."""
+def _item_of(annotation: Any, container: type[list[Any] | dict[str, Any]]) -> Any:
+    """Return the annotation of the items of a list, or of the values of a mapping; None if it is no
+    such container."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
+    return typing.get_args(annotation)[-1] if typing.get_origin(annotation) is container else None
 
 
 def _words(

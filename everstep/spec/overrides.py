@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import difflib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from everstep.errors import FieldError, InvalidSpec, UsageError
@@ -32,11 +33,24 @@ def apply_overrides(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, A
             raise UsageError(
                 f"--set {setting!r} is not FIELD=VALUE, for example --set train.epochs=3"
             )
-        _put(spec, parts, text)
+        _put(spec, parts, partial(_parsed, text))
     return spec
 
 
-def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
+def set_field(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of the spec ``raw`` with one field set. Raise InvalidSpec with the path for an
+    unknown field.
+
+    >>> set_field({"name": "a", "train": {"epochs": 3}}, "train.seed", 7)
+    {'name': 'a', 'train': {'epochs': 3, 'seed': 7}}
+    """
+    spec = copy.deepcopy(raw)
+    _put(spec, path.split("."), lambda _annotation, _parts: copy.deepcopy(value))
+    return spec
+
+
+def _put(spec: dict[str, Any], parts: list[str], value_of: Callable[[Any, list[str]], Any]) -> None:
+    """Set the field at a path to ``value_of(its annotation, its path)``."""
     node, annotation, default = spec, typing.cast(Any, RunSpec), typing.cast(Any, None)
     for position, part in enumerate(parts):
         fields = fields_of(annotation, node)
@@ -54,7 +68,7 @@ def _put(spec: dict[str, Any], parts: list[str], text: str) -> None:
                 part = ".".join(parts[position:])
                 parts = [*parts[:position], part]
         if position == len(parts) - 1:
-            node[part] = _value(annotation, text, parts)
+            node[part] = value_of(annotation, parts)
             return
         inner = node.get(part)
         if not isinstance(inner, dict):
@@ -78,7 +92,7 @@ def _value_annotation(annotation: Any) -> Any:
     return typing.get_args(annotation)[1] if typing.get_origin(annotation) is dict else None
 
 
-def _value(annotation: Any, text: str, parts: list[str]) -> Any:
+def _parsed(text: str, annotation: Any, parts: list[str]) -> Any:
     """Parse the value as YAML. A field that takes only text gets it unchanged, as in
     ``env.OMP_NUM_THREADS=1``."""
     bare = annotation

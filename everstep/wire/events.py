@@ -12,7 +12,7 @@ from enum import StrEnum
 
 class EventKind(StrEnum):
     RUN_CREATED = "run_created"
-    """By the service. data: name, project."""
+    """By the service. data: name, project, sweep_id (of a run of a sweep)."""
     STATUS = "status"
     """By the service, on every transition. data: from, to, reason {code, message} | null."""
     STOP_REQUESTED = "stop_requested"

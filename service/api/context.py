@@ -39,6 +39,7 @@ from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
+from service.db.sweeps import SweepStore
 from service.db.tokens import TokenStore
 from service.db.users import UserStore
 from service.figures import RunFigures
@@ -117,6 +118,7 @@ class ApiContext:
         self.storage_gate = StorageGate(storage, self.runs.storage)
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
+        self.sweeps = SweepStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)
         self.users = UserStore(database, clock)

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.sweep import SweepSpec
 from everstep.wire import Problem
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.drills import DrillRequest
@@ -87,6 +88,26 @@ ALERT_BODY: Final = json_body(
         "more_than": 3,
         "format": "slack",
         "url": "https://hooks.slack.com/services/…",
+    },
+)
+
+SWEEP_BODY: Final = json_body(
+    "SweepSpec",
+    {
+        "spec": {
+            "name": "digits",
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
+            "train": {"epochs": 9},
+        },
+        "metric": "val_accuracy",
+        "grid": {"optimizer.lr": [0.001, 0.003]},
+        "random": {"optimizer.weight_decay": {"name": "log", "low": 0.0001, "high": 0.1}},
+        "max_runs": 20,
+        "scheduler": {"name": "asha"},
     },
 )
 
@@ -176,6 +197,18 @@ _LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ..
         (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume")),
     ),
     (
+        "/v1/sweeps",
+        "201",
+        {"sweep_id": "$response.body#/id"},
+        (
+            ("get", "/v1/sweeps/{sweep_id}"),
+            ("get", "/v1/sweeps/{sweep_id}/spec"),
+            ("get", "/v1/sweeps/{sweep_id}/runs"),
+            ("post", "/v1/sweeps/{sweep_id}/cancel"),
+            ("delete", "/v1/sweeps/{sweep_id}"),
+        ),
+    ),
+    (
         "/v1/projects",
         "201",
         {"project": "$response.body#/name"},
@@ -238,6 +271,7 @@ def install(app: FastAPI) -> None:
                         (model, "validation")
                         for model in (
                             RunSpec,
+                            SweepSpec,
                             DrillRequest,
                             ProfileRequest,
                             ProjectRequest,

@@ -6,13 +6,14 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
 
 from service.api.problems import ProblemError, invalid_request
-from service.db.ids import RUN_ID_PATTERN
+from service.db.ids import RUN_ID_PATTERN, SWEEP_ID_PATTERN
 from service.db.run_lookup import Place
 from service.model.run_rows import RunHead
 
@@ -41,11 +42,26 @@ def parse_run_cursor(cursor: str | None) -> Place | None:
     ``run_cursor`` did not make."""
     if cursor is None:
         return None
+    return _parse_place(cursor, RUN_ID_PATTERN)
+
+
+def sweep_cursor(created_at: float, sweep_id: str) -> str:
+    """Return the cursor after a sweep in a list of sweeps, newest first."""
+    return _encode((created_at, sweep_id))
+
+
+def parse_sweep_cursor(cursor: str | None) -> Place | None:
+    """Return (created_at, id) of the last sweep of the previous page. Raises 422 for a cursor that
+    ``sweep_cursor`` did not make."""
+    return None if cursor is None else _parse_place(cursor, SWEEP_ID_PATTERN)
+
+
+def _parse_place(cursor: str, pattern: re.Pattern[str]) -> Place:
     match _decode(cursor):
-        case [float(created_at), str(run_id)] if math.isfinite(
-            created_at
-        ) and RUN_ID_PATTERN.fullmatch(run_id):
-            return created_at, run_id
+        case [float(created_at), str(item_id)] if math.isfinite(created_at) and pattern.fullmatch(
+            item_id
+        ):
+            return created_at, item_id
     raise _not_ours()
 
 

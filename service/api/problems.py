@@ -19,6 +19,7 @@ from everstep.errors import FieldError, InvalidSpec
 from service.db.errors import DatabaseUnavailable, Unstorable
 from service.db.idempotency import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
+from service.db.sweeps import SweepConflict
 from service.model.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 
@@ -93,6 +94,8 @@ def as_problem(exc: Exception) -> ProblemError:
         case TransitionConflict(found=None):
             return not_found(f"run {exc.run_id} does not exist")
         case TransitionConflict():
+            return ProblemError(409, "invalid_transition", str(exc))
+        case SweepConflict():
             return ProblemError(409, "invalid_transition", str(exc))
         case QuotaExceeded():
             return ProblemError(409, "quota_exceeded", str(exc))
@@ -172,6 +175,7 @@ _HANDLED: Final[tuple[type[Exception], ...]] = (
     ProblemError,
     InvalidSpec,
     TransitionConflict,
+    SweepConflict,
     IdempotencyConflict,
     ProjectError,
     DatabaseUnavailable,

@@ -91,13 +91,39 @@ async def checked(
     """
     caller.require("submitter")
     spec = await validated(parse_spec, raw)
-    if not caller.reaches(spec.project):
-        raise ProblemError(
-            403,
-            "forbidden",
-            f"token {caller.name!r} belongs to project {caller.project!r}, not {spec.project!r}",
-        )
-    idempotency = _idempotency(idempotency_key, caller, raw)
+    check_reaches(caller, spec.project)
+    idempotency = idempotency_of(idempotency_key, caller, raw)
+    # confirm the caller before errors can reveal what exists
+    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
+        await context.database_lookup(confirmed, context, confirm)
+    is_known = spec.resume_from is not None and await context.database_call(
+        context.runs.knows, idempotency
+    )
+    return await allowed(context, caller, spec, keep=keep, find_origin=not is_known), idempotency
+
+
+async def allowed(
+    context: ApiContext,
+    caller: Principal,
+    spec: RunSpec,
+    *,
+    keep: bool,
+    find_origin: bool = True,
+    look_at_code: bool = True,
+) -> RunSpec:
+    """Return a valid spec with the checkpoint that it starts from, after the checks of what this
+    service allows and has.
+
+    Args:
+        context: the service's context.
+        caller: who submits.
+        spec: the spec.
+        keep: keep the checkpoint that the run starts from.
+        find_origin: look for that checkpoint.
+        look_at_code: check the user's code.
+
+    Raises InvalidSpec with every fault.
+    """
     faults: list[FieldError] = []
     with _gathered(faults):
         context.pip_rule.check(spec)
@@ -105,20 +131,25 @@ async def checked(
         _check_notify(context, spec)
     with _gathered(faults):
         context.storage_roots.check_data(spec)
-    # confirm the caller before errors can reveal what exists
-    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
-        await context.database_lookup(_confirmed, context, confirm)
-    if spec.code is not None:
+    if spec.code is not None and look_at_code:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
-    if spec.resume_from is not None and not await context.database_call(
-        context.runs.knows, idempotency
-    ):
+    if spec.resume_from is not None and find_origin:
         with _gathered(faults):
             spec = await with_origin(context, spec, keep=keep and not faults)
     if faults:
         raise InvalidSpec(tuple(faults))
-    return spec, idempotency
+    return spec
+
+
+def check_reaches(caller: Principal, project: str) -> None:
+    """Raise 403 if the caller's token belongs to another project."""
+    if not caller.reaches(project):
+        raise ProblemError(
+            403,
+            "forbidden",
+            f"token {caller.name!r} belongs to project {caller.project!r}, not {project!r}",
+        )
 
 
 async def validated_spec(
@@ -151,7 +182,8 @@ def _check_notify(context: ApiContext, spec: RunSpec) -> None:
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
 
 
-def _confirmed(context: ApiContext, confirm: Guard) -> None:
+def confirmed(context: ApiContext, confirm: Guard) -> None:
+    """Raise 401 if the caller is no longer allowed to submit."""
     with context.database.autocommit() as connection:
         confirm(connection)
 
@@ -166,7 +198,8 @@ def _made(
     ), is_new
 
 
-def _idempotency(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
+def idempotency_of(key: str | None, caller: Principal, raw: object) -> IdempotencyKey | None:
+    """Return the identity of a request with a key. Raises 422 for a key that is not printable."""
     if key is None:
         return None
     if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):

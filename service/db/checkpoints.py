@@ -11,6 +11,7 @@ from sqlalchemy import func, select
 from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.planner_hints import Few
+from service.db.sweep_tables import UNENDED, sweep_runs, sweeps
 from service.db.tables import checkpoint_checks, runs
 from service.model.stored_spec import StoredSpec
 
@@ -70,11 +71,12 @@ class CheckpointRecords:
 
     def awaited(self) -> dict[str, frozenset[int]]:
         """Return, by run, the steps of checkpoints that other runs will start from: runs that have
-        not ended and have no checkpoint of their own."""
+        not ended and have no checkpoint of their own, and those that a sweep will submit."""
         rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
+        later = select(sweep_runs.c.spec).join(sweeps).where(UNENDED, sweep_runs.c.run_id.is_(None))
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
-            for (spec,) in connection.execute(rows):
+            for (spec,) in [*connection.execute(rows), *connection.execute(later)]:
                 origin = StoredSpec.read(spec).resume_from
                 if origin is not None:
                     steps = found.get(origin.run_id, frozenset())

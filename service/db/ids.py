@@ -9,6 +9,7 @@ from typing import Final
 ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 """Crockford's base32 in lower case: in ASCII order, without letters that look like digits."""
 RUN_ID_PATTERN: Final = re.compile(r"run_[0-9a-hjkmnp-tv-z]{12}")
+SWEEP_ID_PATTERN: Final = re.compile(r"sweep_[0-9a-hjkmnp-tv-z]{12}")
 _EPOCH_S: Final = 1_704_067_200  # 2024-01-01; 41 bits of milliseconds reach to 2093
 _RANDOM_BITS: Final = 19
 
@@ -45,6 +46,11 @@ def new_delivery_id(now: float) -> str:
 def new_alert_id(now: float) -> str:
     """Return ``alr_`` and 12 characters, as for a run."""
     return "alr_" + _dated(now)
+
+
+def new_sweep_id(now: float) -> str:
+    """Return ``sweep_`` and 12 characters, as for a run."""
+    return "sweep_" + _dated(now)
 
 
 def _dated(now: float) -> str:

@@ -9,7 +9,9 @@ from service.projections.goodput import TimeLedger
 from service.projections.work import WorkLedger
 
 
-def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
+def new_row(
+    run_id: str, spec: RunSpec, created_by: str, now: float, sweep_id: str | None = None
+) -> RunRow:
     """Return the row of a new run."""
     return RunRow(
         id=run_id,
@@ -19,6 +21,7 @@ def new_row(run_id: str, spec: RunSpec, created_by: str, now: float) -> RunRow:
         tags=dict(spec.tags),
         spec=spec.model_dump(mode="json"),
         created_by=created_by,
+        sweep_id=sweep_id,
         time_ledger=TimeLedger.begin(now).dump(),
         work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
         created_at=now,

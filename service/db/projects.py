@@ -19,6 +19,7 @@ from service.db.conflicts import insert_missing
 from service.db.engine import Database
 from service.db.errors import DatabaseError
 from service.db.planner_hints import IS_LIVE
+from service.db.sweep_tables import sweeps
 from service.db.tables import projects, runs, tokens
 from service.model.rows import ProjectRow
 
@@ -109,14 +110,17 @@ class ProjectStore:
             num_runs = connection.execute(
                 select(func.count()).select_from(runs).where(runs.c.project == name)
             ).scalar_one()
+            num_sweeps = connection.execute(
+                select(func.count()).select_from(sweeps).where(sweeps.c.project == name)
+            ).scalar_one()
             valid = (tokens.c.project == name, tokens.c.revoked_at.is_(None))
             num_tokens = connection.execute(
                 select(func.count()).select_from(tokens).where(*valid)
             ).scalar_one()
-            if num_runs or num_tokens:
+            if num_runs or num_tokens or num_sweeps:
                 raise ProjectInUse(
-                    f"project {name} has {num_runs} runs and {num_tokens} tokens; delete its runs "
-                    "and revoke its tokens first"
+                    f"project {name} has {num_runs} runs, {num_sweeps} sweeps and {num_tokens} "
+                    "tokens; delete its runs and sweeps and revoke its tokens first"
                 )
             connection.execute(delete(alerts).where(alerts.c.project == name))
             return bool(

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, insert
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import RunStatus
+from everstep.wire import Reason, RunStatus
 from everstep.wire.events import EventKind
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
@@ -24,6 +24,7 @@ from service.db.projects import join_queue
 from service.db.run_changes import RunChanges
 from service.db.run_lookup import find_run
 from service.db.storage_identity import StorageRecords
+from service.db.sweep_places import SweepPlace, check_place, fill_place
 from service.db.tables import run_tags, runs
 from service.db.writer import RunWriter
 from service.model.run_rows import RunRow
@@ -50,6 +51,7 @@ class RunStore(RunChanges):
         guard: Guard | None = None,
         *,
         create_project: bool = True,
+        place: SweepPlace | None = None,
     ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
 
@@ -59,6 +61,7 @@ class RunStore(RunChanges):
             idempotency: the request's key, if it has one.
             guard: called first in the transaction; raises to refuse the run.
             create_project: create the run's project if it does not exist.
+            place: place of the run in a sweep.
 
         Returns:
             The run, and whether it is new: False for a repeated request.
@@ -67,18 +70,22 @@ class RunStore(RunChanges):
             IdempotencyConflict: the key was used with another body, or for a deleted run.
             QuotaExceeded: the project has its maximum number of waiting runs.
             UnknownProject: the project does not exist and is not to be created.
+            PlaceTaken: the place has a run, or its sweep does not run any more.
         """
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
                     if guard is not None:
                         guard(connection)
+                    if place is not None:
+                        check_place(connection, place)
                     known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)
                         return known, False
                     join_queue(connection, spec.project, self._clock(), create=create_project)
-                    return self._insert(connection, spec, created_by, idempotency), True
+                    run = self._insert(connection, spec, created_by, idempotency, place)
+                    return run, True
             except IntegrityError:
                 # Another replica used the key first, or the id is taken: try again.
                 continue
@@ -90,11 +97,12 @@ class RunStore(RunChanges):
         spec: RunSpec,
         created_by: str,
         idempotency: IdempotencyKey | None,
+        place: SweepPlace | None,
     ) -> RunRow:
         now = self._clock()
-        writer = RunWriter(
-            connection, new_row(new_run_id(now), spec, created_by, now), now, new=True
-        )
+        sweep_id = None if place is None else place.sweep_id
+        row = new_row(new_run_id(now), spec, created_by, now, sweep_id)
+        writer = RunWriter(connection, row, now, new=True)
         writer.begin()
         run = writer.save()
         note_target(run.id)
@@ -105,6 +113,8 @@ class RunStore(RunChanges):
             connection.execute(insert(run_tags), rows)
         if idempotency is not None:
             remember(connection, idempotency, run.id, now)
+        if place is not None:
+            fill_place(connection, place, run.id)
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
@@ -115,9 +125,9 @@ class RunStore(RunChanges):
         with self._database.read() as connection:
             return is_used(connection, idempotency)
 
-    def request_stop(self, run_id: str, stop: Stop) -> RunRow:
+    def request_stop(self, run_id: str, stop: Stop, reason: Reason | None = None) -> RunRow:
         """Cancel or pause a run: at once if it is not on the cluster, else through STOPPING until
-        its driver has ended.
+        its driver has ended. ``reason`` None is a user's request.
 
         Repeating a request changes nothing; a cancel replaces a pause. Raises TransitionConflict.
         """
@@ -140,14 +150,14 @@ class RunStore(RunChanges):
                 "preempted_by": None,
             }
             if run.status in SUBMITTED:
-                writer.set(requested)
+                writer.set(requested | _columns_of(reason))
                 writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
                 if run.status != RunStatus.STOPPING:
-                    writer.change_status(RunStatus.STOPPING, None)
+                    writer.change_status(RunStatus.STOPPING, reason)
             elif stop == "cancel":
-                writer.change_status(RunStatus.CANCELLED, cancelled_by_user())
+                writer.change_status(RunStatus.CANCELLED, reason or cancelled_by_user())
             else:
-                writer.change_status(RunStatus.PAUSED, paused_by_user())
+                writer.change_status(RunStatus.PAUSED, reason or paused_by_user())
             return writer.save()
 
     def resume(self, run_id: str) -> RunRow:
@@ -168,3 +178,7 @@ class RunStore(RunChanges):
         raise TransitionConflict(
             run_id, run.status if run else None, "only a run that has ended can be deleted"
         )
+
+
+def _columns_of(reason: Reason | None) -> dict[str, str]:
+    return {} if reason is None else {"reason_code": reason.code, "reason_message": reason.message}

@@ -24,7 +24,7 @@ from service.model.states import TransitionConflict, check_legal
 from service.projections.changes import NO_WORKERS
 from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger
-from service.projections.reasons import preempted
+from service.projections.reasons import BY_SWEEP, preempted
 from service.projections.work import WorkLedger
 
 logger = structlog.get_logger(__name__)
@@ -114,11 +114,10 @@ class RunWriter:
 
     def begin(self) -> None:
         """Add the first entries of a new run's history."""
-        self.append(
-            EventKind.RUN_CREATED,
-            self.run.created_at,
-            {"name": self.run.name, "project": self.run.project},
-        )
+        data = {"name": self.run.name, "project": self.run.project}
+        if self.run.sweep_id is not None:
+            data["sweep_id"] = self.run.sweep_id
+        self.append(EventKind.RUN_CREATED, self.run.created_at, data)
         self._record_status(None, self.run.created_at)
 
     def change_status(self, to: RunStatus, reason: Reason | None, at: float | None = None) -> None:
@@ -134,6 +133,8 @@ class RunWriter:
         check_legal(self.run.id, before, to)
         if to == RunStatus.PAUSED and preempted_by is not None:
             reason = preempted(self.visible_id(preempted_by))
+        if before == RunStatus.STOPPING and self.run.reason_code == BY_SWEEP.get(to):
+            reason = self.run.reason
         columns: dict[str, Any] = {
             "status": RunStatus(to),
             "reason_code": reason.code.value if reason else None,

@@ -85,6 +85,8 @@ class RunSummary(Row):
     started_at: float | None = None
     """Time of the first optimizer step."""
     finished_at: float | None = None
+    sweep_id: RunId | None = None
+    """Sweep that submitted it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "status", _STATUSES[self.status])

@@ -28,6 +28,7 @@ from service.api import (
     series,
     sessions,
     storage,
+    sweeps,
     team,
 )
 from service.api.context import ApiContext
@@ -70,6 +71,7 @@ def create_app(context: ApiContext) -> FastAPI:
     strict = [Depends(refuse_unknown_query)]
     for module in (
         runs,
+        sweeps,
         histories,
         goodput,
         series,

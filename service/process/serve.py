@@ -45,6 +45,7 @@ from service.db.node_marks import NodeMarkStore
 from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.sweeps import SweepStore
 from service.embedded.cluster import ClusterError
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
@@ -214,6 +215,7 @@ def made_reconciler(
         alerts=AlertSender(
             DeliveryStore(mine), IncidentStore(mine), settings.notify, settings.mail, public_url
         ),
+        sweeps=SweepStore(mine),
         public_url=public_url,
     )
 

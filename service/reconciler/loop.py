@@ -20,6 +20,7 @@ from service.db.lease import LeaseLost
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.sweeps import SweepStore
 from service.figures import RunFigures
 from service.reconciler.background import Background
 from service.reconciler.decide import decide
@@ -36,6 +37,8 @@ from service.reconciler.tail import JournalTail
 from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
 from service.reconciler.webhook_sender import Notifier
 from service.storage_identity.gate import StorageGate
+from service.sweeps.driver import INTERVAL_S as SWEEP_INTERVAL_S
+from service.sweeps.driver import SweepDriver
 from storage.errors import StorageError
 from storage.filesystem import Storage
 
@@ -69,6 +72,7 @@ class Reconciler:
         leadership: Lease that lets one of several replicas reconcile; None for a single process.
         notifier: Sender of webhooks; None sends none.
         alerts: Sender of alerts; None sends none.
+        sweeps: Sweeps; None advances none.
         public_url: Base URL of the dashboard; None if unknown.
         clock: Unix seconds.
     """
@@ -89,6 +93,7 @@ class Reconciler:
         leadership: Leadership | None = None,
         notifier: Notifier | None = None,
         alerts: AlertSender | None = None,
+        sweeps: SweepStore | None = None,
         public_url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -122,6 +127,8 @@ class Reconciler:
             for sender in (notifier, alerts)
             if sender is not None
         ]
+        if sweeps is not None:
+            self._beside.append(Background(SWEEP_INTERVAL_S, SweepDriver(sweeps, runs).work))
         self._clock = clock
         self._wake = asyncio.Event()
         self._tick_began = float("-inf")

@@ -96,10 +96,11 @@ def test_the_sweep_finds_its_best_run(
     monkeypatch.setenv("EVERSTEP_URL", service.url)
     monkeypatch.setenv("EVERSTEP_TOKEN", service.token)
     monkeypatch.chdir(tmp_path)
-    sweep = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
-    sweep["main"]()
-    runs = list(service.client().runs.list(tag=[f"sweep={sweep['SWEEP']}"]))
-    assert len(runs) == 10 and {run.status for run in runs} == {RunStatus.SUCCEEDED}
-    assert (tmp_path / "out" / sweep["SWEEP"] / "model.pt").is_file()
-    sweep["main"]()  # finds them again
-    assert len(list(service.client().runs.list(tag=[f"sweep={sweep['SWEEP']}"]))) == 10
+    example = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
+    example["main"]()
+    [sweep] = service.client().sweeps.list()
+    statuses = [run.status for run in sweep.runs()]
+    assert len(statuses) == 6 and set(statuses) == {RunStatus.SUCCEEDED, RunStatus.CANCELLED}
+    assert (tmp_path / "out" / sweep.name / "model.pt").is_file()
+    example["main"]()  # finds it again
+    assert len(list(service.client().sweeps.list())) == 1

@@ -20,6 +20,7 @@ from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
+from service.db.sweeps import SweepStore
 from service.model.run_rows import RunRow
 from service.reconciler import execute, ray_poller
 from service.reconciler.leadership import Leadership
@@ -79,6 +80,7 @@ class World:
             self.storage,
             self._ray,
             leadership=self.leadership,
+            sweeps=SweepStore(mine, self.clock),
             public_url="https://everstep.example",
             clock=self.clock,
         )

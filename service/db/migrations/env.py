@@ -2,10 +2,11 @@
 
 from alembic import context
 
-from service.db import alert_tables
+from service.db.alert_tables import alerts
+from service.db.sweep_tables import sweeps
 from service.db.tables import metadata
 
-assert alert_tables.alerts.metadata is metadata
+assert alerts.metadata is sweeps.metadata is metadata
 
 connection = context.config.attributes["connection"]
 context.configure(

@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.spec.parsing import parse_spec
+from everstep.spec.sweep import SweepSpec
+from everstep.spec.trials import trials_of
 from tests.support.code_archives import TASK
 from train_fn.user_code import modules as own_code
 
@@ -147,8 +148,8 @@ def test_init_task_says_what_it_wrote(tmp_path: Path) -> None:
     assert (refused.exit_code, "not empty" in refused.stderr) == (2, True)
 
 
-def test_the_sweep_submits_ten_runs_that_a_second_start_finds_again() -> None:
-    sweep = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
-    specs = [sweep["spec_of"](lr, width) for lr, width in sweep["GRID"]]
-    assert len({parse_spec(spec).name for spec in specs}) == 10
-    assert {parse_spec(spec).checkpoint.best_metric for spec in specs} == {"val_accuracy"}
+def test_the_sweep_of_the_example_has_six_valid_runs() -> None:
+    sweep = SweepSpec(**runpy.run_path(str(ROOT / "examples" / "sweep.py"))["SWEEP"])
+    specs = [trial.spec for trial in trials_of(sweep)]
+    assert len({spec.name for spec in specs}) == 6
+    assert {spec.checkpoint.best_metric for spec in specs} == {sweep.metric}

@@ -17,6 +17,7 @@ from everstep.spec import (
     optimization,
     run_spec,
     sections,
+    sweep,
     text_task,
     user_code,
 )
@@ -48,6 +49,7 @@ PUBLIC = {
         "DrillKind",
     ),
     *("Profile", "ProfileHandle", "AllReduce"),
+    *("Sweep", "SweepFailed", "SweepHandle", "SweepRun", "SweepSpec", "SweepStatus"),
     *(
         "EverstepError",
         "InvalidSpec",
@@ -90,7 +92,16 @@ def test_types_are_shipped() -> None:
     assert files("everstep").joinpath("py.typed").is_file()
 
 
-SPEC_MODULES = (run_spec, sections, user_code, image_task, text_task, optimization, catalog)
+SPEC_MODULES = (
+    run_spec,
+    sections,
+    sweep,
+    user_code,
+    image_task,
+    text_task,
+    optimization,
+    catalog,
+)
 
 
 def models() -> list[type[BaseModel]]:

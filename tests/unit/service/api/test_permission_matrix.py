@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api_service import ApiService
+from tests.support.api_service import ApiService, spec
 
 OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
 """Without any token."""
@@ -41,6 +41,13 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}"): "viewer",
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}/trace"): "viewer",
     ("POST", "/v1/runs/{run_id}/profiles"): "submitter",
+    ("POST", "/v1/sweeps"): "submitter",
+    ("GET", "/v1/sweeps"): "viewer",
+    ("GET", "/v1/sweeps/{sweep_id}"): "viewer",
+    ("GET", "/v1/sweeps/{sweep_id}/spec"): "viewer",
+    ("GET", "/v1/sweeps/{sweep_id}/runs"): "viewer",
+    ("POST", "/v1/sweeps/{sweep_id}/cancel"): "submitter",
+    ("DELETE", "/v1/sweeps/{sweep_id}"): "submitter",
     ("GET", "/v1/catalog"): "viewer",
     ("GET", "/v1/cluster"): "viewer",
     ("POST", "/v1/cluster/nodes/{node_id}/cordon"): "admin",
@@ -79,6 +86,7 @@ BODIES = {
     # a fault of the spec is found after the role
     "/v1/runs": {"name": "a"},
     "/v1/validate": {"name": "a"},
+    "/v1/sweeps": {"metric": "loss"},
     "/v1/projects": {"name": "vision"},
     "/v1/alerts": {"name": "a", "when": "failed", "format": "json", "url": "https://a.example"},
     "/v1/tokens": {"name": "t", "role": "admin"},
@@ -91,6 +99,14 @@ BODIES = {
 async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
     async with ApiService(tmp_path, drills=True) as service:
         yield service
+
+
+async def new_sweep(api: ApiService) -> str:
+    body = {"spec": spec(), "metric": "loss", "grid": {"train.seed": [1, 2]}}
+    answer = await api.http.post("/v1/sweeps", json=body)
+    assert answer.status_code == 201, answer.text
+    sweep_id: str = answer.json()["id"]
+    return sweep_id
 
 
 async def test_every_route_has_its_place_in_the_matrix(api: ApiService) -> None:
@@ -110,8 +126,10 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
     for (method, route), least in LEAST_ROLE.items():
         for who, client in clients.items():
             run_id = await api.create() if "{run_id}" in route else ""
+            sweep_id = await new_sweep(api) if "{sweep_id}" in route else ""
             names = {
                 "run_id": run_id,
+                "sweep_id": sweep_id,
                 "step": "latest",
                 "drill_id": "drill_x",
                 "profile_id": "prof_x",
@@ -125,7 +143,7 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 method, path, json=BODIES.get(route) if method == "POST" else None
             )
             case = (method, route, who, answer.status_code, answer.text[:200])
-            if who == "stranger" and run_id:
+            if who == "stranger" and (run_id or sweep_id):
                 assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), case
             elif ROLES.index("submitter" if who == "stranger" else who) < ROLES.index(least):
                 assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), case

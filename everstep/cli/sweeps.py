@@ -1,0 +1,345 @@
+"""Commands about sweeps: `everstep sweep SPEC.yaml …`, `everstep sweep show` and others, `everstep
+sweeps`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from everstep.cli.completion import sweep_ids
+from everstep.cli.options import (
+    CodeOption,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    TaskOption,
+    UrlOption,
+)
+from everstep.cli.terminal import Exit, command, terminal
+from everstep.cli.vary import grid_of, random_of
+from everstep.client.sweeps import SweepHandle
+from everstep.code.source import with_code
+from everstep.errors import UsageError
+from everstep.spec.overrides import apply_overrides
+from everstep.spec.plain_text import printable
+from everstep.spec.trials import words_of
+from everstep.spec.yaml_file import read_spec
+from everstep.text import words
+from everstep.wire.sweep import Sweep, SweepProgress, SweepRun, SweepStatus
+
+_SUBMIT = "submit"
+
+
+class SweepGroup(TyperGroup):
+    """Take what is no command as the arguments of `submit`: `everstep sweep SPEC.yaml --grid …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        helps = ctx.help_option_names
+        if args and args[0] not in self.commands and args[0] not in helps:
+            args = [_SUBMIT, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = [_SUBMIT, *args]
+        return super().resolve_command(ctx, args)
+
+
+sweep = typer.Typer(
+    cls=SweepGroup,
+    no_args_is_help=True,
+    help="Submit runs of one spec with other values: `everstep sweep SPEC.yaml --metric METRIC "
+    "--grid FIELD=VALUE,VALUE`. `everstep sweep submit --help` lists the options.",
+)
+SweepArgument = Annotated[
+    str,
+    typer.Argument(metavar="SWEEP", help="Id of a sweep, sweep_….", autocompletion=sweep_ids),
+]
+
+
+@sweep.command(_SUBMIT)
+@command
+def submit(
+    spec: SpecArgument = None,
+    metric: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Metric to compare runs by, for example val_accuracy."),
+    ] = "",
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE,VALUE", help="Try every value, in all combinations. Repeatable."
+        ),
+    ] = None,
+    random: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=NAME:LOW..HIGH",
+            help="Draw values: log:1e-4..1e-1, uniform:0..0.5, int:1..8, choice:adamw,sgd. "
+            "Repeatable.",
+        ),
+    ] = None,
+    max_runs: Annotated[
+        int | None, typer.Option(min=1, help="Number of runs with --random.")
+    ] = None,
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Most runs at a time; default no limit.")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(metavar="min|max", help="Which value is best; default by the metric's name."),
+    ] = None,
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            metavar="none|asha",
+            help="asha pauses runs at rungs; only the best go on from there.",
+        ),
+    ] = "none",
+    min_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps of asha's first rung; default a ninth of each run's steps."
+        ),
+    ] = None,
+    reduction_factor: Annotated[
+        int | None, typer.Option(min=2, help="With asha, one run in so many goes on; default 3.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of --random; default one is drawn and shown.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the sweep; default the spec's.")
+    ] = None,
+    overrides: SetOption = None,
+    code: CodeOption = None,
+    task: TaskOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show the sweep until it ends.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Submit once: the same key returns the same sweep."),
+    ] = None,
+    create_project: Annotated[
+        bool, typer.Option("--create-project", help="Create the project if it does not exist.")
+    ] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Submit a sweep. Every run is checked first; a fault names the value that it comes from."""
+    if not metric:
+        raise UsageError("--metric is required: the metric to compare runs by, as in their curves")
+    raw, archive = with_code(None if spec is None else read_spec(spec), code, task)
+    raw = apply_overrides(raw, overrides or [])
+    client = terminal().client()
+    if archive is not None:
+        project = str(raw.get("project", "default"))
+        client.code.upload_packed(archive, project=project, create_project=create_project)
+    made = client.sweeps.create(
+        raw,
+        metric=metric,
+        grid=grid_of(grid or []),
+        random=random_of(random or []),
+        max_runs=max_runs,
+        max_parallel=max_parallel,
+        mode=mode,  # type: ignore[arg-type]  # the service names its values
+        scheduler=_scheduler(scheduler, min_steps, reduction_factor),
+        seed=seed,
+        name=name,
+        idempotency_key=idempotency_key,
+        create_project=create_project,
+    )
+    if watch:
+        _watch(made)
+    elif terminal().as_json:
+        terminal().json(made.sweep)
+    else:
+        terminal().line(made.id)
+        total = words.count(made.progress.total, "run")
+        terminal().note(f"{made.name} has {total}; `everstep sweep show {made.id}` shows them")
+
+
+def _scheduler(name: str, min_steps: int | None, reduction_factor: int | None) -> dict[str, Any]:
+    given = {"min_steps": min_steps, "reduction_factor": reduction_factor}
+    options = {option: value for option, value in given.items() if value is not None}
+    if options and name != "asha":
+        flag = "--" + next(iter(options)).replace("_", "-")
+        raise UsageError(f"{flag} is for --scheduler asha; add that, or leave {flag} out")
+    return {"name": name, **options}
+
+
+@sweep.command()
+@command
+def show(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show one sweep with its runs, the best first."""
+    found = terminal().client().sweeps.get(sweep_id)
+    runs = found.runs()
+    if terminal().as_json:
+        terminal().json({**found.sweep.model_dump(mode="json"), "runs": runs})
+        return
+    terminal().fields(_fields(found.sweep))
+    terminal().line()
+    headers = ("number", "run", "status", "step", found.metric, "at step", "values")
+    terminal().table(
+        headers,
+        [_row(run) for run in _by_value(runs, found.mode)],
+        empty="no runs",
+        text=("values",),
+        dispensable=("at step", "number", "step"),
+    )
+
+
+@sweep.command()
+@command
+def watch(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show a sweep until it ends. Exit code 0 for SUCCEEDED, 1 for FAILED or CANCELLED."""
+    _watch(terminal().client().sweeps.get(sweep_id))
+
+
+@sweep.command()
+@command
+def cancel(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Submit no further run, and cancel those that have not ended."""
+    stopped = terminal().client().sweeps.get(sweep_id).cancel()
+    if terminal().as_json:
+        terminal().json(stopped.sweep)
+    else:
+        terminal().line(f"{stopped.id} {printable(stopped.name)} is {stopped.status}")
+
+
+@sweep.command()
+@command
+def delete(
+    sweep_id: SweepArgument,
+    runs: Annotated[
+        bool, typer.Option("--runs", help="Delete its runs, too, with every checkpoint and log.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Delete a sweep that has ended. Its runs stay, unless --runs is given."""
+    out = terminal()
+    found = out.client().sweeps.get(sweep_id)
+    if not yes:
+        if not (sys.stdin.isatty() and out.is_interactive):
+            raise UsageError("deleting cannot be undone; add --yes to do it without a question")
+        what = f" and its {words.count(found.progress.total, 'run')}" if runs else ""
+        typer.confirm(f"Delete sweep {found.name}{what}?", abort=True, err=True)
+    found.delete(runs=runs)
+    if out.as_json:
+        out.json({"deleted": found.id})
+    else:
+        out.line(f"{found.id} {printable(found.name)} is deleted")
+
+
+@command
+def sweeps(
+    status: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STATUS", help="Only sweeps with this status. Repeatable."),
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only sweeps of this project.")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, help="Maximum number of sweeps.")
+    ] = 50,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """List sweeps, newest first."""
+    found = terminal().client().sweeps.list(status=status, project=project)
+    shown = [each.sweep for each, _ in zip(found, range(limit), strict=False)]
+    if terminal().as_json:
+        terminal().json(shown)
+        return
+    rows = [
+        (
+            each.id,
+            each.name,
+            each.status,
+            f"{ended(each.progress)}/{each.progress.total}",
+            each.metric,
+            None if each.best is None else words.number(each.best.value),
+            None if each.best is None else each.best.run_id,
+            words.ago(each.created_at),
+        )
+        for each in shown
+    ]
+    headers = ("id", "name", "status", "runs", "metric", "best", "best run", "created")
+    dispensable = ("created", "metric", "best run")
+    terminal().table(headers, rows, empty="no sweeps", text=("name",), dispensable=dispensable)
+
+
+def ended(progress: SweepProgress) -> int:
+    """Return the number of runs that have ended."""
+    return progress.succeeded + progress.failed + progress.cancelled
+
+
+def _watch(found: SweepHandle) -> None:
+    """Print a line whenever something changes, until the sweep ends."""
+    out, before = terminal(), ""
+    while True:
+        line = _progress_line(found.sweep)
+        if line != before and not out.as_json:
+            out.line(line)
+        before = line
+        if found.status.terminal:
+            break
+        found.wait_for_change()
+    if out.as_json:
+        out.json(found.sweep)
+    elif found.reason is not None:
+        out.sentence(found.reason.message)
+    if found.status is not SweepStatus.SUCCEEDED:
+        raise typer.Exit(Exit.FAILED)
+
+
+def _progress_line(found: Sweep) -> str:
+    progress = found.progress
+    states = ("waiting", "active", "paused", "succeeded", "failed", "cancelled")
+    parts = [f"{getattr(progress, name)} {name}" for name in states if getattr(progress, name)]
+    best = f" · best {found.metric} {words.number(found.best.value)}" if found.best else ""
+    return f"{found.status}: {', '.join(parts)}{best}"
+
+
+def _fields(found: Sweep) -> list[tuple[str, object]]:
+    best = found.best
+    return [
+        ("id", found.id),
+        ("name", found.name),
+        ("project", found.project),
+        ("status", found.status),
+        ("reason", f"{found.reason.code}: {found.reason.message}" if found.reason else None),
+        ("created", words.ago(found.created_at)),
+        ("runs", _progress_line(found).partition(": ")[2].partition(" · ")[0]),
+        ("compares", f"{found.metric}, {found.mode}"),
+        ("scheduler", found.scheduler),
+        ("seed", found.seed),
+        (
+            "best",
+            f"{words.number(best.value)} at step {best.step} by {best.run_id}: "
+            f"{words_of(best.params)}"
+            if best
+            else None,
+        ),
+        ("page", found.links.dashboard),
+    ]
+
+
+def _by_value(runs: list[SweepRun], mode: str) -> list[SweepRun]:
+    """Return runs with a value, the best first, then the others."""
+    sign = -1.0 if mode == "max" else 1.0
+    return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))
+
+
+def _row(run: SweepRun) -> tuple[object, ...]:
+    status = "deleted" if run.is_deleted else run.status or "waiting"
+    steps = f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
+    value = None if run.value is None else words.number(run.value)
+    return (run.number, run.run_id, status, steps, value, run.value_step, words_of(run.params))

@@ -1,0 +1,200 @@
+"""Routes of sweeps: submit, list, show, cancel, delete, and their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
+
+from everstep.spec.sweep import SweepSpec
+from everstep.wire import Page
+from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
+from service.api.answers import as_json
+from service.api.auth import Caller, CallerToConfirm, Principal, visible_run
+from service.api.context import ApiContext, Context
+from service.api.new_sweep import submitted_sweep
+from service.api.openapi import SWEEP_BODY, CreateProject, problem_answers
+from service.api.paging import Cursor, Limit, page_of, parse_sweep_cursor, sweep_cursor
+from service.api.problems import invalid_request, not_found
+from service.api.runs import delete_run
+from service.api.spec_body import read_json
+from service.api.sweep_answers import run_of_sweep, sweep_answer
+from service.model.sweep_rows import SweepRow, TrialRow
+
+router: Final = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+
+SweepPath = Annotated[str, Path(description="The sweep's id: `sweep_…`.")]
+
+
+async def visible_sweep(sweep_id: SweepPath, context: Context, caller: Caller) -> SweepRow:
+    """Return the sweep in the path. Sweeps of other projects do not exist for this caller: 404."""
+    sweep = await context.database_lookup(context.sweeps.get, sweep_id)
+    if sweep is None or not caller.reaches(sweep.project):
+        raise not_found(f"sweep {sweep_id} does not exist")
+    return sweep
+
+
+VisibleSweep = Annotated[SweepRow, Depends(visible_sweep)]
+
+
+async def controlled_sweep(sweep: VisibleSweep, caller: Caller) -> SweepRow:
+    """Return the sweep in the path, for an action on it. Raises 403 for viewers."""
+    caller.require("submitter")
+    return sweep
+
+
+ControlledSweep = Annotated[SweepRow, Depends(controlled_sweep)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Submit a sweep",
+    response_model=Sweep,
+    responses={
+        200: {"model": Sweep, "description": "This Idempotency-Key has already made this sweep."},
+        **problem_answers(400, 403, 409, 413, 415, 422),
+    },
+    openapi_extra=SWEEP_BODY,
+)
+async def create_sweep(
+    context: Context,
+    caller: CallerToConfirm,
+    raw: Annotated[Any, Depends(read_json)],
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            description=(
+                "1 to 255 printable ASCII characters. The same key and body return the same sweep "
+                "with 200."
+            )
+        ),
+    ] = None,
+    create_project: CreateProject = False,
+) -> Response:
+    """Validates every run of the sweep before the first is submitted. A fault names the value of
+    the sweep that it comes from."""
+    confirm = partial(caller.confirm, context)
+    sweep, is_new = await submitted_sweep(
+        context, caller, raw, idempotency_key, confirm, create_project=create_project
+    )
+    [answer] = await sweep_answers(context, [sweep])
+    return as_json(answer, 201 if is_new else 200, {"Location": f"/v1/sweeps/{sweep.id}"})
+
+
+@router.get("", summary="List sweeps", responses=problem_answers(422))
+async def list_sweeps(
+    context: Context,
+    caller: Caller,
+    project: Annotated[
+        str | None, Query(max_length=64, description="Only sweeps of this project.")
+    ] = None,
+    status: Annotated[
+        list[str] | None,
+        Query(description="Only sweeps in one of these statuses; repeat it for several."),
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[Sweep]:
+    """Newest first; only sweeps of the token's project."""
+    found = await page_of_sweeps(context, caller, project, status or (), limit, cursor)
+    return Page[Sweep](items=tuple(found[0]), next_cursor=found[1])
+
+
+@router.get("/{sweep_id}", summary="One sweep", responses=problem_answers(404))
+async def get_sweep(sweep: VisibleSweep, context: Context) -> Sweep:
+    """Its status, how its runs do, and the best of them."""
+    return (await sweep_answers(context, [sweep]))[0]
+
+
+@router.get("/{sweep_id}/spec", summary="The sweep as submitted", responses=problem_answers(404))
+async def get_sweep_spec(sweep: VisibleSweep) -> SweepSpec:
+    """With its seed and every default of the sweep: submitted again, it draws the same values."""
+    return sweep.sweep_spec
+
+
+@router.get("/{sweep_id}/runs", summary="Runs of a sweep", responses=problem_answers(404, 422))
+async def list_sweep_runs(
+    sweep: VisibleSweep, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[SweepRun]:
+    """By number, those that are not submitted yet, too: the values that each sets, its status, and
+    its best value of the metric."""
+    trials = await trials_of_sweep(context, sweep.id)
+    items, after = page_of(
+        [run_of_sweep(trial) for trial in trials], lambda run: (run.number,), cursor, limit
+    )
+    return Page[SweepRun](items=tuple(items), next_cursor=after)
+
+
+@router.post(
+    "/{sweep_id}/cancel",
+    status_code=202,
+    summary="Cancel a sweep",
+    responses=problem_answers(403, 404, 409),
+)
+async def cancel_sweep(sweep: ControlledSweep, context: Context) -> Sweep:
+    """Submits no further run, and cancels those that have not ended, each after a last checkpoint.
+    Repeating the request while the sweep stops changes nothing."""
+    stopped = await context.database_call(context.sweeps.request_cancel, sweep.id)
+    return (await sweep_answers(context, [stopped]))[0]
+
+
+@router.delete(
+    "/{sweep_id}",
+    status_code=204,
+    summary="Delete a sweep",
+    responses=problem_answers(403, 404, 409, 422),
+)
+async def delete_sweep(
+    sweep: ControlledSweep,
+    context: Context,
+    caller: Caller,
+    runs: Annotated[
+        bool,
+        Query(description="Delete its runs first, with every checkpoint and log. Else they stay."),
+    ] = False,
+) -> None:
+    """Only sweeps that have ended."""
+    if runs and sweep.state.terminal:
+        for trial in await trials_of_sweep(context, sweep.id):
+            if trial.run_id is not None and not trial.is_deleted:
+                await delete_run(await visible_run(trial.run_id, context, caller), context)
+    await context.database_call(context.sweeps.delete, sweep.id)
+
+
+async def page_of_sweeps(
+    context: ApiContext,
+    caller: Principal,
+    project: str | None,
+    statuses: Sequence[str],
+    limit: int,
+    cursor: str | None,
+) -> tuple[list[Sweep], str | None]:
+    """Return a page of the sweeps that the caller may see, and the cursor after it."""
+    before = parse_sweep_cursor(cursor)
+    unknown = next((each for each in statuses if each not in set(SweepStatus)), None)
+    if unknown is not None:
+        known = ", ".join(SweepStatus)
+        raise invalid_request(
+            "status", msg=f"{unknown[:40]!r} is not a status; the statuses are {known}"
+        )
+    if caller.project is not None and project not in (None, caller.project):
+        return [], None
+    wanted = caller.project or project
+    rows = await context.database_call(context.sweeps.page, wanted, statuses, limit + 1, before)
+    last = rows[limit - 1] if len(rows) > limit else None
+    after = None if last is None else sweep_cursor(last.created_at, last.id)
+    return await sweep_answers(context, rows[:limit]), after
+
+
+async def sweep_answers(context: ApiContext, rows: Sequence[SweepRow]) -> list[Sweep]:
+    """Return sweeps as clients see them, in the same order."""
+    trials = await context.database_call(context.sweeps.trials, [row.id for row in rows])
+    return [sweep_answer(row, trials[row.id], context.public_url) for row in rows]
+
+
+async def trials_of_sweep(context: ApiContext, sweep_id: str) -> list[TrialRow]:
+    """Return the runs of a sweep, by number."""
+    return (await context.database_call(context.sweeps.trials, [sweep_id]))[sweep_id]

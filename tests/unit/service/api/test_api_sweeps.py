@@ -1,0 +1,223 @@
+"""Sweeps over HTTP: what a request may ask for, and who sees and changes what it made."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.wire.team import Quotas
+from service.sweeps.driver import SweepDriver
+from tests.support.api_service import ApiService, spec
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+def sweep(**fields: Any) -> dict[str, Any]:
+    body = {"spec": spec(), "metric": "val_accuracy", "grid": {"optimizer.lr": [0.1, 0.2]}}
+    return body | fields
+
+
+async def create(api: ApiService, **fields: Any) -> dict[str, Any]:
+    answer = await api.http.post("/v1/sweeps", json=sweep(**fields))
+    assert answer.status_code == 201, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def faults(api: ApiService, **fields: Any) -> dict[str, str]:
+    """The faults of a sweep that is refused, by place; nothing may have been recorded."""
+    answer = await api.http.post("/v1/sweeps", json=sweep(**fields))
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec"), answer.text
+    assert (await api.get("/v1/sweeps"))["items"] == []
+    return {".".join(map(str, each["loc"])): each["msg"] for each in answer.json()["errors"]}
+
+
+def advance(api: ApiService) -> None:
+    SweepDriver(api.context.sweeps, api.runs).look()
+
+
+async def test_a_sweep_is_recorded_with_its_runs_and_shown(api: ApiService) -> None:
+    random = {"optimizer.weight_decay": {"name": "log", "low": 1e-4, "high": 0.1}}
+    made = await create(api, random=random, max_runs=3, name="lr", max_parallel=2)
+    assert (made["name"], made["status"], made["mode"]) == ("lr", "RUNNING", "max")
+    assert made["progress"] | {"total": 3, "waiting": 3, "active": 0} == made["progress"]
+    assert made["best"] is None and made["reason"] is None and made["seed"] is not None
+    assert await api.get(f"/v1/sweeps/{made['id']}") == made
+    assert (await api.get("/v1/sweeps"))["items"] == [made]
+    page = await api.get(f"/v1/sweeps/{made['id']}/runs?limit=2")
+    rest = await api.get(f"/v1/sweeps/{made['id']}/runs?cursor={page['next_cursor']}")
+    runs = page["items"] + rest["items"]
+    assert [run["number"] for run in runs] == [0, 1, 2] and rest["next_cursor"] is None
+    assert [run["params"]["optimizer.lr"] for run in runs] == [0.1, 0.2, 0.1]
+    drawn = [run["params"]["optimizer.weight_decay"] for run in runs]
+    assert len(set(drawn)) == 3 and all(1e-4 <= value <= 0.1 for value in drawn)
+    recorded = await api.get(f"/v1/sweeps/{made['id']}/spec")
+    again = (await api.http.post("/v1/sweeps", json=recorded)).json()
+    repeated = await api.get(f"/v1/sweeps/{again['id']}/runs")
+    assert [run["params"] for run in repeated["items"]] == [run["params"] for run in runs]
+
+
+async def test_every_run_is_checked_before_the_first_and_the_value_is_named(
+    api: ApiService,
+) -> None:
+    found = await faults(api, grid={"optimizer.lr": [0.1, -1], "train.epochs": [1, "two"]})
+    assert (
+        "-1: " in found["grid.optimizer.lr.1"] and "greater than 0" in found["grid.optimizer.lr.1"]
+    )
+    assert '"two": ' in found["grid.train.epochs.1"] and len(found) == 2
+    found = await faults(api, grid={"optimizer.rate": [0.1]})
+    assert "has no field 'rate'" in found["grid.optimizer.rate.0"]
+    found = await faults(api, grid={"train.global_batch_size": [16, 128]}, spec=_micro_64())
+    assert "(run 0: train.global_batch_size=16)" in found["spec.train.micro_batch_size"]
+    found = await faults(api, spec={"name": "a"})
+    assert list(found) == ["spec.task"], "a fault of all runs is said once"
+
+
+def _micro_64() -> dict[str, Any]:
+    return spec(train={"micro_batch_size": 64})
+
+
+async def test_what_the_service_does_not_allow_is_found_too(api: ApiService) -> None:
+    place = {"run_id": "run_000000000000", "step": "latest"}
+    found = await faults(api, spec=spec(resume_from=place))
+    assert "does not exist in project" in found["spec.resume_from.run_id"]
+    found = await faults(api, grid={"notify.url": ["https://nowhere.example/x"]})
+    assert "(run 0: notify.url=https://nowhere.example/x)" in found["spec.notify.url"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "says"),
+    [
+        ({"grid": {}}, "", "set grid, random, or both"),
+        ({"random": {"train.seed": {"name": "int", "low": 0, "high": 9}}}, "", "max_runs"),
+        ({"max_runs": 1}, "", "raise max_runs"),
+        ({"grid": {"name": ["a"]}}, "grid", "name cannot vary"),
+        ({"grid": {"train.seed": [1, 1]}}, "grid", "twice"),
+        ({"grid": {"optimizer": [1], "optimizer.lr": [1]}}, "", "by optimizer too"),
+        ({"scheduler": {"name": "pbt"}}, "scheduler.name", "not known"),
+        ({"max_paralel": 1}, "max_paralel", "did you mean 'max_parallel'"),
+    ],
+)
+async def test_a_sweep_that_makes_no_sense_says_what_to_do(
+    api: ApiService, fields: dict[str, Any], place: str, says: str
+) -> None:
+    found = await faults(api, **fields)
+    assert says in found[place]
+
+
+async def test_the_same_key_makes_one_sweep(api: ApiService) -> None:
+    headers = {"Idempotency-Key": "once"}
+    made = await api.http.post("/v1/sweeps", json=sweep(), headers=headers)
+    again = await api.http.post("/v1/sweeps", json=sweep(), headers=headers)
+    assert (made.status_code, again.status_code) == (201, 200)
+    assert made.json()["id"] == again.json()["id"]
+    other = await api.http.post("/v1/sweeps", json=sweep(max_runs=5), headers=headers)
+    assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
+
+
+async def test_runs_say_their_sweep_and_a_quota_holds_the_rest_back(api: ApiService) -> None:
+    api.context.projects.put("default", Quotas(max_queued=1))
+    made = await create(api)
+    advance(api)
+    shown = await api.get(f"/v1/sweeps/{made['id']}")
+    assert (shown["progress"]["active"], shown["progress"]["waiting"]) == (1, 1)
+    assert shown["reason"]["code"] == "waiting_for_quota" and "max_queued" in str(shown["reason"])
+    [run] = (await api.get("/v1/runs"))["items"]
+    assert (run["name"], run["sweep_id"]) == ("digits-000", made["id"])
+    [created, *_] = (await api.get(f"/v1/runs/{run['id']}/events"))["items"]
+    assert created["data"]["sweep_id"] == made["id"]
+    assert (await api.get(f"/v1/runs/{run['id']}/spec"))["optimizer"]["lr"] == 0.1
+    api.context.projects.put("default", Quotas())
+    advance(api)
+    shown = await api.get(f"/v1/sweeps/{made['id']}")
+    assert shown["progress"]["active"] == 2 and shown["reason"] is None
+    advance(api)
+    assert len((await api.get("/v1/runs"))["items"]) == 2, "nothing is submitted twice"
+
+
+async def test_cancelling_ends_the_runs_and_submits_no_more(api: ApiService) -> None:
+    made = await create(api, max_parallel=1)
+    advance(api)
+    answer = await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
+    assert (answer.status_code, answer.json()["status"]) == (202, "STOPPING")
+    assert (await api.http.post(f"/v1/sweeps/{made['id']}/cancel")).status_code == 202
+    refused = await api.http.delete(f"/v1/sweeps/{made['id']}")
+    assert (refused.status_code, refused.json()["code"]) == (409, "invalid_transition")
+    advance(api)
+    advance(api)
+    shown = await api.get(f"/v1/sweeps/{made['id']}")
+    assert (shown["status"], shown["reason"]["code"]) == ("CANCELLED", "cancelled_by_user")
+    [run] = (await api.get("/v1/runs"))["items"]
+    assert (run["status"], run["reason"]["code"]) == ("CANCELLED", "cancelled_by_sweep")
+    again = await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
+    assert (again.status_code, again.json()["code"]) == (409, "invalid_transition")
+    assert (await api.http.delete("/v1/projects/default")).status_code == 409
+    assert (await api.http.delete(f"/v1/sweeps/{made['id']}?runs=true")).status_code == 204
+    assert (await api.get("/v1/runs"))["items"] == []
+    assert (await api.http.get(f"/v1/sweeps/{made['id']}")).status_code == 404
+
+
+async def test_a_deleted_sweep_leaves_its_runs(api: ApiService) -> None:
+    made = await create(api)
+    await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
+    advance(api)
+    assert (await api.http.delete(f"/v1/sweeps/{made['id']}")).status_code == 204
+    made = await create(api)
+    advance(api)
+    for run in (await api.get("/v1/runs"))["items"]:
+        await api.http.post(f"/v1/runs/{run['id']}/cancel")
+    advance(api)
+    shown = await api.get(f"/v1/sweeps/{made['id']}")
+    assert (shown["status"], shown["reason"]["code"]) == ("CANCELLED", "runs_cancelled")
+    assert (await api.http.delete(f"/v1/sweeps/{made['id']}")).status_code == 204
+    assert len((await api.get("/v1/runs"))["items"]) == 2
+
+
+async def test_another_project_sees_and_changes_nothing(api: ApiService) -> None:
+    made = await create(api)
+    stranger = await api.client(api.token("submitter", "elsewhere"))
+    for path in ("", "/spec", "/runs"):
+        assert (await stranger.get(f"/v1/sweeps/{made['id']}{path}")).status_code == 404
+    assert (await stranger.get("/v1/sweeps")).json()["items"] == []
+    assert (await stranger.get("/v1/sweeps?project=default")).json()["items"] == []
+    answer = await stranger.post("/v1/sweeps", json=sweep())
+    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+
+
+async def test_sweeps_are_listed_newest_first_by_page_and_status(api: ApiService) -> None:
+    made = []
+    for number in range(3):
+        api.clock.now += 1
+        made.append((await create(api, name=f"s{number}"))["id"])
+    await api.http.post(f"/v1/sweeps/{made[0]}/cancel")
+    first = await api.get("/v1/sweeps?limit=2")
+    rest = await api.get(f"/v1/sweeps?limit=2&cursor={first['next_cursor']}")
+    assert [each["id"] for each in first["items"] + rest["items"]] == made[::-1]
+    assert [each["id"] for each in (await api.get("/v1/sweeps?status=STOPPING"))["items"]] == made[
+        :1
+    ]
+    answer = await api.http.get("/v1/sweeps?status=PAUSED")
+    assert answer.status_code == 422 and "the statuses are RUNNING" in answer.text
+    assert (await api.http.get("/v1/sweeps?cursor=xyz")).status_code == 422
+
+
+async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiService) -> None:
+    parent, journal = await api.running(train={"epochs": 3})
+    api.apply(parent, [journal.checkpoint(10)])
+    api.context.kept_steps.publish()
+    assert api.context.runs.checkpoints.awaited() == {}
+    place = {"run_id": parent, "step": 10}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("service.api.origins._hold", lambda *_: None)  # no files lie there
+        made = await create(api, spec=spec(train={"epochs": 9}, resume_from=place))
+    assert api.context.runs.checkpoints.awaited() == {parent: frozenset({10})}
+    await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
+    advance(api)
+    assert api.context.runs.checkpoints.awaited() == {}
