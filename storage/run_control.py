@@ -19,6 +19,7 @@ from storage.files.protocol import Files
 T = TypeVar("T")
 Stop = Literal["cancel", "pause"]
 _DEADLINE, _KEPT, _WORKERS = "deadline.json", "kept.json", "workers.json"
+_DISTRUSTED = "distrusted.json"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PROBE_BYTES = 4096
 _MAX_CONTROL_BYTES = 1 << 20
@@ -46,6 +47,19 @@ class ProfileOrder:
     steps: int
     attempt: int
     """Attempt to profile; the same rank of another attempt is not recorded."""
+
+
+@dataclass(frozen=True)
+class Distrust:
+    """States after ``step`` that this attempt or an older one left may hold wrong bits."""
+
+    submission: int
+    attempt: int
+    step: int
+
+    def covers(self, origin: tuple[int, int], step: int) -> bool:
+        """Return whether a state of this submission and attempt, and of this step, is meant."""
+        return origin <= (self.submission, self.attempt) and step > self.step
 
 
 @dataclass(frozen=True)
@@ -156,6 +170,24 @@ class RunControl(ABC):
     def kept_steps(self) -> frozenset[int]:
         """Return the steps of ``kept``. Raises CorruptFile."""
         return self.kept().steps
+
+    def distrust(self, entry: Distrust) -> None:
+        """Record which states no attempt may begin from. Several ranks may record the same."""
+        known = self.distrusted()
+        if entry not in known:
+            entries = [asdict(each) for each in (*known, entry)]
+            self._write_control(_DISTRUSTED, {"states": entries})
+
+    def distrusted(self) -> tuple[Distrust, ...]:
+        """Return what ``distrust`` recorded. Raises CorruptFile."""
+
+        def read(found: Any) -> tuple[Distrust, ...]:
+            return tuple(
+                Distrust(int(each["submission"]), int(each["attempt"]), int(each["step"]))
+                for each in found["states"]
+            )
+
+        return self._read_control(_DISTRUSTED, read, "does not say which states are wrong") or ()
 
     def write_probe(self, submission: int, name: str) -> None:
         """Write a file with which other nodes verify that they see the same storage. ``name`` is a

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.run_control import ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_dir import RunDir
 from storage.run_names import CheckpointName
 
@@ -60,6 +60,9 @@ class WorkerContext:
     profile_ordered: Callable[[], ProfileOrder | None] = lambda: None
     """Return the newest profile that was ordered, as far as this rank knows; never blocks."""
 
+    flip_ordered: Callable[[], DrillOrder | None] = lambda: None
+    """Return the newest drill that flips a bit in a rank, as far as this rank knows; never
+    blocks."""
     holds_lease: Callable[[float], bool] = lambda timeout_s: True
     """Return whether the journal has confirmed lately that no newer attempt has begun. If not, wait
     up to so many seconds for its reply."""

@@ -12,7 +12,9 @@ TrainError
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
+├── RanksApart         ranks that must be equal have other weights or gradients; none took the step
 ├── PeersGone          what all ranks do together did not come about
+│   └── PeerApart      another rank has other weights or gradients than most
 ├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
 └── StorageNotShared   the run's storage is not the same on all nodes
@@ -168,8 +170,41 @@ class StateNotWhole(TrainError):
         self.step = step
 
 
+class RanksApart(TrainError):
+    """Ranks that must be equal have other weights or gradients. ``step`` counts the steps done;
+    states after ``trusted_step`` may hold wrong bits. ``ranks`` differ from most others; empty if
+    no majority shows which are wrong."""
+
+    def __init__(self, step: int, ranks: Sequence[int], what: str, trusted_step: int) -> None:
+        who = (
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} differ"
+            f"{'' if len(ranks) > 1 else 's'} from the others"
+            if ranks
+            else "the ranks differ, and no majority shows which are wrong"
+        )
+        super().__init__(
+            f"{who} in {what} after step {step}; the next step was not taken, and the run goes "
+            f"back to step {trusted_step} or before. All ranks take equal steps with equal "
+            "kernels, so a processor, its memory or a link gave wrong bits. Check the node; if "
+            "another one follows, look in the task for what changes weights differently on each "
+            "rank, such as a hook that draws random numbers"
+        )
+        self.step = step
+        self.ranks = tuple(ranks)
+        self.trusted_step = trusted_step
+
+
 class PeersGone(TrainError):
     """A barrier was given up, because another rank will not come."""
+
+
+class PeerApart(PeersGone):
+    """Another rank has other weights or gradients than most. States after ``trusted_step`` may hold
+    what it computed."""
+
+    def __init__(self, message: str, trusted_step: int) -> None:
+        super().__init__(message)
+        self.trusted_step = trusted_step
 
 
 class Replaced(TrainError):

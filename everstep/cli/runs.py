@@ -132,6 +132,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             f"loss of {survives}; {lost} would be repeated" if is_live else None,
         ),
         ("protection", run.protection.message if is_live else None),
+        ("chain", run.chain),
         ("samples", run.guarantee),
         ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
         ("Ray job", run.links.ray_job),

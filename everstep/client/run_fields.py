@@ -54,6 +54,7 @@ class RunFields:
         forked_from: ForkedFrom | None
         progress: Progress | None
         usage: Usage | None
+        chain: str | None
         guarantee: str | None
     else:
 

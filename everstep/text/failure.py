@@ -38,6 +38,7 @@ def headline(fault: Failure) -> str:
         "out_of_memory": f"{rank}{place} ran out of memory{when}",
         "preemption": f"{the_node} was taken away or drained{when}",
         "hardware": f"the GPU of {rank}{place}, its driver or a library failed{when}",
+        "silent_corruption": f"{_apart(fault, rank + place)}{when}",
         "hang": f"{rank}{place} stopped making progress{when}",
         "storage": f"checkpoint {fault.evidence['checkpoint']} is damaged"
         if "checkpoint" in fault.evidence
@@ -49,6 +50,13 @@ def headline(fault: Failure) -> str:
     }[fault.verdict]
     cause = f", by {drill(fault.drill)}" if fault.drill else ""
     return f"{what}{cause} (attempt {fault.attempt}, verdict {fault.verdict})"
+
+
+def _apart(fault: Failure, rank: str) -> str:
+    """Return who holds wrong weights or gradients, if it is known."""
+    if fault.first_rank is None:
+        return "the ranks' weights or gradients went apart"
+    return f"the weights or gradients of {rank} went wrong"
 
 
 def drill(ordered: CausingDrill) -> str:

@@ -26,6 +26,16 @@ class DrillKind(StrEnum):
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"
     """Flip one byte of the newest checkpoint, then kill all ranks and remove their snapshots: the
     run must continue from an older checkpoint."""
+    CORRUPT_GRADIENT = "corrupt_gradient"
+    """Flip the lowest bit of one number of the summed gradient in the rank's memory: its peers must
+    notice at the next step."""
+    CORRUPT_WEIGHTS = "corrupt_weights"
+    """Flip the lowest bit of one weight in the rank's memory: its peers must notice within 64
+    steps."""
+
+
+FLIPS = frozenset({DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS})
+"""Drills that a rank carries out on its own memory."""
 
 
 class DrillState(StrEnum):

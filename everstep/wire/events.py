@@ -47,8 +47,9 @@ class EventKind(StrEnum):
     """Nodes started or stopped keeping snapshots. data: step, snapshots ("published" | "survivors"
     | "none"), problem | null."""
     METRICS = "metrics"
-    """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}}];
-    ``step`` counts steps done."""
+    """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}, proof
+    {chain, gradient, weights (hexadecimal digests; no gradient if a task makes its own steps)};
+    none for a user's own loop}]; ``step`` counts steps done."""
     EVALUATED = "evaluated"
     """data: step, epoch, metrics {name: float}, rests (the task's ``on_epoch_end`` comes before the
     next step)."""
@@ -123,6 +124,10 @@ class EventKind(StrEnum):
 
 NODE_UNFIT = "NodeUnfit"
 """Exception type in the failure of a node that did not pass the preflight checks."""
+
+WRONG_BITS = "may hold wrong bits"
+"""In the problem of a state that is rejected because ranks went apart; their failure says the
+rest."""
 
 GPU_FAULTY = "its GPU is faulty: "
 """In the message of a failure of kind ``device``, if the node shows a fault of the hardware. The

@@ -196,6 +196,9 @@ class Run(Answer):
     """How far, how fast, how long still; null from a service of an older version."""
     usage: Usage | None = None
     """Resources held and their price; null from a service of an older version."""
+    chain: str | None = None
+    """Digest of the steps so far, in order: what each summed up to, its loss and its samples. Runs
+    with equal chains took the same steps. Null before the first step, and for a user's own loop."""
     guarantee: str | None = None
     """How samples are used over restarts and changes of the world size, in words; null before the
     first step."""

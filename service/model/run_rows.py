@@ -82,6 +82,8 @@ class RunSummary(Row):
     redone_s: float | None = None
     """Seconds of work between reports that were done again, at most; None unless a step is a report
     of a user's function."""
+    chain: Annotated[str, Chars(64)] | None = None
+    """Hash chain over the steps, after the newest one; None until a step reports one."""
     started_at: float | None = None
     """Time of the first optimizer step."""
     finished_at: float | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from everstep.wire import CausingDrill, Failure, Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import WRONG_BITS, EventKind
 from service.model.rows import EventRow
 from storage.run_names import CheckpointName
 
@@ -104,9 +104,10 @@ def _with(failure: Failure, **changes: Any) -> Failure:
 
 
 def _corrupt(event: EventRow, bad: dict[str, Any], action: str) -> list[Failure]:
-    """Return a damaged checkpoint as a storage failure; nothing for a snapshot."""
+    """Return a damaged checkpoint as a storage failure; nothing for a snapshot, or for a state that
+    is distrusted because of another failure."""
     name = CheckpointName.parse(str(bad.get("name")))
-    if name is None:
+    if name is None or WRONG_BITS in str(bad.get("problem")):
         return []
     evidence = {"checkpoint": str(name), "found_by": bad.get("found_by", "restore")}
     return [

@@ -31,6 +31,8 @@ def metrics(run: RunRow, event: EventRow) -> Changes:
                 latest[name] = value
     step = int(points[-1]["step"])
     columns: dict[str, Any] = {"metrics": latest, "step": step}
+    if (proof := points[-1].get("proof")) is not None:
+        columns["chain"] = proof.get("chain")
     if run.started_at is None:
         columns["started_at"] = float(points[0]["at"])
     if run.steps_per_epoch:

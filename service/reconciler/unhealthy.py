@@ -17,7 +17,14 @@ from everstep.wire.events import GPU_FAULTY, NODE_UNFIT
 from service.model.rows import NodeFailure
 
 NODE_VERDICTS: Final = frozenset(
-    {Verdict.NODE_LOST, Verdict.WORKER_LOST, Verdict.OUT_OF_MEMORY, Verdict.HANG, Verdict.HARDWARE}
+    {
+        Verdict.NODE_LOST,
+        Verdict.WORKER_LOST,
+        Verdict.OUT_OF_MEMORY,
+        Verdict.HANG,
+        Verdict.HARDWARE,
+        Verdict.SILENT_CORRUPTION,
+    }
 )
 """Verdicts that may be a node's fault. Errors of user code, storage or control plane are not."""
 _SHOWN_RUNS: Final = 3

@@ -117,6 +117,8 @@ class Manifest(_Frozen):
     world_size: Annotated[int, Field(ge=1)]
     sample_digest: str | None
     """Hash chain over the sample indices used so far."""
+    chain: str | None = None
+    """Hash chain over the steps so far: gradients, losses and samples."""
     metrics: dict[str, FiniteFloat]
     """From the evaluation of this state; empty if it was not evaluated."""
     created_at: AwareDatetime
@@ -138,12 +140,12 @@ class Manifest(_Frozen):
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out ``writer`` and ``parameters`` if they are None: manifests of older versions
-        have no such fields, and neither does their digest."""
+        """Leave out fields that are None and that manifests of older versions do not have: neither
+        does their digest."""
         return {
             name: value
             for name, value in handler(self).items()
-            if name not in ("writer", "parameters") or value is not None
+            if name not in ("writer", "parameters", "chain") or value is not None
         }
 
     @property

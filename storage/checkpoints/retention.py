@@ -51,6 +51,7 @@ class Retention:
         origin: Origin | None = None,
         written: Manifest | None = None,
         best_by: BestBy | None = None,
+        proven_after: int = 0,
     ) -> list[str]:
         """Delete checkpoints that are no longer needed, and leftovers of dead writers. Return the
         names of deleted checkpoints, oldest first.
@@ -66,6 +67,9 @@ class Retention:
             written: the checkpoint that the caller has just committed; it is not read back.
             best_by: metric and mode. The best existing checkpoint is kept too: ``best`` itself may
                 never have been committed, if its rank died first.
+            proven_after: steps after which a state's bits are known to be right. The newest
+                checkpoint that is so much older than the newest one is kept too, and the one that
+                will be it next; 0 for neither.
         """
         if origin is not None and any(newer > origin[0] for newer in self._run_dir.submissions()):
             return []
@@ -81,6 +85,8 @@ class Retention:
         if not lineage:
             return []
         kept = self._kept(lineage, keep_latest, best_by) | {best, written and written.name}
+        if proven_after:
+            kept |= _proven(lineage, self._rejected, proven_after)
         newest = _name_of(lineage[-1])
         counted = {manifest.name for manifest in lineage}
         doomed = [
@@ -197,6 +203,16 @@ class Retention:
                 continue
         self._known = {name: manifest for name, manifest in found.items() if manifest}
         return found
+
+
+def _proven(lineage: Sequence[Manifest], corrupt: Collection[str], proven_after: int) -> set[str]:
+    """Return the newest sound checkpoint that is ``proven_after`` steps older than the newest, and
+    the oldest of those that are not yet."""
+    proven_step = lineage[-1].step - proven_after
+    sound = [each for each in lineage if each.name not in corrupt]
+    proven = [each.name for each in sound if each.step <= proven_step]
+    others = [each.name for each in sound if each.step > proven_step]
+    return {*proven[-1:], *others[:1]}
 
 
 def _name_of(manifest: Manifest) -> CheckpointName:

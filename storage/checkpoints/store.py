@@ -163,9 +163,10 @@ class CheckpointStore(CheckpointReader):
         origin: Origin | None = None,
         written: Manifest | None = None,
         best_by: BestBy | None = None,
+        proven_after: int = 0,
     ) -> builtins.list[str]:
         """Delete checkpoints that need not be kept, as ``Retention.retain``. Return their names."""
-        return self._retention.retain(keep_latest, best, origin, written, best_by)
+        return self._retention.retain(keep_latest, best, origin, written, best_by, proven_after)
 
     def collect_orphans(self) -> builtins.list[str]:
         """Remove what is not a checkpoint, as ``Retention.collect_orphans``. Return the names."""

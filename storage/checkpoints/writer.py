@@ -106,6 +106,7 @@ class CheckpointWriter:
         sample_digest: str | None,
         metrics: Mapping[str, float],
         parameters: Literal["trainable"] | None = None,
+        chain: str | None = None,
         created_at: datetime | None = None,
     ) -> Manifest:
         """Write the manifest last. From then on this is a checkpoint, even after a crash of the
@@ -137,6 +138,7 @@ class CheckpointWriter:
             parent=parent,
             world_size=world_size,
             sample_digest=sample_digest,
+            chain=chain,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             created_at=created_at or datetime.now(UTC),
             parameters=parameters,

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.drills import DrillKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.run_control import ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_dir import RunDir
 from tests.support.rank_processes import run_id_for, run_to_end
 from tests.support.service_process import wait_for
@@ -56,6 +57,8 @@ class Job:
     """All ranks on one node instead of one each."""
     profiled: ProfileOrder | None = None
     """A profile that every rank has heard of from the start."""
+    flipped: tuple[DrillKind, int, int] | None = None
+    """(kind, rank, steps done): every rank hears then of a drill that flips a bit in that rank."""
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
     silent: SilentOptions | None = None
@@ -122,6 +125,13 @@ class ListJournal:
     def is_abandoned(self) -> bool:
         """The loop asks once a step, before it asks whether to stop."""
         return self._job.abandon == (self._rank, self.first_step() + self._asked)
+
+    def flip_ordered(self) -> DrillOrder | None:
+        """The loop asks once a step, between its exchange and its commit."""
+        flipped = self._job.flipped
+        if flipped is None or self.first_step() + self._asked - 1 < flipped[2]:
+            return None
+        return DrillOrder("flip", flipped[0], flipped[1], self._job.attempt)
 
     def flush(self, timeout_s: float) -> bool:
         return True
@@ -237,6 +247,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,
         is_abandoned=journal.is_abandoned,
+        flip_ordered=journal.flip_ordered,
     )
     _follow_restores(journal)
     try:

@@ -23,6 +23,7 @@ from train_fn.checkpoints.files import manifest_facts, write_files
 from train_fn.checkpoints.save_slot import Save
 from train_fn.context import WorkerContext
 from train_fn.errors import Replaced
+from train_fn.step.fingerprints import FOUND_WITHIN
 
 CONFIRM_S = 2.0
 """Longest wait for a journal that has not answered for a while, before old checkpoints are
@@ -126,7 +127,12 @@ class Committer:
             return ()
         try:
             origin = (ctx.submission, ctx.attempt)
-            return self._store.retain(spec.keep_latest, save.best, origin, written, best_by)
+            # Only ranks of Everstep's own loop compare their weights.
+            is_compared = ctx.world_size > 1 and not ctx.spec.runs_own_function
+            proven_after = FOUND_WITHIN if is_compared else 0
+            return self._store.retain(
+                spec.keep_latest, save.best, origin, written, best_by, proven_after
+            )
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return ()

@@ -52,6 +52,7 @@ def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
         "epoch": state["epoch"],
         "parent": state["parent"],
         "sample_digest": state["ledger"]["chain"],
+        "chain": state.get("chain"),
         "parameters": "trainable" if state.get("frozen") else None,
         # otherwise the metrics belong to other weights
         "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},

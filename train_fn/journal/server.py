@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from everstep.wire.drills import FLIPS, DrillKind
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
 from storage.logs.journal import read_journal
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
-from storage.run_control import ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_dir import RunDir
 from train_fn.journal.delivery import Reply, SourceEvent
 from train_fn.recovery.progress import ProgressTracker
@@ -28,6 +29,7 @@ class JournalServer:
         self._writer: JournalWriter | None = None
         self._stop: Stop | None = None
         self._profile: ProfileOrder | None = None
+        self._flip: DrillOrder | None = None
         self._progress = ProgressTracker()
         try:
             self._open()
@@ -39,7 +41,8 @@ class JournalServer:
         """Return the open journal. Raise StorageError if it cannot be opened."""
         if self._writer is None:
             writer = JournalWriter(self._run_dir, self._submission)
-            self._profile, self._progress = None, ProgressTracker()
+            self._profile = self._flip = None
+            self._progress = ProgressTracker()
             try:
                 if writer.last_n:
                     self._read_back(self._run_dir)
@@ -63,7 +66,11 @@ class JournalServer:
             for line in writer.append([self._line(source, event) for event in events]):
                 self._note(line)
         return Reply(
-            writer.last_source_n(source), self._stop, self._progress.progress(), self._profile
+            writer.last_source_n(source),
+            self._stop,
+            self._progress.progress(),
+            self._profile,
+            self._flip,
         )
 
     def _read_back(self, run_dir: RunDir) -> None:
@@ -95,3 +102,6 @@ class JournalServer:
             self._profile = ProfileOrder(
                 event.data["id"], event.data["rank"], event.data["steps"], event.attempt
             )
+        elif event.kind is EventKind.DRILL_STARTED and event.data["kind"] in FLIPS:
+            kind = DrillKind(event.data["kind"])
+            self._flip = DrillOrder(event.data["id"], kind, event.data["rank"], event.attempt)

@@ -12,6 +12,7 @@ from train_fn.loop.departure import leave
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
 from train_fn.loop.own_step import make_step
+from train_fn.loop.ranks_apart import require_together
 from train_fn.loop.rescue import Rescue
 from train_fn.loop.training import Progress, Training, prepare
 
@@ -57,6 +58,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     # A collective: it returns on every rank or on none.
     totals = forward_backward(training) if replica.own_updates is None else make_step(training)
     require_whole(replica, totals)  # the gate: every rank passes it, or none
+    require_together(training.ctx, replica, totals)
+    training.flips.flip(replica)
     values = commit(training, totals)  # no collective: what one rank does here, all do
     if progress.rescue is not None:
         progress.rescue.step_committed()
@@ -65,7 +68,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
-    step_s = reporter.step_done(values, facts.num_samples)
+    step_s = reporter.step_done(values, facts.num_samples, state.chain.newest)
     if training.stragglers is not None:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.after_step import tensors_of
+from train_fn.loop.ranks_apart import raise_apart
 from train_fn.loop.replica import Replica
 from train_fn.state.contents import DRAW_ALIKE, Sketch, alike, few, sketch, sketch_weights
 from train_fn.tasks.checks import where
@@ -51,7 +53,7 @@ def check_data(replica: Replica) -> None:
             )
 
 
-def require_same_weights(replica: Replica, source: str) -> None:
+def require_same_weights(replica: Replica, source: str, ctx: WorkerContext | None = None) -> None:
     """Raise BadTask on every rank if trained parameters differ between ranks by more than other
     hardware explains. A collective.
 
@@ -60,17 +62,25 @@ def require_same_weights(replica: Replica, source: str) -> None:
 
     Args:
         source: the code that was run since the ranks were last compared.
+        ctx: None right after code of the user that may change weights. Else ranks whose kernels
+            give equal bits may not differ at all: RanksApart or PeerApart is raised.
     """
     if not replica.peers.alone:
-        require_same_sums(replica, source, replica.peers.gather(replica.trained.sums()))
+        require_same_sums(replica, source, replica.peers.gather(replica.trained.sums()), ctx)
 
 
-def require_same_sums(replica: Replica, source: str, sums: list[list[int]]) -> None:
+def require_same_sums(
+    replica: Replica, source: str, sums: list[list[int]], ctx: WorkerContext | None
+) -> None:
     """``require_same_weights``, given what ``trained.sums()`` returned on each rank."""
     names = sorted({name for other in sums for name in replica.trained.differing(sums[0], other)})
     if not names:
         return
-    _require_alike(source, names, replica.peers.gather(replica.trained.sketches(names)))
+    sketches = replica.peers.gather(replica.trained.sketches(names))
+    is_users = ctx is None or (ctx.spec.code is not None and bool(_unlike(names, sketches)))
+    if ctx is not None and replica.must_agree and not is_users:
+        raise_apart(ctx, replica, [tuple(each) for each in sums], f"weights {few(names)}")
+    _require_alike(source, names, sketches)
 
 
 def require_same_after_step(replica: Replica) -> None:
@@ -97,12 +107,7 @@ def require_same_after_step(replica: Replica) -> None:
 def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketch]]) -> None:
     """Raise BadTask if the named tensors differ between ranks by more than other hardware
     explains."""
-    unlike = [
-        name
-        for name in names
-        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
-    ]
-    if unlike:
+    if unlike := _unlike(names, sketches):
         raise BadTask(
             f"{source} left different values on the ranks: {few(unlike)}. Every rank must change "
             "the model in the same way: let only the optimizer and on_epoch_end change it, and "
@@ -114,6 +119,15 @@ def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketc
         "differently",
         few(names),
     )
+
+
+def _unlike(names: list[str], sketches: list[dict[str, Sketch]]) -> list[str]:
+    """Return the names of tensors that differ by more than other hardware explains."""
+    return [
+        name
+        for name in names
+        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
+    ]
 
 
 def check_weights(replica: Replica, *, fresh: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from train_fn.errors import BadTask, NonFiniteLoss, StepNotWhole
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Training
+from train_fn.state.chain import Link
 from train_fn.state.optim import drop_gradients, lr_factor
 from train_fn.state.sound_state import not_finite
 from train_fn.step.step_totals import StepTotals
@@ -51,6 +52,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     """
     replica = training.replica
     state, scaler, own = replica.state, replica.state.scaler, replica.own_updates
+    replica.fingerprints.take(state.step, gradient=own is None)
     measured = _finish_gradients(training, totals) if own is None else own.measured()
     task_state = replica.task_state.capture()
     if own is None:
@@ -72,6 +74,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         if state.scheduler is not None:
             replica.learning_rates.tick()
         state.ledger.commit(state.step, totals.counted)
+        state.chain.add(_link(replica, totals))
     replica.learning_rates.check()
     replica.learning_rates.note_options()
     if skipped:
@@ -81,6 +84,19 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         values["skipped_steps"] = state.skipped.total
     drop_gradients(state.optimizer, replica.idle_parameters)
     return values
+
+
+def _link(replica: Replica, totals: StepTotals) -> Link:
+    """Return what the step that is being committed adds to the chain."""
+    gradient, weights = replica.fingerprints.gradient, replica.fingerprints.weights
+    record = {
+        name: f"{value:016x}"
+        for name, value in (("gradient", gradient), ("weights", weights))
+        if value is not None
+    }
+    return Link(
+        replica.state.step + 1, gradient, totals.loss_sum, totals.weight, totals.counted, record
+    )
 
 
 def set_rates(training: Training) -> float:

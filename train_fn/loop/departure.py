@@ -12,7 +12,7 @@ from typing import Any
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.errors import TrainError, forget_frames
+from train_fn.errors import PeerApart, RanksApart, TrainError, forget_frames
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
 from train_fn.node.gpu_memory import memory_summary
@@ -40,6 +40,7 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     kept_step = progress.rescue.leave() if progress.rescue is not None else None
     frees_peers = fails_by_itself()
     error = describe_error(cause, ctx.world_rank)
+    is_apart = isinstance(cause, RanksApart | PeerApart)
     memory = memory_summary(cause, ctx.device)
     forget_frames(cause)
     replica, training = progress.replica, progress.training
@@ -57,8 +58,11 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     step = None
     if replica is not None:
         step = replica.state.step if progress.is_restored or replica.state.complete else None
-        problem = keep_state(ctx, replica.state, partial(_last_committed, replica))
-        if problem is not None and kept_step is not None:
+        if is_apart:
+            problem = "ranks went apart, so the state may hold wrong bits"
+        else:
+            problem = keep_state(ctx, replica.state, partial(_last_committed, replica))
+        if problem is not None and not is_apart and kept_step is not None:
             step, problem = kept_step, None  # a device that fails now was read before
     if not frees_peers:
         end_process_group()

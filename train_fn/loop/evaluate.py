@@ -75,7 +75,7 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
         mine = _measure_share(ctx, replica, own)
     require_weights_unchanged(replica, before)
     shares = replica.peers.gather((mine, own.states(), before))
-    require_same_sums(replica, step_method(replica.task), [sums for _, _, sums in shares])
+    require_same_sums(replica, step_method(replica.task), [sums for _, _, sums in shares], ctx)
     return averages_of([entry for share, _, _ in shares for entry in share]) | own.computed(
         [states for _, states, _ in shares]
     )

@@ -30,7 +30,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     replica, saver, progress = training.replica, training.saver, training.progress
     progress.phase = "checkpoint"
     replica.trained.check(step_method(replica.task))
-    require_same_weights(replica, step_method(replica.task))
+    require_same_weights(replica, step_method(replica.task), training.ctx)
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()

@@ -23,7 +23,7 @@ def forward_backward(training: Training) -> StepTotals:
     num_samples, share, hashes, expected = replica.plans.of(state.step)
     # DDP divides by world_size
     scale = training.ctx.world_size / (num_samples * replica.weight_per_sample)
-    carrier.begin(state.step, expected)
+    carrier.begin(state.step, expected, replica.fingerprints.header)
     num_passes = replica.num_passes(len(share))
     volatile.begin(num_samples, num_passes)
     for position in range(num_passes):

@@ -33,7 +33,7 @@ def make_step(training: Training) -> StepTotals:
     state, own, volatile = replica.state, replica.own_updates, replica.volatile
     assert own is not None
     num_samples, _, _, expected = replica.plans.of(state.step)
-    replica.carrier.begin(state.step, expected)
+    replica.carrier.begin(state.step, expected, replica.fingerprints.header)
     micro, batch, own_samples, differs = _batch_of(training)
     own.lr = set_rates(training)
     own.shadow.take()

@@ -23,6 +23,7 @@ from train_fn.loop.own_updates import OwnUpdates, own_updates
 from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
+from train_fn.node.kernels import kernels
 from train_fn.samples.loader import Loaded, TrainingData, to_device
 from train_fn.samples.randomness import seed_building, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch, Sampler
@@ -36,6 +37,7 @@ from train_fn.state.trained_parameters import LearningRates, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.carrier import Carrier
 from train_fn.step.determinism import set_determinism
+from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.modes import set_modes_for_training
 from train_fn.step.peers import Peers
 from train_fn.step.precision import build_scaler
@@ -132,6 +134,13 @@ class Replica:
         """None unless ``allows_unused``."""
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
+        self.fingerprints = Fingerprints(self.parameters)
+        self.must_agree = True
+        """Whether the kernels of all ranks must give equal bits."""
+        self.is_apart = False
+        """Whether it was logged that they do not."""
+        self.begun_at = 0
+        """Steps done when the attempt began, with the same state on all ranks."""
 
     def join(self, *, is_fresh: bool = False) -> None:
         """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
@@ -143,6 +152,8 @@ class Replica:
         Args:
             is_fresh: whether no state is loaded afterwards.
         """
+        kinds = set(self.peers.gather(kernels(self.peers.device)))
+        self.must_agree = len(kinds) == 1 and torch.are_deterministic_algorithms_enabled()
         if self.own_updates is not None:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)

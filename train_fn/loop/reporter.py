@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from everstep.wire.events import EventKind
@@ -34,9 +35,15 @@ class Reporter:
 
     After a recovery it reports again what a dead rank 0 may not have delivered. Readers fold events
     by step and epoch, so an event that is reported twice changes nothing.
+
+    Args:
+        complete: completes the proofs of the steps so far (``Chain.enter``).
     """
 
-    def __init__(self, ctx: WorkerContext, state: KeptState) -> None:
+    def __init__(
+        self, ctx: WorkerContext, state: KeptState, complete: Callable[[], object] = lambda: None
+    ) -> None:
+        self._complete = complete
         self._journal = ctx.journal if ctx.world_rank == 0 else None
         self._journaled_step = ctx.journaled_step
         self._state = state
@@ -47,12 +54,18 @@ class Reporter:
         self._hand_over_at = float("-inf")
         self._step_began = self._epoch_began = time.perf_counter()
 
-    def step_done(self, values: dict[str, float | None], num_samples: int | None) -> float:
+    def step_done(
+        self,
+        values: dict[str, float | None],
+        num_samples: int | None,
+        proof: dict[str, Any] | None = None,
+    ) -> float:
         """Report a step's metrics. Return the seconds since the step before it.
 
         Args:
             values: None for a metric that is not finite. The step's speed is added here.
             num_samples: samples of the global batch; None if they are not known.
+            proof: digests of the step, complete before it is sent; None for a user's own loop.
         """
         now, at = time.perf_counter(), head_clock.now()
         step_s, self._step_began = now - self._step_began, now
@@ -62,6 +75,8 @@ class Reporter:
         if num_samples is not None:
             values["samples_per_s"] = num_samples / step_s
         point = {"step": self._state.step, "at": at, "values": values}
+        if proof is not None:
+            point["proof"] = proof
         self._state.tail.add_point(
             {"kind": _METRICS_KIND, "at": at, "data": point}, self._journaled_step
         )
@@ -95,6 +110,7 @@ class Reporter:
         """Send all gathered metrics to the journal. Call it before anything that may take long."""
         if self._journal is None or not self._points:
             return
+        self._complete()
         self._journal.emit(_METRICS, {"points": self._points})
         # The attempt's first step travels alone: it marks the end of a recovery.
         self._points, self._late_points = self._late_points, []

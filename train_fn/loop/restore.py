@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from storage.checkpoints.journal_records import attempt_starts, reported_checkpo
 from storage.checkpoints.manifest import Manifest
 from storage.claims import claim_attempt
 from storage.errors import CorruptCheckpoint
+from storage.run_control import Distrust
 from storage.run_names import CheckpointName
 from train_fn.checkpoints.files import STATE_FILE
 from train_fn.checkpoints.fork import Origin, adopt, read_origin
@@ -22,7 +23,16 @@ from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.loop.built_alike import check_data, check_weights
 from train_fn.loop.replica import Replica
 from train_fn.loop.state_broadcast import broadcast
-from train_fn.snapshots.election import Elected, Offer, Rejection, elect, in_lineage, snapshot_name
+from train_fn.snapshots.election import (
+    Elected,
+    Offer,
+    Rejection,
+    apart,
+    elect,
+    in_lineage,
+    snapshot_name,
+    trusted,
+)
 from train_fn.snapshots.leaving import OVERHEAD_BYTES
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.kept_state import KeptState
@@ -66,6 +76,7 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     state = replica.state
     adopt_origin = partial(adopt, into=state, ctx=ctx)
     restored = take_over(ctx, replica.peers, state, adopt_origin, before_load=join)
+    replica.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()
     announce(ctx, state, restored)
@@ -138,14 +149,18 @@ def _find(
         for rank, labels in enumerate(peers.gather(own_labels))
         for label in labels
     ]
-    newest_durable = peers.share(_newest_step(ctx) if peers.rank == 0 else None, 0)
-    struck: tuple[Rejection, ...] = ()
+    newest_durable, distrusted = peers.share(
+        (_newest_step(ctx), ctx.run_dir.distrusted()) if peers.rank == 0 else None, 0
+    )
+    offers, struck = trusted(offers, distrusted)
     checked = False
     while True:
         elected = elect(offers, ctx.submission)
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
-            restored, state = _find_durable(ctx, peers, kept, adopt_origin, elected, struck)
+            restored, state = _find_durable(
+                ctx, peers, kept, adopt_origin, elected, struck, distrusted
+            )
             newest_durable = _step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
                 return restored, state
@@ -199,6 +214,7 @@ def _find_durable(
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     elected: Elected,
     struck: tuple[Rejection, ...],
+    distrusted: Sequence[Distrust],
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
 
@@ -213,7 +229,7 @@ def _find_durable(
             known = (
                 reported_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
             )
-            read = partial(_load_sound, ctx, kept)
+            read = partial(_load_sound, ctx, kept, distrusted)
             manifest, state, rejected = ctx.checkpoints.read_newest(read, reported=known)
             bad = (
                 *struck,
@@ -236,9 +252,16 @@ def _find_durable(
     return found, state
 
 
-def _load_sound(ctx: WorkerContext, kept: KeptState, manifest: Manifest) -> dict[str, Any]:
+def _load_sound(
+    ctx: WorkerContext, kept: KeptState, distrusted: Sequence[Distrust], manifest: Manifest
+) -> dict[str, Any]:
     """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
     from."""
+    for entry in distrusted:
+        if entry.covers((manifest.submission, manifest.attempt), manifest.step):
+            raise CorruptCheckpoint(
+                manifest.name, STATE_FILE, "a state from before ranks went apart", apart(entry)
+            )
     state = load_checkpoint(ctx.run_dir, manifest)
     try:
         kept.require_sound(state)

@@ -12,6 +12,7 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.loop.best import require_best_metric
+from train_fn.loop.bit_flip import BitFlips
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
@@ -63,6 +64,7 @@ class Training:
     stragglers: StragglerWatch | None
     """On rank 0 of several ranks only."""
     profiler: StepProfiler
+    flips: BitFlips
     loader: Loader
     saver: Saver
     publisher: Publisher
@@ -107,10 +109,11 @@ def _build(
         progress=progress,
         replica=replica,
         restored=restored,
-        reporter=Reporter(ctx, state),
+        reporter=Reporter(ctx, state, state.chain.enter),
         clock=StepClock([*replica.parameters, *replica.idle_parameters], ctx.device),
         stragglers=watch_stragglers(ctx, replica),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
+        flips=BitFlips(ctx),
         loader=Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),

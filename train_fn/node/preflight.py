@@ -15,13 +15,11 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,10 +27,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from train_fn.node.arithmetic import Product
+from train_fn.node.fitness import FAR_SLOWER, NOTICEABLE_S, Figures, unfit
+from train_fn.node.kernels import kernels
 from train_fn.node.network_settings import interface_problem
 from train_fn.node.node_dir import shared_memory_root
 
-MATMUL_SIZE = {"cpu": 1024, "cuda": 4096}
 MEMORY_BYTES = 16 << 20
 DISK_BYTES = 8 << 20
 LINK_BYTES = 4 << 20
@@ -42,34 +42,17 @@ REPEATS = 3
 """The best of so many times counts, so that other load of the moment does not."""
 KEPT_FREE_BYTES = 1 << 30
 """Least free space on the temporary disk and in shared memory, and least free memory."""
-FAR_SLOWER = 5.0
-"""A node that is so many times slower than the median of the others is unfit."""
 CHECK_S = 60.0
 """Longest check in a process of its own, which imports torch first."""
-NOTICEABLE_S = 0.1
-"""Shorter times measure the clock more than the node."""
-
-
-@dataclass
-class Figures:
-    """The measurements of one rank's node. Times are in seconds, the best of several."""
-
-    rank: int
-    host: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def check_node(rank: int, device: torch.device, directory: Path) -> Figures:
     """Measure arithmetic, memory and disk. No call waits for another node."""
     figures = Figures(rank, os.uname().nodename)
-    size = MATMUL_SIZE[device.type]
-    matrix = torch.ones(size, size, device=device)
-    _enter(
-        figures,
-        "matmul",
-        lambda: _check(float((matrix @ matrix)[-1, -1]) == size, "a product of matrices is wrong"),
-    )
+    figures.kernels = kernels(device)
+    product = Product(device)
+    _enter(figures, "matmul", product.compute)
+    figures.product = product.digest
     block = torch.zeros(MEMORY_BYTES // 8, dtype=torch.int64)
     _enter(
         figures,
@@ -135,33 +118,6 @@ def time_links(figures: Figures, world_size: int, device: torch.device) -> None:
         numbers = torch.ones(size_bytes // 4, device=device)
         seconds = best_time(lambda tensor=numbers: _add_up(tensor, world_size))  # type: ignore[misc]
         figures.seconds[f"sum_{size_bytes >> 10}k"] = seconds
-
-
-def unfit(found: Sequence[Figures], far_slower: float = FAR_SLOWER) -> dict[int, list[str]]:
-    """Return the problems of nodes by rank: failed checks, and times far above the others'.
-
-    An all-reduce is as slow as the slowest rank, and blames nobody.
-    """
-    problems = {figures.rank: list(figures.problems) for figures in found if figures.problems}
-    for name in sorted(
-        {name for figures in found for name in figures.seconds if not name.startswith("sum_")}
-    ):
-        measured = {
-            figures.rank: figures.seconds[name] for figures in found if name in figures.seconds
-        }
-        for rank, seconds in measured.items():
-            others = [other for peer, other in measured.items() if peer != rank]
-            if (
-                others
-                and seconds > NOTICEABLE_S
-                and seconds > far_slower * statistics.median(others)
-            ):
-                problem = (
-                    f"{name} takes {seconds:.3f} s, {seconds / statistics.median(others):.0f} "
-                    "times what the others need"
-                )
-                problems.setdefault(rank, []).append(problem)
-    return problems
 
 
 def _enter(figures: Figures, name: str, action: Callable[[], None]) -> None:

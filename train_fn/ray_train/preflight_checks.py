@@ -15,7 +15,7 @@ from typing import Any
 
 from everstep.wire import ErrorKind
 from everstep.wire.events import NODE_UNFIT
-from train_fn.node.preflight import Figures, unfit
+from train_fn.node.fitness import Figures, unfit, wrong
 from train_fn.ray_train.start_checks import ExcludeNodes, LinksBroken, first_on_nodes, prepared
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.partition import nodes_to_exclude
@@ -64,7 +64,7 @@ class PreflightChecks:
             self._time_links(chosen, dict(zip(node_ids, ips, strict=True)), found)
             problems = unfit(found)
         else:
-            problems = {figures.rank: figures.problems for figures in found if figures.problems}
+            problems = wrong(found)
         logger.info(
             "checked %d nodes in %.2f s; unfit: %s",
             len(node_ids),

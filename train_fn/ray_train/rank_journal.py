@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from everstep.wire.events import OWN_FILES, EventKind
-from storage.run_control import ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_names import CheckpointName
 from train_fn import clock as head_clock
 from train_fn.journal.client import ActorJournalClient
@@ -70,6 +70,10 @@ class RankJournal:
     def profile_ordered(self) -> ProfileOrder | None:
         """Return the newest profile that was requested."""
         return self._client.profile_ordered
+
+    def flip_ordered(self) -> DrillOrder | None:
+        """Return the newest drill that flips a bit in a rank."""
+        return self._client.flip_ordered
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all events are durable. Return False after the timeout."""

@@ -176,6 +176,7 @@ def _context(
         journal=journal,
         report_checkpoint=reports.add,
         profile_ordered=journal.profile_ordered,
+        flip_ordered=journal.flip_ordered,
         holds_lease=journal.holds_lease,
         journaled_step=journal.journaled_step,
         steps_before=launch.last_step or 0,

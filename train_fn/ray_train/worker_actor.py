@@ -11,11 +11,12 @@ import psutil
 import ray
 import torch
 
+from train_fn.node.fitness import Figures
 from train_fn.node.link_time import pass_time, take_in
 from train_fn.node.network_settings import interface_problem
 from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.out_of_memory import look_for_oom, oom_kills
-from train_fn.node.preflight import Figures, check_in_new_process, check_node
+from train_fn.node.preflight import check_in_new_process, check_node
 from train_fn.node.probe import accepts_connection
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process

@@ -28,6 +28,8 @@ from train_fn.recovery.verdict import Judgement
 _FIRST_BACKOFF_S = 0.5
 """Pause before the restart after the third failure in a row; it doubles with each further one."""
 _MOST_DOUBLINGS = 16
+_OF_A_NODE = frozenset({Verdict.HARDWARE, Verdict.SILENT_CORRUPTION})
+"""Verdicts after which the run moves away from the node, if it can."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _node_to_move(
     None if the run cannot do without it, and for a failed start, since the check that found a pair
     excludes one of the two itself.
     """
-    if judgement.verdict is Verdict.HARDWARE:
+    if judgement.verdict in _OF_A_NODE:
         return judgement.node_id if judgement.node_id in dispensable() else None
     if not judgement.pairs or judgement.verdict is Verdict.CONTROL_PLANE:
         return None
@@ -162,7 +164,7 @@ def _restart(verdict: Verdict, backoff_s: float, moved: str | None) -> str:
     when = _when(backoff_s)
     if moved is None:
         return f"restart {when}" if backoff_s else f"restart {when} on what is alive"
-    where = "elsewhere" if verdict is Verdict.HARDWARE else f"without node {moved[:8]}"
+    where = "elsewhere" if verdict in _OF_A_NODE else f"without node {moved[:8]}"
     return f"restart {when} {where}"
 
 

@@ -22,6 +22,7 @@ from storage.errors import StorageError
 from train_fn.errors import (
     CheckpointFailed,
     PeersGone,
+    RanksApart,
     Replaced,
     StateNotWhole,
     StepNotWhole,
@@ -41,6 +42,7 @@ VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
         ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
         ErrorKind.HANG: Verdict.HANG,
         ErrorKind.EXCHANGE: Verdict.UNKNOWN,
+        ErrorKind.CORRUPTION: Verdict.SILENT_CORRUPTION,
     }
 )
 """The verdict if a rank with such an error failed first. ``collective`` has none: it is never
@@ -146,6 +148,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.DEVICE_MEMORY, RuntimeError, _DEVICE_MEMORY_WORDS),
     _Row(ErrorKind.USER, RuntimeError, _DEVICE_MISUSE_WORDS),
     _Row(ErrorKind.DEVICE, RuntimeError, _DEVICE_WORDS),
+    _Row(ErrorKind.CORRUPTION, RanksApart),
     _Row(ErrorKind.EXCHANGE, StepNotWhole),
     _Row(ErrorKind.EXCHANGE, StateNotWhole),
     _Row(ErrorKind.STORAGE, StorageError),

@@ -131,6 +131,8 @@ def budget_is_spent(
 
 
 def _last(judgement: Judgement) -> str:
-    """Return the verdict, and for a hang what the limit was and how to raise it."""
-    is_hang = judgement.verdict is Verdict.HANG and judgement.exception
-    return f"{judgement.verdict}: {judgement.exception}" if is_hang else f"{judgement.verdict}"
+    """Return the verdict, and what to do about one that the run's own code may have caused."""
+    is_explained = judgement.verdict in (Verdict.HANG, Verdict.SILENT_CORRUPTION)
+    if is_explained and judgement.exception:
+        return f"{judgement.verdict}: {judgement.exception}"
+    return f"{judgement.verdict}"

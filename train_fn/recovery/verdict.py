@@ -67,7 +67,8 @@ def judge(evidence: Evidence) -> Judgement:
     if raised:
         error = raised[0].error
         assert error is not None
-        return _judgement(evidence, raised[0], VERDICT_OF_KIND[error.kind])
+        judgement = _judgement(evidence, raised[0], VERDICT_OF_KIND[error.kind])
+        return _of_no_rank(judgement) if _are_all_apart(evidence) else judgement
     draining = [r for r in evidence.ranks if r.node_draining]
     if draining:
         return _judgement(evidence, draining[0], Verdict.PREEMPTION)
@@ -79,6 +80,18 @@ def judge(evidence: Evidence) -> Judgement:
         return _judgement(evidence, hung[0], Verdict.HANG)
     judgement = _judgement(evidence, None, Verdict.UNKNOWN)
     return replace(judgement, exception=words(evidence.pairs)) if evidence.pairs else judgement
+
+
+def _are_all_apart(evidence: Evidence) -> bool:
+    """Return whether ranks differ, and no majority shows which are wrong: then all say so."""
+    return len(evidence.ranks) > 1 and all(
+        report.error is not None and report.error.kind is ErrorKind.CORRUPTION
+        for report in evidence.ranks
+    )
+
+
+def _of_no_rank(judgement: Judgement) -> Judgement:
+    return replace(judgement, first_rank=None, node_id=None)
 
 
 def _raised_at(report: RankReport) -> tuple[float, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from train_fn.step.word_sums import word_sum
 
 
 def digest(state: dict[str, Any]) -> str:
@@ -18,7 +20,7 @@ def digest(state: dict[str, Any]) -> str:
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
     for name in ("model", "optimizer", "scaler", "ema"):
         hashed.update(_text(state[name], name))
-    for name in ("unsaved", "task", "scheduler"):  # which older states do not have
+    for name in ("unsaved", "task", "scheduler", "chain"):  # which older states do not have
         if state.get(name):
             hashed.update(_text(state[name], name))
     return hashed.hexdigest()
@@ -49,34 +51,3 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}/{position}")
     else:
         yield path, tree
-
-
-def word_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's 8-byte words modulo 2**64, at memory speed."""
-    return joined(words_in(bytes_of(tensor)))
-
-
-class Words(NamedTuple):
-    """Sum of the 8-byte words of some bytes, and the bytes after the last whole word as a
-    number."""
-
-    whole: int
-    rest: int
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, without a copy if it is contiguous: shape (nbytes,), uint8."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def words_in(data: torch.Tensor) -> Words:
-    """Return the words of a part of ``bytes_of``. Only the last part may end within a word."""
-    whole = data.numel() // 8 * 8
-    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
-    return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
-
-
-def joined(words: Words) -> int:
-    """Return the ``word_sum`` of a tensor from the sums over its parts."""
-    signed = (words.whole + (1 << 63)) % (1 << 64) - (1 << 63)  # as torch's sum wraps
-    return signed ^ words.rest

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import few
-from train_fn.state.digest import word_sum
+from train_fn.step.word_sums import word_sum
 
 _WAY_OUT = "Set checkpoint.parameters to all, or keep what changes in a buffer"
 

@@ -16,6 +16,7 @@ from train_fn.errors import BadTask
 from train_fn.samples.bookmarks import Bookmarks
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
+from train_fn.state.chain import Chain
 from train_fn.state.contents import Contents, few
 from train_fn.state.ema import Ema
 from train_fn.state.event_tail import EventTail
@@ -110,6 +111,7 @@ class TrainState:
         self.evaluated_step = 0
         """Steps done at the last evaluation."""
         self.ledger = Ledger()
+        self.chain = Chain()
         self.metrics: dict[str, float] = {}
         """Latest validation metrics."""
         self.best: Best | None = None
@@ -166,6 +168,7 @@ class TrainState:
             "fingerprint": self.fingerprint,
             "contents": self.contents.dump() if self.contents else None,
             "ledger": self.ledger.state_dict(),
+            "chain": self.chain.enter(),  # before the tail, whose points it completes
             "metrics": dict(self.metrics),
             "best": asdict(self.best) if self.best else None,
             "parent": self.parent,
@@ -237,6 +240,7 @@ class TrainState:
             self.ema.load_state_dict({**self.ema.state_dict(), **state["ema"]})
         self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
         self.ledger.load_state_dict(state["ledger"])
+        self.chain.load(state.get("chain"))
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
         self.step = state["step"]

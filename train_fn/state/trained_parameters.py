@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import Sketch, few, sketch
-from train_fn.state.digest import word_sum
 from train_fn.state.optimizers import Optimizers
+from train_fn.step.word_sums import word_sum
 
 _WATCHED_BYTES = 64 << 20
 

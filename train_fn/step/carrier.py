@@ -22,11 +22,14 @@ from train_fn.step.step_totals import StepTotals, decode_facts, step_mark
 from train_fn.step.totals_encoding import (
     MAX_EXACT_WEIGHT,
     NOTHING_EXPECTED,
+    NUM_OF_HEADER,
+    NUM_OF_RANK,
     NUM_SUMMED,
     SUMMED_FORMAT,
     WEIGHT_BYTES,
     Expected,
     encode_fields,
+    encode_header,
     expect,
 )
 
@@ -46,20 +49,25 @@ class Carrier:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        num_numbers = NUM_SUMMED + 2 * peers.world_size
+        num_numbers = NUM_SUMMED + NUM_OF_RANK * peers.world_size
         self.numbers = nn.Parameter(
             torch.zeros(num_numbers, dtype=torch.float32, device=peers.device)
         )
         self._outgoing = np.zeros(num_numbers, np.float32)
         """The slots of other ranks stay zero."""
         self._outgoing_tensor = torch.from_numpy(self._outgoing)
-        self._received = struct.Struct(f"{SUMMED_FORMAT}{2 * peers.world_size}f")
+        self._received = struct.Struct(f"{SUMMED_FORMAT}{NUM_OF_RANK * peers.world_size}f")
         self.begin(0)
 
-    def begin(self, step: int, expected: Expected = NOTHING_EXPECTED) -> None:
-        """Begin the step after ``step`` steps done. ``expected`` describes the samples that this
-        rank's loader should yield."""
-        self._step, self._expected = step, expected
+    def begin(self, step: int, expected: Expected = NOTHING_EXPECTED, fingerprint: int = 0) -> None:
+        """Begin the step after ``step`` steps done.
+
+        Args:
+            expected: describes the samples that this rank's loader should yield.
+            fingerprint: ``Fingerprints.header`` of the step before, which must be the same on all
+                ranks.
+        """
+        self._step, self._expected, self._fingerprint = step, expected, fingerprint
         self._loss, self._weight = 0.0, 0.0
         self._on_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         """Losses and weights that are still on the device."""
@@ -126,6 +134,8 @@ class Carrier:
         _SUMMED.pack_into(self._outgoing.data, 0, *fractions, fields, encoded_hash)
         self._outgoing[NUM_SUMMED + rank] = world_size * step_mark(self._step)
         self._outgoing[NUM_SUMMED + world_size + rank] = world_size * own_s
+        begin = NUM_SUMMED + 2 * world_size + NUM_OF_HEADER * rank
+        self._outgoing[begin : begin + NUM_OF_HEADER] = encode_header(self._fingerprint, world_size)
         if not self._on_device:
             return self._outgoing_tensor
         of_losses = self._numbers_on_device()
@@ -143,9 +153,17 @@ class Carrier:
         """Decode the sums of all ranks' numbers: as many float32 values as ``numbers`` has."""
         loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
         facts, world_size = decode_facts(fields), self._peers.world_size
-        marks, own_s = tuple(of_ranks[:world_size]), tuple(of_ranks[world_size:])
+        marks, own_s = of_ranks[:world_size], of_ranks[world_size : 2 * world_size]
+        headers = of_ranks[2 * world_size :]
         return StepTotals(
-            loss, fraction + facts.weight, facts, hash_sums, marks, own_s, nonfinite_ranks
+            loss,
+            fraction + facts.weight,
+            facts,
+            hash_sums,
+            tuple(marks),
+            tuple(own_s),
+            nonfinite_ranks,
+            tuple(headers),
         )
 
     def _numbers_on_device(self) -> torch.Tensor:

@@ -71,6 +71,8 @@ class StepTotals(NamedTuple):
     """For each rank, the seconds of its own work in the step before this one; 0 if unknown."""
     nonfinite_ranks: float
     """The sum of (rank + 1) over ranks whose loss is not finite."""
+    headers: tuple[float, ...] = ()
+    """For each rank the same number of values, the fingerprint of its step before this one."""
 
     def fault(self, step: int, num_samples: int) -> str | None:
         """Return why these totals are not those of a complete step; None if they are.
@@ -106,6 +108,18 @@ class StepTotals(NamedTuple):
     def nonfinite_rank(self) -> int | None:
         """Return the rank whose loss is not finite; None unless it is exactly one."""
         return round(self.nonfinite_ranks) - 1 if self.facts.num_nonfinite == 1 else None
+
+    def fingerprints(self) -> list[tuple[float, ...]]:
+        """Return the fingerprint of each rank, in slots that are equal for equal ones."""
+        world_size = len(self.step_marks)
+        size = len(self.headers) // world_size
+        return [self.headers[rank * size : (rank + 1) * size] for rank in range(world_size)]
+
+    @property
+    def are_ranks_apart(self) -> bool:
+        """Return whether gradients or weights of the ranks differed after the step before."""
+        size = len(self.headers) // len(self.step_marks)
+        return self.headers[:size] * len(self.step_marks) != self.headers
 
     def counted(self) -> Count:
         """Return the count of all ranks' samples."""

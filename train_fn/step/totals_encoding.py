@@ -9,7 +9,8 @@ The numbers, in this order:
   too large);
 - the bytes of the integer fields, in the order of ``step_totals.Facts``;
 - the bytes of the sample hash, which differ from step to step, unlike most other fields;
-- for each rank a slot for the mark of its step, then for each rank one for its own seconds.
+- for each rank a slot for the mark of its step, then for each rank one for its own seconds, then
+  for each rank those of its fingerprint of the step before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from train_fn.samples.ledger import Count
 from train_fn.samples.randomness import MASK64
 
 NUM_FRACTIONS = 3
+NUM_OF_HEADER = 3
+"""Slots of a rank's fingerprint: 12 bits in each, which float32 holds exactly, even multiplied by
+the world size."""
+NUM_OF_RANK = 2 + NUM_OF_HEADER
+"""All slots of a rank."""
+_SLOT_BITS = 12
 _FIELDS = "QBIIIQBBBB"
 """Formats of weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's
 step; cancel, pause, save, news."""
@@ -69,6 +76,14 @@ def encode_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
     encoded = _encode_bytes(np.array(hashes, dtype="<u8").tobytes(), world_size)
     size = _FLOAT_BYTES * _HASH.size
     return [encoded[start : start + size] for start in range(0, len(encoded), size)]
+
+
+def encode_header(fingerprint: int, world_size: int) -> tuple[int, ...]:
+    """Return the slots of a fingerprint as a rank of a group of ``world_size`` sends them."""
+    mask = (1 << _SLOT_BITS) - 1
+    return tuple(
+        world_size * (fingerprint >> (_SLOT_BITS * place) & mask) for place in range(NUM_OF_HEADER)
+    )
 
 
 @lru_cache(CACHE_SIZE)

@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node import preflight
+from train_fn.node.fitness import Figures, unfit
 from train_fn.node.preflight import (
-    Figures,
     check_in_new_process,
     check_node,
     check_space,
     main,
     report,
     time_links,
-    unfit,
 )
 from train_fn.ray_train import worker_actor
 from train_fn.ray_train.worker_actor import EverstepTrainWorker

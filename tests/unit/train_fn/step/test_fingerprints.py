@@ -1,0 +1,111 @@
+"""Digests that ranks compare: any bit counts, every byte of the weights has its turn, and equal
+tensors give equal digests whatever their layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from train_fn.step import fingerprints
+from train_fn.step.carrier import Carrier
+from train_fn.step.fingerprints import HEADER_BITS, MOST_PARTS, Fingerprints, parts_of
+from train_fn.step.peers import Peers
+from train_fn.step.step_totals import StepTotals
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20), st.integers(8, 4096))
+def test_every_byte_is_in_one_part_and_parts_are_nearly_equal(
+    sizes: list[int], part_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprints, "PART_BYTES", part_bytes)
+        parts = parts_of(sizes)
+    assert 1 <= len(parts) <= MOST_PARTS
+    seen = {number: np.zeros(size, np.int64) for number, size in enumerate(sizes)}
+    for pieces in parts:
+        for number, begin, end in pieces:
+            seen[number][begin:end] += 1
+    assert all((count == 1).all() for count in seen.values())
+    words = [sum(-(-(end - begin) // 8) for _, begin, end in pieces) for pieces in parts]
+    assert max(words) - min(words) <= 1
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    built = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(3 * 3 * 5, 300), nn.PReLU())
+    built.append(nn.Linear(300, 300))
+    for parameter in built.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return built
+
+
+@pytest.mark.parametrize("what", ["weights", "gradient"])
+@pytest.mark.parametrize("bit", [0, 31])
+def test_any_flipped_bit_changes_the_header(
+    what: str, bit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "PART_BYTES", 1 << 12)
+    sound = model()
+    taken = Fingerprints(sound.parameters())
+    num_parts = len(parts_of([each.nbytes for each in sound.parameters()]))
+    assert num_parts > 1
+    for number in range(len(list(sound.parameters()))):
+        hurt = model()
+        parameter = list(hurt.parameters())[number]
+        tensor = parameter.data if what == "weights" else parameter.grad
+        assert tensor is not None
+        tensor.view(-1).view(torch.int32)[-1] ^= -(1 << 31) if bit == 31 else 1 << bit
+        other = Fingerprints(hurt.parameters())
+        steps_found = []
+        for step in range(num_parts):
+            taken.take(step)
+            other.take(step)
+            if taken.header != other.header:
+                steps_found.append(step)
+        assert len(steps_found) == (1 if what == "weights" else num_parts)
+        assert taken.header < 1 << HEADER_BITS
+
+
+def test_layout_in_memory_does_not_matter_to_a_dense_tensor() -> None:
+    sound = nn.Conv2d(64, 128, 3)  # beyond what is concatenated
+    other = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)
+    other.load_state_dict(sound.state_dict())
+    again = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)
+    again.load_state_dict(sound.state_dict())
+    found = [Fingerprints(each.parameters()) for each in (other, again)]
+    for each in found:
+        each.take(0, gradient=False)
+    assert found[0].weights == found[1].weights and found[0].gradient is None
+
+
+def test_without_parameters_or_gradients_there_is_a_digest_too() -> None:
+    empty = Fingerprints([])
+    assert empty.header == 0
+    empty.take(7)
+    assert (empty.gradient, empty.weights) == (0, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 100])
+def test_who_differs_is_seen_in_the_totals_of_all_ranks(world_size: int) -> None:
+    def totals(of_ranks: list[int]) -> StepTotals:
+        carriers = [Carrier(Peers(rank, world_size, CPU)) for rank in range(world_size)]
+        sums = np.zeros(len(carriers[0].numbers), np.float32)
+        for carrier, fingerprint in zip(carriers, of_ranks, strict=True):
+            carrier.begin(3, fingerprint=fingerprint)
+            sums += carrier.gradient().numpy() * np.float32(1 / world_size)  # as DDP divides
+        return carriers[0].totals_of(sums.tobytes())
+
+    same = (1 << HEADER_BITS) - 1
+    assert not totals([same] * world_size).are_ranks_apart
+    for bit in range(HEADER_BITS):
+        found = totals([same ^ 1 << bit if rank == 1 else same for rank in range(world_size)])
+        assert found.are_ranks_apart
+        of_ranks = found.fingerprints()
+        assert of_ranks[1] != of_ranks[0]
+        assert len(set(of_ranks)) == 2 and len(of_ranks) == world_size

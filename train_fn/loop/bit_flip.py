@@ -1,0 +1,51 @@
+"""Drills that flip one low bit in this rank's memory, as a faulty processor would: peers must
+notice."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from everstep.wire.drills import DrillKind
+from train_fn.context import WorkerContext
+from train_fn.loop.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as a number, by bytes."""
+
+
+class BitFlips:
+    """Carry out each drill once, on the rank and in the attempt that it names."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._done: str | None = None
+
+    def flip(self, replica: Replica) -> None:
+        """Flip the bit that the newest drill asks for. Call it between the exchange of a step and
+        its commit."""
+        order = self._ctx.flip_ordered()
+        if order is None or order.id == self._done:
+            return
+        self._done = order.id
+        if (order.rank, order.attempt) != (self._ctx.world_rank, self._ctx.attempt):
+            return
+        chosen = replica.parameters[len(replica.parameters) // 2]
+        tensor = chosen.grad if order.kind is DrillKind.CORRUPT_GRADIENT else chosen.data
+        if tensor is None or tensor.layout is not torch.strided:
+            logger.warning("drill %s: there is no gradient in which to flip a bit", order.kind)
+            return
+        flip_low_bit(tensor)
+        logger.warning("drill %s flipped a bit at step %d", order.kind, replica.state.step)
+
+
+@torch.no_grad()
+def flip_low_bit(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of the middle number of a tensor."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    place = tuple(size // 2 for size in values.shape)
+    number = values[place].reshape(1).clone().view(_WORDS[values.element_size()])
+    values[place] = (number ^ 1).view(values.dtype)[0]

@@ -1,0 +1,116 @@
+"""Digests of what all ranks must have in common after each step: the summed gradient, and a part of
+the weights that moves on, so that all of them have been compared after ``MOST_PARTS`` steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from train_fn.samples.randomness import MASK64
+from train_fn.step.word_sums import bytes_of, words_in
+
+MOST_PARTS = 63
+"""Parts of the weights of a large model. One is digested at each step and compared at the next."""
+PART_BYTES = 1 << 19
+"""A smaller part costs little more, so the weights of a small model are digested whole."""
+FOUND_WITHIN = MOST_PARTS + 1
+"""Steps within which a difference of the weights is found."""
+_WORD = 8
+_SMALL_BYTES = 1 << 16
+"""Tensors below it are concatenated: a call for each would cost more than the copy."""
+_SPREAD = 0x9E3779B97F4A7C15
+"""An odd number: a product with it carries a change of any bit into the high bits."""
+HEADER_BITS = 36
+
+
+class Fingerprints:
+    """Digest the gradients and weights of one replica.
+
+    The digest of a gradient is the sum of its 8-byte words modulo 2**64, so it adds up over any cut
+    between words, and is as fast as memory.
+
+    Args:
+        parameters: those that the optimizer changes, in the model's order. Sparse gradients are
+            left out.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [each for each in parameters if each.layout is torch.strided]
+        self._parts = parts_of([each.nbytes for each in self._parameters])
+        self.gradient: int | None = None
+        """Digest of the last step's summed gradient; None if there was none."""
+        self.weights: int | None = None
+        """Digest of a part of the weights before the last step's update."""
+
+    def take(self, step: int, *, gradient: bool = True) -> None:
+        """Digest the gradients, and the part of the weights that is due after ``step`` steps
+        done."""
+        self.gradient = self._of_gradients() if gradient else None
+        whole, total = [], 0
+        for number, begin, end in self._parts[step % len(self._parts)]:
+            parameter = self._parameters[number]
+            if end - begin == parameter.nbytes:
+                whole.append(parameter)
+                continue
+            words = words_in(_in_memory(parameter)[begin:end])
+            total += words.whole + words.rest
+        self.weights = (total + _summed(whole)) & MASK64
+
+    @property
+    def header(self) -> int:
+        """Return both digests in ``HEADER_BITS`` bits, to compare between ranks; 0 before the first
+        step."""
+        if self.weights is None:
+            return 0
+        mixed = (self.weights * _SPREAD + (self.gradient or 0)) * _SPREAD & MASK64
+        return mixed >> (64 - HEADER_BITS)
+
+    def _of_gradients(self) -> int:
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        return _summed([each for each in gradients if each.layout is torch.strided]) & MASK64
+
+
+def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Cut tensors of these sizes in bytes into parts of nearly equal size. Return for each part
+    (number of the tensor, first byte, byte after the last)."""
+    words = [-(-size // _WORD) for size in sizes]
+    total = sum(words)
+    num_parts = min(max(1, total * _WORD // PART_BYTES), MOST_PARTS)
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in range(num_parts)]
+    for part, pieces in enumerate(parts):
+        first, last = part * total // num_parts, (part + 1) * total // num_parts
+        start = 0
+        for number, count in enumerate(words):
+            begin, end = max(first, start), min(last, start + count)
+            if begin < end:
+                end_byte = min((end - start) * _WORD, sizes[number])
+                pieces.append((number, (begin - start) * _WORD, end_byte))
+            start += count
+    return parts
+
+
+def _summed(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the sum of the words of all tensors. Small ones of a dtype are taken together, one
+    after the other."""
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    total = 0
+    for tensor in tensors:
+        if tensor.nbytes < _SMALL_BYTES:
+            small.setdefault(tensor.dtype, []).append(tensor.detach())
+        else:
+            words = words_in(_in_memory(tensor))
+            total += words.whole + words.rest
+    for group in small.values():
+        words = words_in(bytes_of(torch._C._nn.flatten_dense_tensors(group)))
+        total += words.whole + words.rest
+    return total
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in the order of its memory, without a copy if it is dense."""
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
+    return bytes_of(tensor)
