@@ -49,14 +49,19 @@ class Carrier:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        num_numbers = NUM_SUMMED + NUM_OF_RANK * peers.world_size
+        num_used = NUM_SUMMED + NUM_OF_RANK * peers.world_size
+        num_numbers = num_used + num_used % 2
+        """An even number: the gradients behind it in DDP's bucket begin at whole words."""
         self.numbers = nn.Parameter(
             torch.zeros(num_numbers, dtype=torch.float32, device=peers.device)
         )
         self._outgoing = np.zeros(num_numbers, np.float32)
         """The slots of other ranks stay zero."""
         self._outgoing_tensor = torch.from_numpy(self._outgoing)
-        self._received = struct.Struct(f"{SUMMED_FORMAT}{NUM_OF_RANK * peers.world_size}f")
+        padding = 4 * (num_numbers - num_used)
+        self._received = struct.Struct(
+            f"{SUMMED_FORMAT}{NUM_OF_RANK * peers.world_size}f{padding}x"
+        )
         self.begin(0)
 
     def begin(self, step: int, expected: Expected = NOTHING_EXPECTED, fingerprint: int = 0) -> None:

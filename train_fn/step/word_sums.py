@@ -29,6 +29,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def words_in(data: torch.Tensor) -> Words:
     """Return the words of a part of ``bytes_of``. Only the last part may end within a word."""
     whole = data.numel() // 8 * 8
+    if whole and data.storage_offset() % 8:
+        data = data.clone()  # torch reads words only where they are aligned
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
 
