@@ -6,6 +6,7 @@ checkpoint:
 >>> run.wait(timeout_s=600).download_checkpoint("latest", "out/") # doctest: +SKIP
 """
 
+from everstep.client.async_client import AsyncClient, AsyncDrill, AsyncProfile, AsyncRun, AsyncSweep
 from everstep.client.client import Client
 from everstep.client.drill_handle import DrillHandle
 from everstep.client.follow import Patience
@@ -58,6 +59,11 @@ __all__ = [
     "AlertDelivery",
     "AlertMessage",
     "AllReduce",
+    "AsyncClient",
+    "AsyncDrill",
+    "AsyncProfile",
+    "AsyncRun",
+    "AsyncSweep",
     "Attempt",
     "AuthError",
     "Checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
@@ -57,14 +57,26 @@ class Client:
         timing: Timing | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._transport = Transport(
-            find_address(url, token),
-            timeout_s=timeout_s,
-            max_tries=max_tries,
-            timing=timing or Timing(),
-            base=transport,
+        self._use(
+            Transport(
+                find_address(url, token),
+                timeout_s=timeout_s,
+                max_tries=max_tries,
+                timing=timing or Timing(),
+                base=transport,
+            ),
+            patience or Patience(),
         )
-        patience = self._patience = patience or Patience()
+
+    @classmethod
+    def over(cls, transport: Transport, patience: Patience) -> Self:
+        """Return a client that sends its requests by ``transport``; for ``AsyncClient``."""
+        client = cls.__new__(cls)
+        client._use(transport, patience)
+        return client
+
+    def _use(self, transport: Transport, patience: Patience) -> None:
+        self._transport, self._patience = transport, patience
         self.runs = Runs(self._transport, patience)
         self.sweeps = Sweeps(self._transport, patience)
         self.nodes = Nodes(self._transport, patience)

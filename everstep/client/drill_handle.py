@@ -8,7 +8,18 @@ from everstep.client.order_handle import OrderHandle
 from everstep.wire.drills import Drill, DrillKind, DrillReport, DrillState
 
 
-class DrillHandle(OrderHandle[Drill]):
+class DrillFields:
+    """The fields of a drill, for type checkers."""
+
+    if TYPE_CHECKING:
+        kind: DrillKind
+        rank: int
+        state: DrillState
+        problem: str | None
+        report: DrillReport | None
+
+
+class DrillHandle(DrillFields, OrderHandle[Drill]):
     """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last response,
     which ``drill.drill`` holds.
 
@@ -21,13 +32,6 @@ class DrillHandle(OrderHandle[Drill]):
 
     _noun = "drill"
     _fields = frozenset(Drill.model_fields)
-
-    if TYPE_CHECKING:
-        kind: DrillKind
-        rank: int
-        state: DrillState
-        problem: str | None
-        report: DrillReport | None
 
     def __repr__(self) -> str:
         return f"<drill {self.id} {self.drill.kind} of rank {self.drill.rank}, {self.drill.state}>"

@@ -9,7 +9,19 @@ from everstep.client.order_handle import OrderHandle
 from everstep.wire.profiles import AllReduce, Profile, ProfileState
 
 
-class ProfileHandle(OrderHandle[Profile]):
+class ProfileFields:
+    """The fields of a profile, for type checkers."""
+
+    if TYPE_CHECKING:
+        rank: int
+        steps: int
+        state: ProfileState
+        problem: str | None
+        first_step: int | None
+        all_reduces: tuple[AllReduce, ...]
+
+
+class ProfileHandle(ProfileFields, OrderHandle[Profile]):
     """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last
     response, which ``profile.profile`` holds. ``wait`` returns when the trace is ready, or will
     never be.
@@ -20,14 +32,6 @@ class ProfileHandle(OrderHandle[Profile]):
 
     _noun = "profile"
     _fields = frozenset(Profile.model_fields)
-
-    if TYPE_CHECKING:
-        rank: int
-        steps: int
-        state: ProfileState
-        problem: str | None
-        first_step: int | None
-        all_reduces: tuple[AllReduce, ...]
 
     def __repr__(self) -> str:
         return f"<profile {self.id} of rank {self.profile.rank}, {self.profile.state}>"

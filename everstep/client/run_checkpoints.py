@@ -6,19 +6,33 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
+from urllib.parse import quote
 
 from everstep.client.archive_stream import ArchiveChanged, ArchiveStream
 from everstep.client.checkpoint_download import receive_checkpoint
+from everstep.client.follow import Patience
 from everstep.client.run_fields import RunFields
+from everstep.client.transport import Transport
 from everstep.errors import CorruptDownload, EverstepError, Unavailable
-from everstep.wire import Checkpoint
+from everstep.wire import Checkpoint, Run
 
 Which = int | Literal["latest", "best"]
 
 
 class RunCheckpoints(RunFields):
     """A run and its checkpoints."""
+
+    def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
+        self.run = run
+        self._transport = transport
+        self._patience = patience
+        self._path = f"/v1/runs/{quote(run.id, safe='')}"
+
+    def refresh(self) -> Self:
+        """Fetch the current state of the run; return self."""
+        self.run = self._transport.get(self._path, Run)
+        return self
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return every checkpoint of the committed lineage, oldest first. Those that retention

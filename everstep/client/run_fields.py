@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
-from everstep.client.follow import Patience
 from everstep.client.notebook import run_html
-from everstep.client.transport import Transport
 from everstep.wire import (
     Best,
     ForkedFrom,
@@ -63,11 +60,7 @@ class RunFields:
                 return getattr(self.run, name)
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
-        self.run = run
-        self._transport = transport
-        self._patience = patience
-        self._path = f"/v1/runs/{quote(run.id, safe='')}"
+    run: Run
 
     def __dir__(self) -> list[str]:
         """Return every name, for completion in a notebook."""
@@ -97,8 +90,3 @@ class RunFields:
     @property
     def id(self) -> str:
         return self.run.id
-
-    def refresh(self) -> Self:
-        """Fetch the current state of the run; return self."""
-        self.run = self._transport.get(self._path, Run)
-        return self

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.client.drill_handle import DrillHandle
 from everstep.client.follow import Follower, wait_until
 from everstep.client.notebook import Display, is_notebook
+from everstep.client.plot import plot
 from everstep.client.profile_handle import ProfileHandle
 from everstep.client.run_checkpoints import RunCheckpoints
 from everstep.client.tables import Table, to_pandas
@@ -201,6 +202,19 @@ class RunHandle(RunCheckpoints):
         Raises UsageError if pandas is not installed, or for another table.
         """
         return to_pandas(self, what, max_points)
+
+    def plot(self, *names: str, ax: Any = None) -> Any:
+        """Draw metrics over steps with matplotlib, by default all of them; return its axes.
+
+        >>> run.plot("loss", "val_loss").figure.savefig("loss.png")   # doctest: +SKIP
+
+        Args:
+            names: names of metrics.
+            ax: axes to draw into; None makes a figure.
+
+        Raises UsageError if matplotlib is not installed, or if the run has no values of a metric.
+        """
+        return plot(self, names, ax)
 
     # ------------------------------------------------------------ actions
 

@@ -28,15 +28,10 @@ from everstep.wire.sweep import (
 _POLL_FIRST_S, _POLL_MOST_S = 0.2, 2.0
 
 
-class SweepHandle:
-    """One sweep. Its fields (``sweep.status``, ``sweep.progress``, …) are those of the last
-    response, which ``sweep.sweep`` holds. ``refresh()`` updates them.
+class SweepFields:
+    """The fields of a sweep, as of the last response, which ``sweep`` holds."""
 
-    >>> sweep = client.sweeps.create(               # doctest: +SKIP
-    ...     spec, metric="val_accuracy", grid={"optimizer.lr": [1e-3, 3e-3]}, scheduler="asha")
-    >>> sweep.wait().best().latest_metrics          # doctest: +SKIP
-    {'loss': 0.02, 'val_accuracy': 0.98}
-    """
+    sweep: Sweep
 
     if TYPE_CHECKING:
         name: str
@@ -59,15 +54,30 @@ class SweepHandle:
                 return getattr(self.sweep, name)
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
+    def __dir__(self) -> list[str]:
+        """Return every name, for completion in a notebook."""
+        return sorted({*super().__dir__(), *Sweep.model_fields})
+
+    @property
+    def id(self) -> str:
+        return self.sweep.id
+
+
+class SweepHandle(SweepFields):
+    """One sweep. Its fields (``sweep.status``, ``sweep.progress``, …) are those of the last
+    response, which ``sweep.sweep`` holds. ``refresh()`` updates them.
+
+    >>> sweep = client.sweeps.create(               # doctest: +SKIP
+    ...     spec, metric="val_accuracy", grid={"optimizer.lr": [1e-3, 3e-3]}, scheduler="asha")
+    >>> sweep.wait().best().latest_metrics          # doctest: +SKIP
+    {'loss': 0.02, 'val_accuracy': 0.98}
+    """
+
     def __init__(self, transport: Transport, sweep: Sweep, patience: Patience) -> None:
         self.sweep = sweep
         self._transport = transport
         self._patience = patience
         self._path = f"/v1/sweeps/{quote(sweep.id, safe='')}"
-
-    def __dir__(self) -> list[str]:
-        """Return every name, for completion in a notebook."""
-        return sorted({*super().__dir__(), *Sweep.model_fields})
 
     def __repr__(self) -> str:
         done = self.sweep.progress
@@ -75,10 +85,6 @@ class SweepHandle:
         return (
             f"<sweep {self.id} {self.sweep.name!r} {self.sweep.status} {ended}/{done.total} runs>"
         )
-
-    @property
-    def id(self) -> str:
-        return self.sweep.id
 
     def refresh(self) -> Self:
         """Fetch the current state of the sweep; return self."""

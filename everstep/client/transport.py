@@ -7,7 +7,7 @@ import email.utils
 import json
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -90,7 +90,8 @@ def _translated(url: str) -> Iterator[None]:
 
 
 class Transport:
-    """Sends requests to one service. ``base`` is httpx's own transport; tests replace it."""
+    """Sends requests to one service. ``base`` is httpx's own transport; tests replace it.
+    ``make_http`` makes the client of httpx from its arguments."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class Transport:
         timeout_s: float,
         max_tries: int,
         timing: Timing,
-        base: httpx.BaseTransport | None = None,
+        base: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+        make_http: Callable[..., Any] = httpx.Client,
     ) -> None:
         from everstep import __version__
 
@@ -111,7 +113,7 @@ class Transport:
         if address.token is not None:
             headers["Authorization"] = f"Bearer {address.token}"
         with _translated(address.url):
-            self._http = httpx.Client(
+            self._http: httpx.Client = make_http(
                 base_url=address.url,
                 headers=headers,
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0)),

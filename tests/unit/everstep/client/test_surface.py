@@ -25,6 +25,11 @@ from everstep.spec import (
 PUBLIC = {
     *(
         "Client",
+        "AsyncClient",
+        "AsyncRun",
+        "AsyncDrill",
+        "AsyncProfile",
+        "AsyncSweep",
         "RunHandle",
         "RunSpec",
         "Patience",
@@ -50,6 +55,7 @@ PUBLIC = {
     ),
     *("Profile", "ProfileHandle", "AllReduce"),
     *("Sweep", "SweepFailed", "SweepHandle", "SweepRun", "SweepSpec", "SweepStatus"),
+    *("Alert", "AlertDelivery", "AlertMessage"),
     *(
         "EverstepError",
         "InvalidSpec",
@@ -139,7 +145,7 @@ def test_every_wire_type_is_frozen() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["Client", "RunHandle", "DrillHandle"])
+@pytest.mark.parametrize("name", ["Client", "AsyncClient", "AsyncRun", "RunHandle", "DrillHandle"])
 def test_every_public_method_is_documented(name: str) -> None:
     methods = inspect.getmembers(getattr(everstep, name), inspect.isfunction)
     assert [

@@ -1,0 +1,288 @@
+"""The client for asyncio: every method of ``Client`` and of what it returns, awaited."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from everstep.client import admin
+from everstep.client.address import find_address
+from everstep.client.alerts import Alerts
+from everstep.client.client import Client, Runs
+from everstep.client.code_uploads import Code
+from everstep.client.drill_handle import DrillFields, DrillHandle
+from everstep.client.follow import Patience
+from everstep.client.in_loop import Calls, HttpInLoop, sleep
+from everstep.client.mirrored import (
+    Mirror,
+    awaited,
+    iterated,
+    iterated_as,
+    returning,
+    returning_itself,
+    returning_list,
+)
+from everstep.client.nodes import Nodes
+from everstep.client.profile_handle import ProfileFields, ProfileHandle
+from everstep.client.run_fields import RunFields
+from everstep.client.runs import RunHandle
+from everstep.client.sweeps import SweepFields, SweepHandle, Sweeps
+from everstep.client.timing import Timing
+from everstep.client.transport import Transport
+
+
+class _AsyncOrder(Mirror):
+    """A request to a run's ranks. Its attributes are those of the blocking handle."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._blocking, name)
+
+    refresh = returning_itself(DrillHandle.refresh)
+    wait = returning_itself(DrillHandle.wait)
+
+
+class AsyncDrill(DrillFields, _AsyncOrder):
+    """One drill, as ``DrillHandle``."""
+
+
+class AsyncProfile(ProfileFields, _AsyncOrder):
+    """One profile, as ``ProfileHandle``."""
+
+    download = awaited(ProfileHandle.download)
+
+
+class AsyncRun(RunFields, Mirror):
+    """One run, as ``RunHandle``: its fields are those of the last response.
+
+    >>> run = await client.runs.create(spec)          # doctest: +SKIP
+    >>> async for event in run.events(follow=True):   # doctest: +SKIP
+    ...     print(event.kind)
+    """
+
+    def __init__(self, blocking: RunHandle, calls: Calls) -> None:
+        Mirror.__init__(self, blocking, calls)
+        self.run = blocking.run
+
+    __repr__ = Mirror.__repr__
+
+    def _mirrored(self) -> None:
+        self.run = self._blocking.run
+
+    refresh = returning_itself(RunHandle.refresh)
+    spec = awaited(RunHandle.spec)
+    wait = returning_itself(RunHandle.wait)
+    failed = awaited(RunHandle.failed)
+    events = iterated(RunHandle.events)
+    logs = iterated(RunHandle.logs)
+    metrics = awaited(RunHandle.metrics)
+    failures = awaited(RunHandle.failures)
+    stragglers = awaited(RunHandle.stragglers)
+    attempts = awaited(RunHandle.attempts)
+    samples = awaited(RunHandle.samples)
+    goodput = awaited(RunHandle.goodput)
+    to_pandas = awaited(RunHandle.to_pandas)
+    plot = awaited(RunHandle.plot)
+    checkpoints = awaited(RunHandle.checkpoints)
+    checkpoint = awaited(RunHandle.checkpoint)
+    verify_checkpoint = awaited(RunHandle.verify_checkpoint)
+    download_checkpoint = awaited(RunHandle.download_checkpoint)
+    cancel = returning_itself(RunHandle.cancel)
+    pause = returning_itself(RunHandle.pause)
+    resume = returning_itself(RunHandle.resume)
+    drill = returning(AsyncDrill, RunHandle.drill)
+    drills = returning_list(AsyncDrill, RunHandle.drills)
+    profile = returning(AsyncProfile, RunHandle.profile)
+    profiles = returning_list(AsyncProfile, RunHandle.profiles)
+    delete = awaited(RunHandle.delete)
+
+
+class AsyncRuns(Mirror):
+    """The runs of the service, as ``client.runs``."""
+
+    create = returning(AsyncRun, Runs.create)
+    validate = awaited(Runs.validate)
+    get = returning(AsyncRun, Runs.get)
+    list = iterated_as(AsyncRun, Runs.list)
+
+
+class AsyncSweep(SweepFields, Mirror):
+    """One sweep, as ``SweepHandle``: its fields are those of the last response."""
+
+    def __init__(self, blocking: SweepHandle, calls: Calls) -> None:
+        Mirror.__init__(self, blocking, calls)
+        self.sweep = blocking.sweep
+
+    def _mirrored(self) -> None:
+        self.sweep = self._blocking.sweep
+
+    refresh = returning_itself(SweepHandle.refresh)
+    spec = awaited(SweepHandle.spec)
+    wait = returning_itself(SweepHandle.wait)
+    wait_for_change = returning_itself(SweepHandle.wait_for_change)
+    runs = awaited(SweepHandle.runs)
+    best = returning(AsyncRun, SweepHandle.best)
+    cancel = returning_itself(SweepHandle.cancel)
+    delete = awaited(SweepHandle.delete)
+
+
+class AsyncSweeps(Mirror):
+    """The sweeps of the service, as ``client.sweeps``."""
+
+    create = returning(AsyncSweep, Sweeps.create)
+    get = returning(AsyncSweep, Sweeps.get)
+    list = iterated_as(AsyncSweep, Sweeps.list)
+
+
+class AsyncNodes(Mirror):
+    """The nodes of the cluster, as ``client.nodes``."""
+
+    cordon = awaited(Nodes.cordon)
+    uncordon = awaited(Nodes.uncordon)
+    drain = awaited(Nodes.drain)
+    get = awaited(Nodes.get)
+    find = awaited(Nodes.find)
+    wait_drained = awaited(Nodes.wait_drained)
+
+
+class AsyncCode(Mirror):
+    """Uploads of code, as ``client.code``."""
+
+    upload = awaited(Code.upload)
+    upload_packed = awaited(Code.upload_packed)
+
+
+class AsyncProjects(Mirror):
+    """Projects, as ``client.projects``."""
+
+    create = awaited(admin.Projects.create)
+    list = iterated(admin.Projects.list)
+    get = awaited(admin.Projects.get)
+    delete = awaited(admin.Projects.delete)
+
+
+class AsyncTokens(Mirror):
+    """Tokens, as ``client.tokens``."""
+
+    create = awaited(admin.Tokens.create)
+    list = iterated(admin.Tokens.list)
+    revoke = awaited(admin.Tokens.revoke)
+
+
+class AsyncSessions(Mirror):
+    """Log-ins of browsers, as ``client.sessions``."""
+
+    list = iterated(admin.Sessions.list)
+    revoke = awaited(admin.Sessions.revoke)
+
+
+class AsyncAlerts(Mirror):
+    """Alerts of projects, as ``client.alerts``."""
+
+    create = awaited(Alerts.create)
+    list = iterated(Alerts.list)
+    delete = awaited(Alerts.delete)
+    test = awaited(Alerts.test)
+    deliveries = iterated(Alerts.deliveries)
+    retry = awaited(Alerts.retry)
+
+
+class AsyncAudit(Mirror):
+    """The audit log, as ``client.audit``."""
+
+    list = iterated(admin.Audit.list)
+
+
+class AsyncStorage(Mirror):
+    """The storage of the service, as ``client.storage``."""
+
+    status = awaited(admin.Storage.status)
+    adopt = awaited(admin.Storage.adopt)
+
+
+class AsyncClient(Mirror):
+    """A connection to one Everstep service, for asyncio. Use it in one event loop.
+
+    Its methods are those of ``Client`` with ``await``, or with ``async for`` where those return an
+    iterator. A cancelled task ends its request at once.
+
+    >>> async with AsyncClient() as client:                          # doctest: +SKIP
+    ...     runs = [await client.runs.create(spec) for spec in specs]
+    ...     await asyncio.gather(*(run.wait() for run in runs))
+
+    Args: as for ``Client``; ``transport`` is an asynchronous one of httpx, for tests.
+
+    Raises UsageError for an invalid URL or token.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        max_tries: int = 6,
+        patience: Patience | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        made: list[HttpInLoop] = []
+
+        def make_http(**options: Any) -> HttpInLoop:
+            made.append(HttpInLoop(**options))
+            return made[-1]
+
+        sender = Transport(
+            find_address(url, token),
+            timeout_s=timeout_s,
+            max_tries=max_tries,
+            timing=Timing(sleep=sleep),
+            base=transport,
+            make_http=make_http,
+        )
+        client = Client.over(sender, patience or Patience())
+        calls = Calls()
+        super().__init__(client, calls)
+        [self._http] = made
+        self.runs = AsyncRuns(client.runs, calls)
+        self.sweeps = AsyncSweeps(client.sweeps, calls)
+        self.nodes = AsyncNodes(client.nodes, calls)
+        self.code = AsyncCode(client.code, calls)
+        self.projects = AsyncProjects(client.projects, calls)
+        self.tokens = AsyncTokens(client.tokens, calls)
+        self.sessions = AsyncSessions(client.sessions, calls)
+        self.alerts = AsyncAlerts(client.alerts, calls)
+        self.audit = AsyncAudit(client.audit, calls)
+        self.storage = AsyncStorage(client.storage, calls)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def url(self) -> str:
+        """Return the base URL of the service."""
+        return str(self._blocking.url)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.http.aclose()
+        self._calls.close()
+
+    cluster = awaited(Client.cluster)
+    catalog = awaited(Client.catalog)
+    schema = awaited(Client.schema)
+    goodput = awaited(Client.goodput)
+    start_deployment_check = awaited(Client.start_deployment_check)
+    wait_deployment_check = awaited(Client.wait_deployment_check)
+    health = awaited(Client.health)
+    ready = awaited(Client.ready)
