@@ -139,8 +139,9 @@ def _is_within(path: str, swept: str) -> bool:
 
 def words_of(params: Mapping[str, Any]) -> str:
     """Return the values of a run for people: ``optimizer.lr=0.01, train.seed=3``."""
-    return ", ".join(f"{path}={_word(value)}" for path, value in params.items())
+    return ", ".join(f"{path}={param_word(value)}" for path, value in params.items())
 
 
-def _word(value: Any) -> str:
+def param_word(value: Any) -> str:
+    """Return a value of a run for people."""
     return value if isinstance(value, str) else json.dumps(value)

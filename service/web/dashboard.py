@@ -22,6 +22,7 @@ from service.web import (
     run_pages,
     selected_runs,
     single_sign_on,
+    sweep_pages,
 )
 from service.web.rendering import problem_page
 
@@ -35,6 +36,7 @@ def install(app: FastAPI) -> None:
         single_sign_on,
         account_page,
         run_list,
+        sweep_pages,
         selected_runs,
         compare_page,
         fork_page,

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from everstep.spec.trials import param_word
 from everstep.text import losses
 from everstep.text import words as cli_words
 from service.api.auth import Principal
@@ -60,6 +61,7 @@ _environment.filters |= {
     "span": words.span,
     "size": cli_words.size,
     "number": cli_words.number,
+    "param": param_word,
     "percent": words.percent,
     "early_goodput": words.early_goodput,
     "clock": words.clock,

@@ -10,27 +10,9 @@ import pytest
 
 from everstep import Client, Conflict, InvalidSpec, NotFound, SweepFailed, UsageError
 from everstep.cli.vary import grid_of, random_of
-from everstep.wire.events import EventKind
-from service.sweeps.driver import SweepDriver
-from tests.support.api_service import ApiService, Journal, spec
+from tests.support.api_service import ApiService, spec
 from tests.support.command_line import everstep
-
-
-def advance(api: ApiService) -> None:
-    SweepDriver(api.context.sweeps, api.runs).look()
-
-
-def train(api: ApiService, run_id: str, accuracy: float) -> None:
-    """Let a queued run train to its end."""
-    api.runs.claim_submission(run_id, 0)
-    api.runs.record_job(run_id, 1, "job")
-    journal = Journal()
-    evaluated = [
-        *journal.start(),
-        journal.event(EventKind.EVALUATED, step=30, epoch=2, metrics={"accuracy": accuracy}),
-        journal.event(EventKind.FINISHED, outcome="succeeded", reason=None, step=30),
-    ]
-    api.apply(run_id, evaluated)
+from tests.support.sweep_runs import advance, train
 
 
 async def test_a_sweep_is_submitted_shown_and_its_best_run_named(

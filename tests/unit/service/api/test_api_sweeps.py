@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.wire.team import Quotas
-from service.sweeps.driver import SweepDriver
 from tests.support.api_service import ApiService, spec
+from tests.support.sweep_runs import advance, create_sweep, sweep_body
 
 
 @pytest.fixture
@@ -19,33 +19,17 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
         yield service
 
 
-def sweep(**fields: Any) -> dict[str, Any]:
-    body = {"spec": spec(), "metric": "val_accuracy", "grid": {"optimizer.lr": [0.1, 0.2]}}
-    return body | fields
-
-
-async def create(api: ApiService, **fields: Any) -> dict[str, Any]:
-    answer = await api.http.post("/v1/sweeps", json=sweep(**fields))
-    assert answer.status_code == 201, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 async def faults(api: ApiService, **fields: Any) -> dict[str, str]:
     """The faults of a sweep that is refused, by place; nothing may have been recorded."""
-    answer = await api.http.post("/v1/sweeps", json=sweep(**fields))
+    answer = await api.http.post("/v1/sweeps", json=sweep_body(**fields))
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec"), answer.text
     assert (await api.get("/v1/sweeps"))["items"] == []
     return {".".join(map(str, each["loc"])): each["msg"] for each in answer.json()["errors"]}
 
 
-def advance(api: ApiService) -> None:
-    SweepDriver(api.context.sweeps, api.runs).look()
-
-
 async def test_a_sweep_is_recorded_with_its_runs_and_shown(api: ApiService) -> None:
     random = {"optimizer.weight_decay": {"name": "log", "low": 1e-4, "high": 0.1}}
-    made = await create(api, random=random, max_runs=3, name="lr", max_parallel=2)
+    made = await create_sweep(api, random=random, max_runs=3, name="lr", max_parallel=2)
     assert (made["name"], made["status"], made["mode"]) == ("lr", "RUNNING", "max")
     assert made["progress"] | {"total": 3, "waiting": 3, "active": 0} == made["progress"]
     assert made["best"] is None and made["reason"] is None and made["seed"] is not None
@@ -114,17 +98,17 @@ async def test_a_sweep_that_makes_no_sense_says_what_to_do(
 
 async def test_the_same_key_makes_one_sweep(api: ApiService) -> None:
     headers = {"Idempotency-Key": "once"}
-    made = await api.http.post("/v1/sweeps", json=sweep(), headers=headers)
-    again = await api.http.post("/v1/sweeps", json=sweep(), headers=headers)
+    made = await api.http.post("/v1/sweeps", json=sweep_body(), headers=headers)
+    again = await api.http.post("/v1/sweeps", json=sweep_body(), headers=headers)
     assert (made.status_code, again.status_code) == (201, 200)
     assert made.json()["id"] == again.json()["id"]
-    other = await api.http.post("/v1/sweeps", json=sweep(max_runs=5), headers=headers)
+    other = await api.http.post("/v1/sweeps", json=sweep_body(max_runs=5), headers=headers)
     assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
 
 
 async def test_runs_say_their_sweep_and_a_quota_holds_the_rest_back(api: ApiService) -> None:
     api.context.projects.put("default", Quotas(max_queued=1))
-    made = await create(api)
+    made = await create_sweep(api)
     advance(api)
     shown = await api.get(f"/v1/sweeps/{made['id']}")
     assert (shown["progress"]["active"], shown["progress"]["waiting"]) == (1, 1)
@@ -143,7 +127,7 @@ async def test_runs_say_their_sweep_and_a_quota_holds_the_rest_back(api: ApiServ
 
 
 async def test_cancelling_ends_the_runs_and_submits_no_more(api: ApiService) -> None:
-    made = await create(api, max_parallel=1)
+    made = await create_sweep(api, max_parallel=1)
     advance(api)
     answer = await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
     assert (answer.status_code, answer.json()["status"]) == (202, "STOPPING")
@@ -165,11 +149,11 @@ async def test_cancelling_ends_the_runs_and_submits_no_more(api: ApiService) -> 
 
 
 async def test_a_deleted_sweep_leaves_its_runs(api: ApiService) -> None:
-    made = await create(api)
+    made = await create_sweep(api)
     await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
     advance(api)
     assert (await api.http.delete(f"/v1/sweeps/{made['id']}")).status_code == 204
-    made = await create(api)
+    made = await create_sweep(api)
     advance(api)
     for run in (await api.get("/v1/runs"))["items"]:
         await api.http.post(f"/v1/runs/{run['id']}/cancel")
@@ -181,13 +165,13 @@ async def test_a_deleted_sweep_leaves_its_runs(api: ApiService) -> None:
 
 
 async def test_another_project_sees_and_changes_nothing(api: ApiService) -> None:
-    made = await create(api)
+    made = await create_sweep(api)
     stranger = await api.client(api.token("submitter", "elsewhere"))
     for path in ("", "/spec", "/runs"):
         assert (await stranger.get(f"/v1/sweeps/{made['id']}{path}")).status_code == 404
     assert (await stranger.get("/v1/sweeps")).json()["items"] == []
     assert (await stranger.get("/v1/sweeps?project=default")).json()["items"] == []
-    answer = await stranger.post("/v1/sweeps", json=sweep())
+    answer = await stranger.post("/v1/sweeps", json=sweep_body())
     assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
 
 
@@ -195,7 +179,7 @@ async def test_sweeps_are_listed_newest_first_by_page_and_status(api: ApiService
     made = []
     for number in range(3):
         api.clock.now += 1
-        made.append((await create(api, name=f"s{number}"))["id"])
+        made.append((await create_sweep(api, name=f"s{number}"))["id"])
     await api.http.post(f"/v1/sweeps/{made[0]}/cancel")
     first = await api.get("/v1/sweeps?limit=2")
     rest = await api.get(f"/v1/sweeps?limit=2&cursor={first['next_cursor']}")
@@ -216,7 +200,7 @@ async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiSe
     place = {"run_id": parent, "step": 10}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("service.api.origins._hold", lambda *_: None)  # no files lie there
-        made = await create(api, spec=spec(train={"epochs": 9}, resume_from=place))
+        made = await create_sweep(api, spec=spec(train={"epochs": 9}, resume_from=place))
     assert api.context.runs.checkpoints.awaited() == {parent: frozenset({10})}
     await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
     advance(api)

@@ -1,0 +1,99 @@
+"""Pages of sweeps: the list, and one sweep with its best run, its curves and its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from everstep.wire import RunStatus
+from everstep.wire.sweep import Sweep, SweepRun
+from service.api import sweeps
+from service.api.context import Context
+from service.api.sweep_answers import run_of_sweep
+from service.model.sweep_rows import SweepRow
+from service.web.formatting import progress_share
+from service.web.rendering import PageRoute, page
+from service.web.session import CheckedForm, WebCaller
+
+router: Final = APIRouter(prefix="/sweeps", route_class=PageRoute, include_in_schema=False)
+
+_PAGE_SWEEPS: Final = 50
+MOST_CURVES: Final = 8
+"""Runs whose curves are drawn: each has a colour of its own."""
+
+
+async def web_sweep(sweep_id: str, context: Context, caller: WebCaller) -> SweepRow:
+    """Return the sweep in the path. Sweeps of other projects do not exist for this caller: 404."""
+    return await sweeps.visible_sweep(sweep_id, context, caller)
+
+
+WebSweep = Annotated[SweepRow, Depends(web_sweep)]
+
+
+@router.get("")
+async def get_sweeps(
+    request: Request,
+    context: Context,
+    caller: WebCaller,
+    cursor: Annotated[str, Query(max_length=200)] = "",
+) -> Response:
+    """Show every sweep, newest first."""
+    found, after = await sweeps.page_of_sweeps(
+        context, caller, None, (), _PAGE_SWEEPS, cursor or None
+    )
+    return page(request, "sweeps.html", caller, sweeps=found, after=after, cursor=cursor)
+
+
+@router.get("/{sweep_id}")
+async def get_sweep(
+    request: Request, row: WebSweep, context: Context, caller: WebCaller
+) -> Response:
+    """Show one sweep."""
+    [sweep] = await sweeps.sweep_answers(context, [row])
+    runs = [run_of_sweep(trial) for trial in await sweeps.trials_of_sweep(context, row.id)]
+    ranked = by_value(runs, sweep.mode)
+    return page(
+        request,
+        "sweep.html",
+        caller,
+        sweep=sweep,
+        runs=ranked,
+        paths=list(runs[0].params),
+        drawn=[run.run_id for run in ranked if _has_curve(run)][:MOST_CURVES],
+        best=_best(sweep, runs),
+        progress_share=progress_share,
+    )
+
+
+@router.post("/{sweep_id}/{action}")
+async def post_action(
+    action: Literal["cancel", "delete"],
+    row: WebSweep,
+    context: Context,
+    caller: WebCaller,
+    form: CheckedForm,
+) -> Response:
+    """Cancel the sweep, or delete it, with its runs if the form says so."""
+    row = await sweeps.controlled_sweep(row, caller)
+    if action == "delete":
+        await sweeps.delete_sweep(row, context, caller, runs="runs" in form)
+        return RedirectResponse("/sweeps", 303)
+    await sweeps.cancel_sweep(row, context)
+    return RedirectResponse(f"/sweeps/{row.id}", 303)
+
+
+def by_value(runs: Sequence[SweepRun], mode: Literal["min", "max"]) -> list[SweepRun]:
+    """Return runs with a value, the best first, then the others by number."""
+    sign = -1.0 if mode == "max" else 1.0
+    return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))
+
+
+def _has_curve(run: SweepRun) -> bool:
+    return run.status is not None and run.status != RunStatus.QUEUED
+
+
+def _best(sweep: Sweep, runs: Sequence[SweepRun]) -> SweepRun | None:
+    return None if sweep.best is None else runs[sweep.best.number]
