@@ -53,6 +53,7 @@ class RunFields:
         usage: Usage | None
         chain: str | None
         guarantee: str | None
+        sweep_id: str | None
     else:
 
         def __getattr__(self, name: str) -> Any:
