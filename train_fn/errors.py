@@ -9,6 +9,7 @@ TrainError
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── ScriptExited       a user's script exited with another code than 0
+├── NumericsChanged    a node's kernels compute other bits than those of the run
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
@@ -129,6 +130,23 @@ class ForkRefused(TrainError):
 
 class BadTask(TrainError):
     """A task returned something that its protocol does not allow."""
+
+
+class NumericsChanged(TrainError):
+    """With ``train.exactness: elastic`` a rank computed another loss or other gradients of the
+    run's first micro-batch than ``reference``."""
+
+    def __init__(
+        self, node_id: str, reference: str, differs: Sequence[str], kernels: Sequence[str]
+    ) -> None:
+        known = f" ({'; '.join(kernels)})" if kernels else ""
+        super().__init__(
+            f"node {node_id} computes other bits than {reference}: {' and '.join(differs)} of the "
+            f"first micro-batch differ{known}. train.exactness is elastic, which needs the same "
+            "kernels on all nodes, and a task that draws from the global generators only: cordon "
+            "that node, or start a new run with train.exactness world_size"
+        )
+        self.node_id = node_id
 
 
 class ScriptExited(TrainError):

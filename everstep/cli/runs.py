@@ -134,6 +134,10 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ),
         ("protection", run.protection.message if is_live else None),
         ("chain", run.chain),
+        (
+            "exactness",
+            "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,
+        ),
         ("samples", run.guarantee),
         ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
         ("Ray job", run.links.ray_job),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.client.notebook import run_html
 from everstep.wire import (
@@ -52,6 +52,7 @@ class RunFields:
         progress: Progress | None
         usage: Usage | None
         chain: str | None
+        exactness: Literal["world_size", "elastic"]
         guarantee: str | None
         sweep_id: str | None
     else:

@@ -67,8 +67,13 @@ class TrainSpec(Frozen):
     """Seed for initial weights, data order, augmentation and dropout."""
     eval_every_epochs: PositiveInt = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
+    exactness: Literal["world_size", "elastic"] = "world_size"
+    """Which runs have the same results, bit for bit. ``world_size``: those with the same number of
+    ranks in every step. ``elastic``: all, whatever the number of ranks and its changes, at the cost
+    of a few percent of time."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Use deterministic kernels. ``auto`` is on for CPU, and off for GPU, where they are slower."""
+    """Use deterministic kernels. ``auto`` is on for CPU, and off for GPU, where they are slower;
+    with ``exactness: elastic`` it is on, and operators without such a kernel are refused."""
     compile: bool = False
     """Compile the model with torch.compile. The first step of every attempt is then slow."""
     loader: LoaderSpec = LoaderSpec()
@@ -81,6 +86,29 @@ class TrainSpec(Frozen):
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and saved too; null
     keeps none."""
+
+    @property
+    def wants_determinism(self) -> bool | Literal["auto"]:
+        """Return ``deterministic``, with ``auto`` resolved where ``exactness`` needs it."""
+        return True if self.exactness == "elastic" else self.deterministic
+
+    @field_validator("deterministic", "compile")
+    @classmethod
+    def _allows_elastic(cls, value: bool | str, info: ValidationInfo) -> bool | str:
+        """Refuse what computes other bits at another world size, or in another attempt."""
+        needed = info.field_name != "compile"
+        if info.data.get("exactness") == "elastic" and value is not needed and value != "auto":
+            raise PydanticCustomError(
+                "not_elastic",
+                "{field} is {value}, and exactness elastic needs {needed}: kernels must compute "
+                "the same bits in every attempt. Leave {field} out, or set exactness to world_size",
+                {
+                    "field": info.field_name,
+                    "value": str(value).lower(),
+                    "needed": str(needed).lower(),
+                },
+            )
+        return value
 
     @field_validator("micro_batch_size")
     @classmethod

@@ -49,6 +49,14 @@ def event(item: Event) -> str | None:
             return f"nodes keep no snapshots: {data.get('problem')}; checkpoints are still saved"
         case EventKind.SNAPSHOTS:
             return f"nodes keep snapshots again, from step {data.get('step')} on"
+        case EventKind.NUMERICS_CHANGED:
+            ranks = "; ".join(
+                f"rank {each.get('rank')} on node {str(each.get('node_id'))[:8]}, in "
+                f"{' and '.join(each.get('differs') or ())} "
+                f"({', '.join(each.get('kernels') or ()) or 'no known cause'})"
+                for each in data.get("ranks") or ()
+            )
+            return f"other bits are computed than by {data.get('reference')}: {ranks}"
         case EventKind.EVALUATED:
             return (
                 f"step {data.get('step')}, epoch {data.get('epoch')}: "

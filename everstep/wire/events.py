@@ -46,6 +46,11 @@ class EventKind(StrEnum):
     SNAPSHOTS = "snapshots"
     """Nodes started or stopped keeping snapshots. data: step, snapshots ("published" | "survivors"
     | "none"), problem | null."""
+    NUMERICS_CHANGED = "numerics_changed"
+    """Ranks compute other bits of the run's first micro-batch than before, or than rank 0. With
+    ``train.exactness: elastic`` the attempt is refused. data: step, reference ("the state" | "rank
+    0"), ranks [{rank, node_id, differs ["the loss", "the gradients"], kernels [what is known to be
+    different]}]."""
     METRICS = "metrics"
     """A batch of steps. data: points [{step, at (unix seconds), values {name: float | null}, proof
     {chain, gradient, weights (hexadecimal digests; no gradient if a task makes its own steps)};

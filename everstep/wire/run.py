@@ -199,6 +199,9 @@ class Run(Answer):
     chain: str | None = None
     """Digest of the steps so far, in order: what each summed up to, its loss and its samples. Runs
     with equal chains took the same steps. Null before the first step, and for a user's own loop."""
+    exactness: Literal["world_size", "elastic"] = "world_size"
+    """What `train.exactness` of the spec says: the same bits at equal numbers of ranks, or at any.
+    A user's own loop decides itself."""
     guarantee: str | None = None
     """How samples are used over restarts and changes of the world size, in words; null before the
     first step."""

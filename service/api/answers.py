@@ -127,6 +127,7 @@ def run_json(
             for row in transitions
         ],
         "forked_from": origin and origin.model_dump(),
+        "exactness": run.exactness,
         "progress": progress_of(run, now),
         "usage": usage_of(run, now, prices),
     }

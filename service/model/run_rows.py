@@ -156,6 +156,11 @@ class RunRow(RunSummary):
         return self.stored_spec.resume_from
 
     @property
+    def exactness(self) -> str:
+        """Return ``train.exactness`` of the spec."""
+        return self.stored_spec.train.exactness
+
+    @property
     def max_system_failures(self) -> int:
         return self.stored_spec.recovery.max_system_failures
 
@@ -165,6 +170,7 @@ class ListedRun(RunSummary):
     """A run in a list, with what lists show of its spec."""
 
     resume_from: ResumeFrom | None
+    exactness: str | None
     max_system_failures: int | None
 
     @classmethod
@@ -172,6 +178,7 @@ class ListedRun(RunSummary):
         spec = table.c.spec
         parts = {
             "resume_from": spec["resume_from"],
+            "exactness": spec["train", "exactness"].as_string(),
             "max_system_failures": spec["recovery", "max_system_failures"].as_integer(),
         }
         names = cls.__dataclass_fields__
@@ -184,6 +191,8 @@ class ListedRun(RunSummary):
             # as StoredSpec reads it: fields of newer versions are ignored
             origin = ResumeFrom.model_validate(run.resume_from, extra="ignore")
             object.__setattr__(run, "resume_from", origin)
+        if run.exactness is None:  # a spec from before there was a choice
+            object.__setattr__(run, "exactness", "world_size")
         return run
 
 

@@ -27,6 +27,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.RECOVERED,
             EventKind.STRAGGLER,
             EventKind.SNAPSHOTS,
+            EventKind.NUMERICS_CHANGED,
             EventKind.CHECKPOINT_FAILED,
             EventKind.CHECKPOINT_CORRUPT,
             EventKind.DRILL_STARTED,

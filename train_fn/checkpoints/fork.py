@@ -172,6 +172,7 @@ def adopt(
         "scaler": state["scaler"] or into.scaler.state_dict(),
         "skipped": into.skipped.state_dict(),
         "ema": averages,
+        "numerics": None,  # of the other run's initial weights
         # A fork may change its samples, for example by augmentation or another split.
         "contents": None,
         "best": _best(state, ctx),

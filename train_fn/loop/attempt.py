@@ -9,6 +9,7 @@ from train_fn.loop.boundary import close_boundary
 from train_fn.loop.built_alike import require_same_after_step
 from train_fn.loop.commit import commit, require_whole
 from train_fn.loop.departure import leave
+from train_fn.loop.elastic_step import elastic_step
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
 from train_fn.loop.own_step import make_step
@@ -56,7 +57,12 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     state, progress.phase = replica.state, "step"
     training.profiler.boundary(state.step)
     # A collective: it returns on every rank or on none.
-    totals = forward_backward(training) if replica.own_updates is None else make_step(training)
+    if replica.exchange is not None:
+        totals = elastic_step(training, replica.exchange)
+    elif replica.own_updates is not None:
+        totals = make_step(training)
+    else:
+        totals = forward_backward(training)
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     require_together(training.ctx, replica, totals)
     training.flips.flip(replica)

@@ -57,5 +57,5 @@ def _facts(training: Training) -> dict[str, object]:
         "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
-        "reproducible": reproducibility(),
+        "reproducible": reproducibility(ctx.spec.train.exactness),
     }

@@ -32,6 +32,7 @@ from train_fn.tasks.checks import is_iterable, where
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
 from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
 from train_fn.tasks.own_step import step_method
+from train_fn.tasks.tree_metrics import TreeMetrics
 
 Sums = dict[str, tuple[float, float]]
 Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
@@ -70,7 +71,7 @@ def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Return each metric's sum over its weight. Sums are rounded once, so that they do not depend
     on which rank measured which micro-batch."""
-    own, before = build_own_metrics(replica.task), replica.trained.sums()
+    own, before = _own_metrics(replica), replica.trained.sums()
     with evaluating(replica.state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
     require_weights_unchanged(replica, before)
@@ -79,6 +80,12 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     return averages_of([entry for share, _, _ in shares for entry in share]) | own.computed(
         [states for _, states, _ in shares]
     )
+
+
+def _own_metrics(replica: Replica) -> OwnMetrics:
+    """Return the task's own metrics, merged as ``train.exactness`` says."""
+    kind = OwnMetrics if replica.exchange is None else TreeMetrics
+    return build_own_metrics(replica.task, kind)
 
 
 def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
@@ -118,7 +125,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
                 exc,
             )
             return
-    model, own = replica.state.model, build_own_metrics(replica.task)
+    model, own = replica.state.model, _own_metrics(replica)
 
     def first() -> Generator[tuple[int, Any]]:
         if is_iterable(val_set):
@@ -165,7 +172,7 @@ def _measure_all(
             seed_micro_batch(spec.train.seed, replica.state.step, number, device)
             with autocast(spec.train.precision, device):
                 found = _measure(task, replica.state.model, batch, loss)
-                measured.append((number, own.update(found)))
+                measured.append((number, own.update(found, number)))
     if num_empty:
         logger.warning(
             "collate returned None for %d batches of the validation set; they are left out",

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from train_fn.elastic.buffers import TreeSums
 from train_fn.errors import BadTask
 from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.samples.randomness import torch_generators
 from train_fn.samples.sampler import IndexArray, MicroBatch
 from train_fn.state.contents import Sketch, alike, few, sketch
+from train_fn.state.numerics import numerics_of
 from train_fn.state.optim import drop_gradients
 from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.checks import check_gradients, check_moves, uses_nothing, where
+from train_fn.tasks.protocol import Sum
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
@@ -51,13 +54,12 @@ def run_first_pass(
         replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
     moving, ignored = warm_up.look()
     check_moves(task, loss_sum)
-    replica.carrier.add(loss_sum, weight)
-    replica.carrier.backward(loss_sum)
-    if replica.used is not None:
-        replica.finish_exchange()
-    known = replica.carrier.take()
-    if 0 < known.weight < math.inf:
-        replica.weight_per_sample = known.weight / (len(indices) * peers.world_size)
+    weighed, num_ranks = _backward(replica, loss_sum, weight)
+    if torch.are_deterministic_algorithms_enabled():
+        averaged_over = 1 if replica.exchange is not None else peers.world_size
+        replica.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
+    if 0 < weighed < math.inf:
+        replica.weight_per_sample = weighed / (len(indices) * num_ranks)
     replica.trained.check_values(
         before,
         where(task, "loss"),
@@ -66,7 +68,9 @@ def run_first_pass(
     )
     _require_samples_unchanged(replica, loaded, batch, indices)
     if replica.used is None:
-        check_gradients(task, state.model, alone=peers.alone)
+        check_gradients(
+            task, state.model, may_be_unused=peers.alone or replica.exchange is not None
+        )
     else:
         if batch is not None and not len(replica.used):
             raise uses_nothing(task)
@@ -82,7 +86,28 @@ def run_first_pass(
     attributes.put_back()
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    return VolatileBuffers(places, moving, ignored, peers, state.carry, runs_again=runs_again)
+    return VolatileBuffers(
+        places,
+        moving,
+        ignored,
+        peers,
+        state.carry,
+        runs_again=runs_again,
+        sums=TreeSums(replica.exchange) if replica.exchange is not None else None,
+    )
+
+
+def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:
+    """Run the first backward pass. Return a sum of its micro-batch's weight over ranks, which all
+    run the same one, and the number of these ranks."""
+    if replica.exchange is not None:
+        loss_sum.backward()  # type: ignore[no-untyped-call]
+        return float(weight), 1
+    replica.carrier.add(loss_sum, weight)
+    replica.carrier.backward(loss_sum)
+    if replica.used is not None:
+        replica.finish_exchange()
+    return replica.carrier.take().weight, replica.peers.world_size
 
 
 def _warn_of_changes_in_backward(replica: Replica, names: list[str]) -> None:

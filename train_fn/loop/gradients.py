@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from storage.run_control import Stop
 from train_fn.errors import PeersGone
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count, difference
@@ -73,23 +74,30 @@ def load_next(
     return loaded.batch, differs
 
 
-def _last_backward(training: Training, loss: torch.Tensor) -> None:
-    """Run the last backward pass of a step. The step's totals travel with its gradients.
+def decisions(training: Training) -> tuple[Stop | None, int, bool]:
+    """Start to exchange what forward passes changed. Return the stop that this rank has received,
+    the step of a checkpoint to report, and whether to save. Every rank calls this once a step,
+    before its last backward pass.
 
     Raise PeersGone if the attempt was given up.
     """
-    replica, progress = training.replica, training.progress
     if training.ctx.is_abandoned():
         raise PeersGone("this attempt was given up; another one follows")
-    stop, committed, save = training.saver.decisions(progress.reported_checkpoint)
-    replica.volatile.start()
-    stop = training.ctx.journal.stop_requested or stop
+    stop, committed, save = training.saver.decisions(training.progress.reported_checkpoint)
+    training.replica.volatile.start()
+    return training.ctx.journal.stop_requested or stop, committed, save
+
+
+def _last_backward(training: Training, loss: torch.Tensor) -> None:
+    """Run the last backward pass of a step. The step's totals travel with its gradients."""
+    replica = training.replica
+    stop, committed, save = decisions(training)
     replica.carrier.backward(
         loss,
         stop,
         committed,
         save=save,
         has_news=replica.volatile.has_news,
-        own_s=progress.own_s,
+        own_s=training.progress.own_s,
     )
     replica.finish_exchange()

@@ -13,10 +13,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.context import WorkerContext
+from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
 from train_fn.loop.after_step import AfterStep
 from train_fn.loop.built_model import exchanges_in_forward, require_fit_for, warnings_of
 from train_fn.loop.built_optimizer import built_optimizer, built_scheduler, optimizer_source
+from train_fn.loop.elastic_rules import elastic_exchange
 from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
 from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
 from train_fn.loop.own_updates import OwnUpdates, own_updates
@@ -31,6 +33,7 @@ from train_fn.samples.stream_set import StreamSet
 from train_fn.state.contents import Contents, sketch
 from train_fn.state.ema import Ema
 from train_fn.state.frozen_part import FrozenPart
+from train_fn.state.numerics import Numerics
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import LearningRates, TrainedParameters
@@ -87,6 +90,10 @@ class Replica:
 
     own_updates: OwnUpdates | None = None
     """None unless the task makes its own steps."""
+    numerics: Numerics | None = None
+    """The fingerprint of this rank's kernels; None before the first pass, and without one."""
+    exchange: Exchange | None = None
+    """None unless ``train.exactness`` is elastic. Then it stands in for DDP and ``carrier``."""
 
     def __post_init__(self) -> None:
         self.exchanges_in_forward = exchanges_in_forward(self.state.model)
@@ -158,7 +165,7 @@ class Replica:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)
             return
-        if self.peers.alone:
+        if self.peers.alone or self.exchange is not None:
             self.wrapped = self.step_module
         else:
             self.wrapped = wrap(self.step_module, self.peers.device)
@@ -178,6 +185,8 @@ class Replica:
         self.state.task = self.task_state.capture()
         try_smallest(self)
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
+        if self.exchange is not None:
+            self.exchange.watch()
 
     def warn(self, text: str) -> None:
         """Warn the user: in the log, and in the attempt's ``training_started`` event."""
@@ -249,7 +258,7 @@ class Replica:
 def build_replica(ctx: WorkerContext) -> Replica:
     """Build the replica from the spec, the same on every rank. Nothing is exchanged yet."""
     spec, train = ctx.spec, ctx.spec.train
-    set_determinism(train.deterministic, ctx.device)
+    set_determinism(train.wants_determinism, ctx.device)
     bring_packages(ctx)
     if spec.code is not None:
         add_to_path(ctx.run_dir.storage, spec.code.archive)
@@ -314,6 +323,8 @@ def build_replica(ctx: WorkerContext) -> Replica:
         draws_from_torch_alone=spec.code is None,
     )
     replica.own_updates = own_updates(replica, train.grad_clip_norm)
+    if train.exactness == "elastic":
+        replica.exchange = elastic_exchange(replica, spec.scaling.max_workers)
     if debugging := lowered_level():
         replica.warn(debugging)
     for warning in warnings_of(model, in_eval):

@@ -22,6 +22,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.loop.built_alike import check_data, check_weights
 from train_fn.loop.replica import Replica
+from train_fn.loop.same_numerics import check_numerics
 from train_fn.loop.state_broadcast import broadcast
 from train_fn.snapshots.election import (
     Elected,
@@ -79,6 +80,7 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     replica.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()
+    check_numerics(ctx, replica)
     announce(ctx, state, restored)
     return restored
 

@@ -60,7 +60,7 @@ def device_env(spec: RunSpec) -> dict[str, str]:
     They keep torch from ending the process, which holds the state. With ``train.deterministic:
     true`` they also fix the order of summation.
     """
-    return NCCL_ENV | (_DETERMINISTIC_ENV if spec.train.deterministic is True else {})
+    return NCCL_ENV | (_DETERMINISTIC_ENV if spec.train.wants_determinism is True else {})
 
 
 def ray_train_env(settings: RecoverySettings) -> dict[str, str]:

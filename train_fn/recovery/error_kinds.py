@@ -21,6 +21,7 @@ from everstep.wire import ErrorKind, Verdict
 from storage.errors import StorageError
 from train_fn.errors import (
     CheckpointFailed,
+    NumericsChanged,
     PeersGone,
     RanksApart,
     Replaced,
@@ -140,6 +141,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.DEVICE_MEMORY, "torch:AcceleratorError", _DEVICE_MEMORY_WORDS),
     _Row(ErrorKind.USER, "torch:AcceleratorError", _DEVICE_MISUSE_WORDS),
     _Row(ErrorKind.DEVICE, "torch:AcceleratorError"),
+    _Row(ErrorKind.DEVICE, NumericsChanged),
     _Row(ErrorKind.COLLECTIVE, PeersGone),
     _Row(ErrorKind.COLLECTIVE, Replaced),
     _Row(ErrorKind.COLLECTIVE, "torch.distributed:DistError"),

@@ -20,7 +20,7 @@ ABORTING_SILENT_S = 10.0
 """The same while ranks abort their collectives: an abort may hold Python up."""
 
 WAITING_FILES = (
-    *("/torch/distributed/", "/torch/autograd/graph.py"),
+    *("/torch/distributed/", "/torch/autograd/graph.py", "/train_fn/elastic/"),
     *("/ray/_private/", "/ray/train/", "/ray/util/"),
     *(
         "/train_fn/loop/own_step.py",

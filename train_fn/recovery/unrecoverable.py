@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from everstep.spec.sections import RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
+from train_fn.errors import NumericsChanged
 from train_fn.recovery.links import ENDED_AFTER, WHAT_TO_CHECK, times_in_a_row, words
 from train_fn.recovery.past_failures import PastFailure, made_progress
 from train_fn.recovery.verdict import Judgement
@@ -87,6 +88,8 @@ def device_error_follows(judgement: Judgement, past: Sequence[PastFailure]) -> R
         failure.is_like(judgement) and failure.node_id != judgement.node_id for failure in past
     ):
         return None
+    if (judgement.exception or "").startswith(NumericsChanged.__name__):
+        return RunEnd(ReasonCode.INFEASIBLE, f"on two nodes in turn: {judgement.exception}")
     return RunEnd(
         ReasonCode.USER_ERROR,
         f"the same error of the device {judgement.place} on two nodes, and neither shows a "

@@ -61,6 +61,15 @@ class Sampler:
         """Return the number of samples in an epoch's global batch ``k``."""
         return min(self.global_batch_size, self.num_samples - k * self.global_batch_size)
 
+    def num_micro(self, k: int) -> int:
+        """Return the number of micro-batches in an epoch's global batch ``k``."""
+        return -(-self.size_of(k) // self.micro_batch_size)
+
+    def numbers(self, k: int, rank: int, world_size: int) -> range:
+        """Return the numbers of the micro-batches that a rank runs of an epoch's global batch
+        ``k``."""
+        return share_of(self.num_micro(k), rank, world_size)
+
     def samples_before(self, k: int) -> int:
         """Return the samples in the first ``k`` global batches of an epoch."""
         return min(k * self.global_batch_size, self.num_samples)

@@ -47,6 +47,13 @@ class StreamSampler(Sampler):
         streams = share_of(self.num_streams, rank, world_size)
         return [micro for stream in streams for micro in self.of_stream(stream, epoch, k)]
 
+    def numbers(self, k: int, rank: int, world_size: int) -> range:
+        streams = share_of(self.num_streams, rank, world_size)
+        size = self.size_of(k)
+        if not streams:
+            return range(0)
+        return range(self._numbers(streams[0], size).start, self._numbers(streams[-1], size).stop)
+
     def stream_of(self, micro: MicroBatch) -> int:
         return int(micro.indices[0]) % self.num_streams
 

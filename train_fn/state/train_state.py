@@ -118,6 +118,8 @@ class TrainState:
         self.parent: str | None = None
         """Newest committed checkpoint that this rank knows this state to descend from."""
         self.tail = EventTail()
+        self.numerics: dict[str, Any] | None = None
+        """Fingerprint of the run's kernels (``Numerics``); None if the state is older."""
         self.task: Any = None
         """The task's own state (``TaskState``) after the last step."""
         self._unsaved: dict[str, Place] = {}
@@ -184,6 +186,7 @@ class TrainState:
             "skipped": self.skipped.state_dict(),
             "ema": ema,
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
+            "numerics": self.numerics,
         }
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
@@ -243,6 +246,7 @@ class TrainState:
         self.chain.load(state.get("chain"))
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
+        self.numerics = state.get("numerics")
         self.step = state["step"]
         self.closed_epochs = state["closed_epochs"]
         self.evaluated_step = state["evaluated_step"]

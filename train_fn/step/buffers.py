@@ -8,16 +8,30 @@ each micro-batch, or the value after the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from train_fn.step.buffer_rules import rules_of
+from train_fn.step.buffer_rules import Rule, rules_of
 from train_fn.step.late_changes import LateChanges
 from train_fn.step.peers import Peers
 from train_fn.step.step_values import StepValues
 from train_fn.step.untrained import Place, copy_all, is_alike, present, shape_fault
+
+
+class BufferSums:
+    """Make what sums the values of a step: here rank by rank, in the order of ranks."""
+
+    def values(
+        self, tensors: list[torch.Tensor], rules: Sequence[Rule], peers: Peers
+    ) -> StepValues:
+        """Return the sums of tensors that are known to change."""
+        return StepValues(tensors, rules, peers)
+
+    def late_changes(self, places: list[Place], ignored: set[int], peers: Peers) -> LateChanges:
+        """Return the watch over the others."""
+        return LateChanges(places, ignored, peers)
 
 
 class VolatileBuffers:
@@ -36,6 +50,7 @@ class VolatileBuffers:
         carry: is called with the places that change.
         runs_again: whether backward passes run forward passes again, which changes buffers a second
             time.
+        sums: how values are summed over a step; as ``BufferSums`` if None.
     """
 
     def __init__(
@@ -47,10 +62,12 @@ class VolatileBuffers:
         carry: Callable[[list[Place]], None],
         *,
         runs_again: bool = False,
+        sums: BufferSums | None = None,
     ) -> None:
         self._places, self._peers, self._ignored, self._carry = places, peers, set(ignored), carry
-        self._may_be_plain = peers.alone and not runs_again
-        self._late = LateChanges(places, self._ignored, peers)
+        self._sums = sums or BufferSums()
+        self._may_be_plain = peers.alone and not runs_again and sums is None
+        self._late = self._sums.late_changes(places, self._ignored, peers)
         self._is_kept = self._is_plain = False
         self._num_samples = self._own_samples = self._num_passes = 0
         self._follow(moving)
@@ -63,7 +80,7 @@ class VolatileBuffers:
         self._slots = [(place.holder, place.key) for place in self.moving]
         self._tensors = [present(place) for place in self.moving]
         self._before = [tensor.detach().clone() for tensor in self._tensors]
-        self._values = StepValues(self._tensors, rules_of(self.moving), self._peers)
+        self._values = self._sums.values(self._tensors, rules_of(self.moving), self._peers)
 
     @property
     def moving(self) -> list[Place]:
@@ -115,10 +132,11 @@ class VolatileBuffers:
         if self._late.found:
             self._late.rewind()
 
-    def passed(self, num_samples: int) -> None:
-        """Add the values after a forward pass on ``num_samples`` samples. The number is 0 if this
-        rank ran the pass only because its peers did."""
+    def passed(self, num_samples: int, number: int = 0) -> None:
+        """Add the values after a forward pass on ``num_samples`` samples. That is 0 if this rank
+        ran the pass only because its peers did. ``number`` is that of its micro-batch."""
         is_first = self._num_passes == 0
+        self._late.passes(num_samples, number)
         fault = self._late.note(num_samples, self._own_samples, is_first=is_first)
         if fault is not None:
             raise fault
@@ -128,7 +146,7 @@ class VolatileBuffers:
             return
         now = self._now()
         if not self._is_plain:
-            self._values.add(now, num_samples, is_first=is_first)
+            self._values.add(now, num_samples, is_first=is_first, number=number)
 
     def start(self) -> None:
         """Start the collectives over ranks. Call this after the step's last forward pass, so that

@@ -12,6 +12,8 @@ import torch
 
 BITWISE = "bitwise"
 """The same world size on the same hardware gives the same bits, even across restarts."""
+ELASTIC = "bitwise at every world size"
+"""As ``BITWISE``, whatever the number of ranks and its changes."""
 BITWISE_WHERE_POSSIBLE = "bitwise where kernels are"
 """As ``BITWISE``, except for operators without a deterministic kernel. Torch warns of each."""
 FLOAT_TOLERANCE = "float tolerance"
@@ -28,8 +30,10 @@ def set_determinism(wanted: bool | Literal["auto"], device: torch.device) -> Non
         torch.backends.cudnn.benchmark = not deterministic
 
 
-def reproducibility() -> str:
+def reproducibility(exactness: Literal["world_size", "elastic"] = "world_size") -> str:
     """Return a text for users on how reproducible results of this process are."""
+    if exactness == "elastic":
+        return ELASTIC
     if not torch.are_deterministic_algorithms_enabled():
         return FLOAT_TOLERANCE
     if torch.is_deterministic_algorithms_warn_only_enabled():

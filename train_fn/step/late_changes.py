@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Change:
+class Change:
     """Hold a tensor that this rank saw change for the first time. The ranks have not agreed on it
     yet."""
 
@@ -31,8 +32,9 @@ class _Change:
     """Its value when the step began; None if no copy was kept."""
     first: torch.Tensor
     """Its value after this rank's first pass."""
-    total: torch.Tensor
-    """The sum of its values after each pass, weighted by the pass's samples."""
+    total: Any
+    """The sum of its values after each pass, weighted by the pass's samples: a tensor, unless a
+    subclass of ``LateChanges`` keeps another form."""
 
 
 class LateChanges:
@@ -45,7 +47,7 @@ class LateChanges:
 
     def __init__(self, places: list[Place], ignored: set[int], peers: Peers) -> None:
         self._places, self._ignored, self._peers = places, ignored, peers
-        self.found: dict[int, _Change] = {}
+        self.found: dict[int, Change] = {}
         """Changes that the ranks have not agreed on, by number of the place."""
         self._unfit: dict[int, Kept] = {}
         """Tensors that took another shape since the watch began."""
@@ -67,7 +69,7 @@ class LateChanges:
             self._watch.refresh(moved)
         for change in self.found.values():
             change.before = change.tensor.detach().clone()
-            change.total = torch.zeros_like(change.total)
+            change.total = self.new_total(change.first)
 
     def rewind(self) -> None:
         """Reset the changed tensors to their values at the beginning of the step."""
@@ -93,7 +95,7 @@ class LateChanges:
             if now is None or not is_alike(now, change.tensor):
                 fault = fault or shape_fault(self._places[number], now, change.tensor)
                 continue
-            change.total += now.detach().double() * num_samples
+            self.add_to_total(change, now.detach(), num_samples)
             change.first = now.detach().clone() if is_first else change.first
         moved = self._watch.moved()
         for number, kept in self._watch.drop(moved).items() if moved else ():
@@ -106,7 +108,9 @@ class LateChanges:
                 "a forward pass changed %s for the first time; every step commits it from now on",
                 place.name,
             )
-            self.found[number] = _change_of(kept, now, own_samples, num_samples, is_first=is_first)
+            self.found[number] = self._change_of(
+                kept, now, own_samples, num_samples, is_first=is_first
+            )
         return fault
 
     def agree(self, moving: Sequence[Place], num_samples: int, own_samples: int) -> None:
@@ -127,9 +131,8 @@ class LateChanges:
         by_first = [number for number, rule in zip(numbers, rules, strict=True) if rule == "first"]
         by_mean = [number for number, rule in zip(numbers, rules, strict=True) if rule == "mean"]
         firsts = peers.share({number: self.found[number].first.cpu() for number in by_first}, 0)
-        totals = peers.gather({number: self.found[number].total.cpu() for number in by_mean})
-        means = {number: sum(each[number] for each in totals) / num_samples for number in by_mean}
-        self._agreed = firsts | means
+        totals = self.totals_over_ranks(by_mean)
+        self._agreed = firsts | {number: total / num_samples for number, total in totals.items()}
 
     def adopt(self) -> list[int]:
         """Write the agreed values into the model. Return the numbers of their places."""
@@ -186,24 +189,52 @@ class LateChanges:
             if number in moved:
                 place.holder[place.key] = kept.tensor
                 copy_all([kept.tensor], [kept.copy if kept.copy is not None else kept.tensor])
-            self.found[number] = _change_of(kept, kept.tensor, 0, 0, is_first=True)
+            self.found[number] = self._change_of(kept, kept.tensor, 0, 0, is_first=True)
 
-    def _unchanged(self, number: int, own_samples: int) -> _Change:
+    def _unchanged(self, number: int, own_samples: int) -> Change:
         """Return the entry for a tensor that changed only on other ranks."""
         [kept] = (self._watch.drop([number]) or {number: self._unfit.pop(number)}).values()
         current = keep([kept.tensor], kept.tensor.nbytes)[0]
-        return _change_of(current, kept.tensor, own_samples, 0, is_first=True)
+        return self._change_of(current, kept.tensor, own_samples, 0, is_first=True)
 
     def _is_torn(self, number: int, kept: Kept) -> bool:
         return self._places[number].is_saved and kept.differs(kept.tensor)
 
+    def _change_of(
+        self, kept: Kept, now: torch.Tensor, own_samples: int, num_samples: int, *, is_first: bool
+    ) -> Change:
+        """Return the entry for a tensor that is ``now``, and was as ``kept`` after the step's
+        earlier passes."""
+        before = now.detach() if kept.copy is None else kept.copy
+        total = self.first_total(before, now.detach(), own_samples, num_samples)
+        first = (now.detach() if is_first else before).clone()
+        return Change(kept.tensor, kept.copy, first, total)
 
-def _change_of(
-    kept: Kept, now: torch.Tensor, own_samples: int, num_samples: int, *, is_first: bool
-) -> _Change:
-    """Return the entry for a tensor that is ``now``, and was as ``kept`` after the step's earlier
-    passes."""
-    before = now.detach() if kept.copy is None else kept.copy
-    total = before.double() * own_samples + now.detach().double() * num_samples
-    first = (now.detach() if is_first else before).clone()
-    return _Change(kept.tensor, kept.copy, first, total)
+    # -- sums, which a subclass may keep in another form
+
+    def passes(self, num_samples: int, number: int) -> None:
+        """Take note of a forward pass over micro-batch ``number``, before its changes."""
+
+    def new_total(self, form: torch.Tensor) -> Any:
+        """Return the sum over no pass, of a tensor like ``form``."""
+        return torch.zeros_like(form, dtype=torch.float64)
+
+    def add_to_total(self, change: Change, value: torch.Tensor, num_samples: int) -> None:
+        """Add the value after a forward pass on ``num_samples`` samples."""
+        change.total += value.double() * num_samples
+
+    def first_total(
+        self, before: torch.Tensor, now: torch.Tensor, own_samples: int, num_samples: int
+    ) -> Any:
+        """Return the sum after a pass that left ``now``, where the passes before left ``before``.
+
+        Args:
+            own_samples: samples of this rank's earlier passes in the step.
+            num_samples: samples of the pass; 0 if none of this rank's changed the tensor.
+        """
+        return before.double() * own_samples + now.double() * num_samples
+
+    def totals_over_ranks(self, numbers: list[int]) -> dict[int, torch.Tensor]:
+        """Return the sums over all ranks for these places. A collective."""
+        ranks = self._peers.gather({number: self.found[number].total.cpu() for number in numbers})
+        return {number: sum(each[number] for each in ranks) for number in numbers}

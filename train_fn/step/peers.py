@@ -47,6 +47,58 @@ class Peers:
         before reading it."""
         return None if self.alone else dist.all_reduce(tensor, async_op=True)
 
+    @cached_property
+    def others(self) -> list[int]:
+        """Return the ranks of the peers. Each rank begins with another one, so that not all send
+        to the same."""
+        return [(self.rank + offset) % self.world_size for offset in range(1, self.world_size)]
+
+    @property
+    def has_cheap_messages(self) -> bool:
+        """Return whether messages between two ranks cost no more than their part in a collective,
+        and fail by themselves if the other one is gone."""
+        return self._fails_by_itself
+
+    def start_send(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
+        """Start to send the bytes of a contiguous ``tensor`` to rank ``to``."""
+        work = dist.isend(tensor.view(torch.uint8), to, tag=tag)
+        assert work is not None
+        return work
+
+    def start_receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
+        """Start to overwrite a contiguous ``tensor`` with the bytes that rank ``source`` sends with
+        the same tag. Wait for the returned work before reading it."""
+        work = dist.irecv(tensor.view(torch.uint8), source, tag=tag)
+        assert work is not None
+        return work
+
+    def start_all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Start to overwrite ``rows``, flat, with the contiguous ``own`` of every rank, by rank."""
+        # torch 2.14 gives it a new name, and warns of the old one
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: dist.Work = gather(rows.view(torch.uint8), own.view(torch.uint8), async_op=True)
+        return work
+
+    def start_all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sizes: list[int]
+    ) -> dist.Work:
+        """Start to send a part of the flat ``sent`` to each rank, and to receive one from each.
+
+        Args:
+            counts: elements that come from each rank.
+            sizes: elements that go to each rank.
+        """
+        unit = sent.element_size()
+        work: dist.Work | None = dist.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [unit * count for count in counts],
+            [unit * size for size in sizes],
+            async_op=True,
+        )
+        assert work is not None
+        return work
+
     def result(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` on the CPU once the collective that writes it has finished.
 

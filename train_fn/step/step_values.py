@@ -37,9 +37,15 @@ class StepValues:
         self._bytes, self._first_of = _flat_like([tensors[at] for at in self._firsts], peers.device)
         self._works: list[dist.Work] = []
 
-    def add(self, now: list[torch.Tensor], num_samples: int, *, is_first: bool) -> None:
-        """Add the tensors as they are after a forward pass on ``num_samples`` samples. ``is_first``
-        for this rank's first pass of the step."""
+    def add(
+        self, now: list[torch.Tensor], num_samples: int, *, is_first: bool, number: int = 0
+    ) -> None:
+        """Add the tensors as they are after a forward pass on ``num_samples`` samples.
+
+        Args:
+            is_first: whether it is this rank's first pass of the step.
+            number: of its micro-batch.
+        """
         if is_first and self._means:
             copy_all(self._sum_of, [now[at] for at in self._means])
             # Infinity times 0 is NaN, not 0.

@@ -257,16 +257,20 @@ def uses_nothing(task: Task) -> BadTask:
     )
 
 
-def check_gradients(task: Task, model: nn.Module, *, alone: bool) -> None:
-    """After a first backward. Raises BadTask where parameters had no part in the loss, which ranks
-    could not agree on."""
+def check_gradients(task: Task, model: nn.Module, *, may_be_unused: bool) -> None:
+    """Raise BadTask if parameters had no part in the loss of a first backward pass.
+
+    Args:
+        may_be_unused: whether some may have none. All need one if the ranks could not agree on
+            which have a gradient.
+    """
     trained = [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
     unused = [name for name, parameter in trained if parameter.grad is None]
     if len(unused) == len(trained):
         raise uses_nothing(task)
-    if unused and not alone:
+    if unused and not may_be_unused:
         shown = ", ".join(unused[:_NAMES_SHOWN]) + (", …" if len(unused) > _NAMES_SHOWN else "")
         raise BadTask(
             f"{len(unused)} of {len(trained)} parameters have no part in the loss of "

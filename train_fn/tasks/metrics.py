@@ -30,9 +30,9 @@ class OwnMetrics:
         for metric in self._metrics.values():
             metric.to(device)
 
-    def update(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Update the metrics with what ``metrics`` returned for a micro-batch, unless it is None.
-        Return the other values, which are sums. Raises BadTask."""
+    def update(self, values: dict[str, Any], number: int = 0) -> dict[str, Any]:
+        """Update the metrics with what ``metrics`` returned for micro-batch ``number``, unless it
+        is None. Return the other values, which are sums. Raises BadTask."""
         for name, metric in self._metrics.items():
             if name in values and values[name] is None:
                 continue
@@ -55,12 +55,7 @@ class OwnMetrics:
         one for each key. Raises BadTask."""
         found: dict[str, float] = {}
         for name in self._metrics:
-            whole = None
-            for metric in (ranks[name] for ranks in states if name in ranks):
-                if whole is None:
-                    whole = metric
-                else:
-                    self._merge(name, whole, metric)
+            whole = self.merged(name, states)
             value = math.nan if whole is None else whole.compute()
             parts = (
                 {f"{name}_{key}": part for key, part in value.items()}
@@ -69,6 +64,16 @@ class OwnMetrics:
             )
             found |= {key: self._number(key, part) for key, part in parts.items()}
         return found
+
+    def merged(self, name: str, states: list[dict[str, Any]]) -> Any | None:
+        """Return a metric over all ranks' states; None if no rank has updated it."""
+        whole = None
+        for metric in (ranks[name] for ranks in states if name in ranks):
+            if whole is None:
+                whole = metric
+            else:
+                self._merge(name, whole, metric)
+        return whole
 
     def _merge(self, name: str, whole: Any, metric: Any) -> None:
         try:
@@ -89,8 +94,12 @@ class OwnMetrics:
         return float(value)
 
 
-def build_own_metrics(task: Task) -> OwnMetrics:
-    """Return the task's metrics, empty. Raises BadTask for objects that are no metrics."""
+def build_own_metrics(task: Task, kind: type[OwnMetrics] = OwnMetrics) -> OwnMetrics:
+    """Return the task's metrics, empty. Raises BadTask for objects that are no metrics.
+
+    Args:
+        kind: says how ranks merge their states.
+    """
     build = getattr(task, "build_metrics", None)
     metrics = build() if build is not None else {}
     source = where(task, "build_metrics")
@@ -111,4 +120,4 @@ def build_own_metrics(task: Task) -> OwnMetrics:
         raise BadTask(
             f"{source} needs a method metrics(model, batch), which says what they are updated with"
         )
-    return OwnMetrics(task, metrics)
+    return kind(task, metrics)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from everstep import RunSpec
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import auto_micro_batch_size
+from everstep.spec.sections import TrainSpec
 from tests.support.raw_specs import OWN, OWN_FUNCTION, spec
 
 CONTRACT: dict[str, Any] = {
@@ -41,6 +42,7 @@ CONTRACT: dict[str, Any] = {
         "compile": False,
         "loader": {"num_workers": "auto", "prefetch_factor": 4},
         "unused_parameters": "zero",
+        "exactness": "world_size",
         "ema_decay": None,
     },
     "scaling": {
@@ -198,3 +200,15 @@ def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(
             RunSpec.model_validate(spec(checkpoint=checkpoint.model_dump())).checkpoint
             == checkpoint
         ), "as it was resolved"
+
+
+def test_elastic_exactness_makes_auto_strict_and_is_the_only_thing_that_does() -> None:
+    for exactness, wanted, found in (
+        ("elastic", "auto", True),
+        ("elastic", True, True),
+        ("world_size", "auto", "auto"),
+        ("world_size", False, False),
+    ):
+        train = TrainSpec.model_validate({"exactness": exactness, "deterministic": wanted})
+        assert train.wants_determinism == found
+    assert not TrainSpec(exactness="elastic").compile

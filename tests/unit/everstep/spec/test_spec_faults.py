@@ -67,6 +67,16 @@ def test_all_faults_are_found_at_once() -> None:
     [
         (spec(train={"epoks": 3}), "train.epoks", "did you mean 'epochs'?"),
         (
+            spec(train={"exactness": "elastic", "compile": True}),
+            "train.compile",
+            "compile is true, and exactness elastic needs false",
+        ),
+        (
+            spec(train={"deterministic": False, "exactness": "elastic"}),
+            "train.deterministic",
+            "deterministic is false, and exactness elastic needs true",
+        ),
+        (
             spec(optimizer={"name": "adm"}),
             "optimizer.name",
             "'adm' is not known; choose one of 'adamw', 'adam', 'sgd'",

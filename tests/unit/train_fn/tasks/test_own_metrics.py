@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from train_fn.errors import BadTask
 from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
+from train_fn.tasks.tree_metrics import TreeMetrics
 from train_fn.user_code.torchvision_ops import declare_missing_ops
 
 pytestmark = pytest.mark.own_process
@@ -119,3 +121,36 @@ def test_a_batch_that_has_nothing_for_a_metric_says_none() -> None:
     assert own.computed([own.states()]) == pytest.approx(
         {name: float(value) for name, value in expected.items()}
     )
+
+
+def measured_in_a_tree(task: Any, *shares: list[int]) -> dict[str, float]:
+    ranks = [build_own_metrics(task, TreeMetrics) for _ in shares]
+    for own, share in zip(ranks, shares, strict=True):
+        for number in share:
+            part = slice(number * 10, number * 10 + 10)
+            f1 = None if number == 4 else (SCORES[part], TARGETS[part])
+            own.update({"mean": (0.1 * SCORES[part],), "f1": f1}, number)
+    return ranks[0].computed([pickle.loads(pickle.dumps(own.states())) for own in ranks])
+
+
+def test_states_are_merged_in_one_order_whoever_measured_what() -> None:
+    """Contiguous shares, and those of an iterable set, which go round; one batch has no value."""
+    task = Task(mean=torchmetrics.MeanMetric(), f1=torchmetrics.F1Score(task="binary"))
+    alone = measured_in_a_tree(task, list(range(9)))
+    for shares in (
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8]],
+        [[0, 2, 4, 6, 8], [1, 3, 5, 7]],
+        [[0, 1, 2], [3, 4, 5], [], [6, 7, 8]],
+        [[8], list(range(8))],
+    ):
+        assert measured_in_a_tree(task, *shares) == alone
+    assert alone["f1"] == pytest.approx(
+        float(
+            torchmetrics.F1Score(task="binary")(
+                torch.cat([SCORES[:40], SCORES[50:]]), torch.cat([TARGETS[:40], TARGETS[50:]])
+            )
+        )
+    )
+    with torch.no_grad():
+        nothing = build_own_metrics(task, TreeMetrics)
+    assert all(map(math.isnan, nothing.computed([nothing.states()]).values()))

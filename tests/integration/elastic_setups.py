@@ -1,0 +1,127 @@
+"""Ways of exchange, tasks, deaths and kernels for tests of ``train.exactness: elastic``. Each
+function changes its own process only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration import moving_buffers, trainees
+from tests.integration.model_kinds import clip_task
+from train_fn.elastic import exchange
+from train_fn.elastic.slices import MessageSlices
+from train_fn.loop import first_pass, replica
+from train_fn.state.numerics import Numerics
+from train_fn.step.peers import Peers
+
+KILLED_RANK, KILLED_STEP = 1, 3
+
+
+def by_slices() -> None:
+    """Treat every model as a large one, of many buckets."""
+    exchange.SMALL_BYTES = 0
+    exchange.BUCKET_BYTES = 4096
+
+
+def killed_between_slices() -> None:
+    """As ``by_slices``. Rank 1 ends itself with SIGKILL in the exchange of its fourth step: its
+    header and its nodes are sent, its part of the result is not."""
+    by_slices()
+    complete, steps = MessageSlices.complete, 0
+
+    def complete_or_die(self: MessageSlices) -> None:
+        nonlocal steps
+        if dist.get_rank() == KILLED_RANK and self._number == 1:
+            steps += 1
+            if steps > KILLED_STEP:
+                os.kill(os.getpid(), signal.SIGKILL)
+        complete(self)
+
+    MessageSlices.complete = complete_or_die  # type: ignore[method-assign]
+
+
+def by_collectives() -> None:
+    """As over NCCL: no messages between two ranks."""
+    by_slices()
+    Peers.has_cheap_messages = False  # type: ignore[assignment, method-assign]
+
+
+class Spread:
+    """A metric as torchmetrics has them, whose state is a sum in float32: its bits depend on the
+    order in which it is updated and merged."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.update_count = torch.zeros(()), 0
+
+    def update(self, errors: torch.Tensor) -> None:
+        self.total, self.update_count = self.total + errors.abs().sum(), self.update_count + 1
+
+    def merge_state(self, other: Spread) -> None:
+        self.total = self.total + other.total
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+    def to(self, device: torch.device) -> Spread:
+        return self
+
+    def cpu(self) -> Spread:
+        return self
+
+
+class MeasuredTask(moving_buffers.MovingTask):
+    """A user's task: all kinds of state that forward passes change, and a metric of its own over
+    validation data of several micro-batches."""
+
+    def build_datasets(self) -> dict[str, Any]:
+        rows = trainees.Lines(num_samples=900)
+        return super().build_datasets() | {"val": rows}
+
+    def build_metrics(self) -> dict[str, Any]:
+        return {"spread": Spread()}
+
+    def metrics(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"spread": (model(batch["x"], batch["index"]) - batch["y"],)}
+
+
+def measured_task() -> None:
+    by_slices()
+    replica.build_task = lambda spec: MeasuredTask()
+
+
+def exchanging_model() -> None:
+    clip_task()
+
+
+def other_kernels_on_second_rank() -> None:
+    """Rank 1's kernels compute other gradients."""
+    trainees.regression()
+    numerics_of = first_pass.numerics_of
+
+    def numerics_of_rank(*args: Any) -> Numerics:
+        found = numerics_of(*args)
+        if dist.get_rank() == 1:
+            kernels = found.kernels.replace(" threads", "00 threads")
+            return Numerics(found.loss, "other", found.world_size, kernels)
+        return found
+
+    first_pass.numerics_of = numerics_of_rank
+
+
+def other_kernels() -> None:
+    """All ranks' kernels compute another loss, as after a move to other machines."""
+    trainees.regression()
+    numerics_of = first_pass.numerics_of
+
+    def numerics_there(*args: Any) -> Numerics:
+        found = numerics_of(*args)
+        return Numerics("0x1p+0", found.gradients, found.world_size, found.kernels)
+
+    first_pass.numerics_of = numerics_there

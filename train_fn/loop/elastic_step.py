@@ -1,0 +1,62 @@
+"""The gradients of one global batch with ``train.exactness: elastic``: the same bits at every world
+size."""
+
+from __future__ import annotations
+
+from train_fn.elastic.exchange import Exchange
+from train_fn.loop.gradients import decisions, load_next
+from train_fn.loop.training import Training
+from train_fn.step.step_totals import StepTotals
+
+
+def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
+    """Compute the gradients of the global batch's mean loss, and exchange the step's totals. Those
+    of each micro-batch are computed alone, and added in an order that no rank decides.
+
+    A collective. It returns on every rank, or on none, with the same totals and gradients.
+    """
+    replica, progress = training.replica, training.progress
+    state, volatile = replica.state, replica.volatile
+    num_samples, share, hashes, expected = replica.plans.of(state.step)
+    scale = 1.0 / (num_samples * replica.weight_per_sample)
+    exchange.begin(state.step, state.k, expected.samples, replica.fingerprints.header)
+    volatile.begin(num_samples, len(share))
+    for position, micro in enumerate(share):
+        batch, differs = load_next(training, micro, hashes[position])
+        if position:
+            volatile.rewind()
+        replica.seed(state.step, micro.number)
+        loss_sum, weight = replica.forward(batch)
+        volatile.passed(len(micro.indices), micro.number)
+        exchange.add(loss_sum, weight, differs)
+        loss = state.scaler.scale(loss_sum * scale)
+        if position == len(share) - 1:
+            _send(training, exchange, micro.number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        exchange.fold(micro.number)
+    if not share:
+        _send(training, exchange, None)
+    replica.trained.check_flags()
+    training.loader.prefetch()  # the device computes meanwhile
+    totals = exchange.take()
+    volatile.wait()
+    is_whole = totals.fault(state.step, num_samples) is None
+    if totals.facts.num_with_news and is_whole:
+        volatile.agree()
+    if replica.used is not None and is_whole:
+        replica.used.drop_unused()
+    progress.own_s = training.clock.gate()
+    return totals
+
+
+def _send(training: Training, exchange: Exchange, last: int | None) -> None:
+    """Send what the ranks need to know of this step before the last backward pass."""
+    stop, committed, save = decisions(training)
+    exchange.send(
+        last,
+        stop,
+        committed,
+        save=save,
+        has_news=training.replica.volatile.has_news,
+        own_s=training.progress.own_s,
+    )
