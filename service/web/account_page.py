@@ -86,7 +86,8 @@ async def post_rights(
     request: Request, context: Context, form: CheckedForm, token: SessionToken
 ) -> Response:
     """Use other rights of the same user in this session, such as another project."""
-    mine = [] if token.user_id is None else await _grants(context, token.user_id)
+    may_switch = token.user_id is not None and token.kind == "log_in"
+    mine = await _grants(context, str(token.user_id)) if may_switch else []
     chosen = next((row for row in mine if row.id == form.get("token_id")), None)
     if chosen is None:
         raise not_found("these rights are not yours any more; log in again")
