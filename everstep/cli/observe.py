@@ -39,6 +39,8 @@ def goodput(
             _rows(found.buckets, found.wall_s),
             empty="no time has passed yet",
         )
+        if found.first_start is not None and (start := words.first_start(found.first_start)):
+            out.line(f"first step: {start}")
         return
     projects = out.client().goodput(project)
     if out.as_json:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.wire import Run, RunStatus, Usage
+from everstep.wire import FirstStart, Run, RunStatus, Usage
 
 STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.QUEUED: "cyan",
@@ -134,3 +134,22 @@ def usage_parts(usage: Usage | None) -> list[str]:
     if usage.cost is not None:
         parts.append(f"{usage.cost:.2f} {usage.currency}")
     return parts
+
+
+_PARTS: Mapping[str, str] = {
+    "queued_s": "queued",
+    "job_s": "Ray job and driver",
+    "ranks_s": "processes of the ranks",
+    "model_s": "model and state",
+    "data_s": "optimizer and data",
+    "step_s": "first step",
+}
+
+
+def first_start(start: FirstStart) -> str:
+    """Return how long a run took to its first step, and for what; empty if nothing is known."""
+    known = {name: getattr(start, name) for name in _PARTS if getattr(start, name) is not None}
+    parts = ", ".join(f"{_PARTS[name]} {duration(took)}" for name, took in known.items())
+    if start.step_s is None:
+        return parts
+    return f"{duration(sum(known.values()))} after submission: {parts}"

@@ -8,6 +8,7 @@ from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readin
 from everstep.wire.failure import CausingDrill, ErrorKind, Failure, Verdict
 from everstep.wire.figures import (
     EpochSamples,
+    FirstStart,
     Goodput,
     GoodputBuckets,
     GpuUse,
@@ -59,6 +60,7 @@ __all__ = [
     "ErrorKind",
     "Event",
     "Failure",
+    "FirstStart",
     "ForkedFrom",
     "Goodput",
     "GoodputBuckets",

@@ -134,10 +134,30 @@ class GoodputBuckets(Answer):
     idle: float = 0.0
 
 
+class FirstStart(Answer):
+    """Seconds from a run's creation to its first step, one after the other. Null for what has not
+    ended yet, and for a part that the run's kind of code does not have."""
+
+    queued_s: float | None = None
+    """In the queue."""
+    job_s: float | None = None
+    """Ray starts the job, and the driver imports what it needs."""
+    ranks_s: float | None = None
+    """Ray places the ranks and starts their processes."""
+    model_s: float | None = None
+    """The ranks meet, try the storage, build the model and restore a state."""
+    data_s: float | None = None
+    """The ranks build optimizer and loaders."""
+    step_s: float | None = None
+    """The first step."""
+
+
 class Goodput(Answer):
     wall_s: float
     buckets: GoodputBuckets
     goodput: float | None
+    first_start: FirstStart | None = None
+    """Null for a run that an older version began."""
 
 
 class ProjectGoodput(Answer):

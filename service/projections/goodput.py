@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from everstep.wire import Goodput, GoodputBuckets, RunStatus, Verdict
+from everstep.wire import FirstStart, Goodput, GoodputBuckets, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 
@@ -25,6 +25,16 @@ _BUCKET_OF_STATUS: Final = {
     RunStatus.FAILED.value: "idle",
     RunStatus.CANCELLED.value: "idle",
 }
+
+
+_ENDS_PART: Final[dict[str, str]] = {
+    EventKind.SUBMISSION_STARTED: "job_s",
+    EventKind.ATTEMPT_STARTED: "ranks_s",
+    EventKind.RESTORED: "model_s",
+    EventKind.TRAINING_STARTED: "data_s",
+    EventKind.METRICS: "step_s",
+}
+"""Kind of an event -> the part of the first start that it ends."""
 
 
 def to_us(seconds: float) -> int:
@@ -46,14 +56,21 @@ class TimeLedger:
     furthest_step: int = 0
     """Most steps ever done; repeating them is rework."""
     trained: bool = False
+    marks_us: dict[str, int] | None = None
+    """When each part of the first start ended. None in a ledger of an older version."""
 
     @classmethod
     def begin(cls, created_at: float) -> TimeLedger:
-        return cls(created_us=to_us(created_at), at_us=to_us(created_at))
+        return cls(created_us=to_us(created_at), at_us=to_us(created_at), marks_us={})
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> TimeLedger:
-        return cls(**{**state, "spent_us": dict(state["spent_us"])})
+        marks = state.get("marks_us")
+        own = {
+            "spent_us": dict(state["spent_us"]),
+            "marks_us": None if marks is None else dict(marks),
+        }
+        return cls(**{**state, **own})
 
     def dump(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,6 +86,7 @@ class TimeLedger:
                 between two of its reports is not known.
         """
         limit_us = to_us(latest)
+        self._mark(event, limit_us)
         if event.kind == EventKind.METRICS:
             for point in event.data["points"]:
                 at, step = min(to_us(point["at"]), limit_us), int(point["step"])
@@ -118,7 +136,31 @@ class TimeLedger:
             wall_s=wall_us / 1e6,
             buckets=GoodputBuckets(**{name: us / 1e6 for name, us in spent.items()}),
             goodput=share,
+            first_start=self._first_start(),
         )
+
+    def _mark(self, event: EventRow, limit_us: int) -> None:
+        """Record the end of a part of the first start. A part that was skipped stays unknown."""
+        part = _ENDS_PART.get(event.kind)
+        if event.kind == EventKind.STATUS and event.data["to"] == RunStatus.STARTING:
+            part = "queued_s"
+        marks = self.marks_us
+        if part is None or marks is None or "step_s" in marks or part in marks:
+            return
+        points = event.data["points"] if event.kind == EventKind.METRICS else ()
+        at_us = to_us(points[0]["at"] if points else event.at)
+        marks[part] = min(at_us, limit_us)
+
+    def _first_start(self) -> FirstStart | None:
+        if self.marks_us is None:
+            return None
+        parts, before_us = {}, self.created_us
+        for part in FirstStart.model_fields:
+            if part in self.marks_us:
+                at_us = max(before_us, self.marks_us[part])
+                parts[part] = (at_us - before_us) / 1e6
+                before_us = at_us
+        return FirstStart(**parts)
 
     def share(self, end: float) -> float | None:
         """Return the productive share of wall time, equal to that of ``close(end)``."""

@@ -54,6 +54,7 @@ _environment.globals |= {
 }
 _environment.filters |= {
     "count": cli_words.count,
+    "first_start": cli_words.first_start,
     "lost": losses.of_run,
     "unit": losses.unit,
     "has_no_steps": cli_words.has_no_steps,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.wire import RunStatus, Verdict
+from everstep.text.words import first_start
+from everstep.wire import FirstStart, RunStatus, Verdict
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.projections.goodput import BUCKETS, TimeLedger, goodput, to_us
@@ -181,6 +182,41 @@ def test_pauses_and_waiting() -> None:
     assert buckets(history, 22) == pytest.approx(
         {"queued": 2, "starting": 3, "idle": 4, "productive": 2, "paused": 11}
     )
+
+
+def test_the_first_start_tells_its_parts_and_a_restart_does_not_change_them() -> None:
+    history = [
+        status(2, RunStatus.STARTING),
+        event(EventKind.SUBMISSION_STARTED, 9),
+        event(EventKind.ATTEMPT_STARTED, 12),
+        event(EventKind.RESTORED, 14, step=0),
+        event(EventKind.TRAINING_STARTED, 15),
+        steps((1, 15.5), (2, 16)),
+    ]
+    again = [
+        event(EventKind.FAILURE, 20, detect_s=0.5),
+        event(EventKind.ATTEMPT_STARTED, 21),
+        event(EventKind.RESTORED, 22, step=2),
+        event(EventKind.TRAINING_STARTED, 23),
+        steps((3, 24)),
+    ]
+    expected = FirstStart(queued_s=2, job_s=7, ranks_s=3, model_s=2, data_s=1, step_s=0.5)
+    assert goodput(BEGIN, history, BEGIN + 30).first_start == expected
+    assert goodput(BEGIN, history + again, BEGIN + 30).first_start == expected
+    assert goodput(BEGIN, history[:2], BEGIN + 30).first_start == FirstStart(queued_s=2, job_s=7)
+    assert first_start(expected) == (
+        "15.5 s after submission: queued 2.0 s, Ray job and driver 7.0 s, processes of the ranks "
+        "3.0 s, model and state 2.0 s, optimizer and data 1.0 s, first step 0.5 s"
+    )
+    assert first_start(FirstStart(queued_s=2)) == "queued 2.0 s"
+
+
+def test_a_ledger_of_an_older_version_does_not_know_its_first_start() -> None:
+    old = TimeLedger.begin(BEGIN).dump()
+    del old["marks_us"]
+    ledger = TimeLedger.load(old)
+    ledger.apply(status(2, RunStatus.STARTING), BEGIN + 2)
+    assert ledger.close(BEGIN + 3).first_start is None
 
 
 def test_nothing_before_the_first_step() -> None:
