@@ -13,7 +13,7 @@ SLOWEST := --durations 20 --durations-min 1
 # tests that share a cluster stay together; see tests/support/two_groups.py
 TWO_GROUPS := -n 2 --dist loadfile
 
-.PHONY: help install demo serve test test-unit test-one chaos hosts compose soak gpu check format docs bench sbom audit lock clean
+.PHONY: help install demo serve test test-unit test-one chaos hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,6 +51,11 @@ hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network name
 
 compose: $(STAMP)  ## docker-compose.yml on a Docker engine: what an operator does and fears (root where no engine runs yet)
 	$(BIN)/python -m pytest tests/compose -m chaos -s $(ARGS)
+
+kubernetes: $(STAMP)  ## Manifests and node watcher against Kubernetes's own API server (built from Debian's source, ten minutes the first time)
+	@scripts/get-kubernetes-tools.sh
+	@[ -n "$$KUBEBUILDER_ASSETS" ] || scripts/get-kubernetes-api-server.sh
+	$(BIN)/python -m pytest tests/kubernetes -m chaos $(ARGS)
 
 soak: $(STAMP)  ## A mixed queue under random faults for an hour, checked against I1 to I8 (ARGS="--minutes 5")
 	$(BIN)/python -m tests.chaos.soak $(ARGS)

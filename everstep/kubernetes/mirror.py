@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from everstep.client.timing import Timing
-from everstep.errors import EverstepError, Unavailable
+from everstep.errors import EverstepError, ServiceError, Unavailable
 from everstep.kubernetes.api import Change, Gone, KubernetesApi
 
 T = TypeVar("T")
@@ -77,8 +77,10 @@ class Mirror(Generic[T]):
         except Unavailable as exc:
             self._fail(exc.message)
         except EverstepError as exc:
-            self.problem = exc
-            self._changed.set()
+            self._give_up(exc)
+        except (KeyError, TypeError, AttributeError) as exc:
+            message = f"{self._path}: an answer that is none of Kubernetes's API ({exc!r})"
+            self._give_up(ServiceError(message))
         else:
             if self._version == seen and self._timing.now() - began < SHORT_WATCH_S:
                 self._fail(f"{self._path}: the watch ended at once")
@@ -116,6 +118,10 @@ class Mirror(Generic[T]):
         except (KeyError, TypeError, AttributeError) as exc:
             self._say(f"{self._path}: an object that cannot be read ({exc!r}) is left out")
             return None
+
+    def _give_up(self, problem: EverstepError) -> None:
+        self.problem = problem
+        self._changed.set()
 
     def _fail(self, why: str) -> None:
         self._failures += 1

@@ -183,6 +183,21 @@ def test_a_refusal_ends_the_mirror_and_names_the_right(
 
 
 @pytest.mark.parametrize(
+    "answers",
+    [
+        [reply({"metadata": {"resourceVersion": "1"}, "items": [{"spec": {}}]})],
+        [listed(1), watched(("ADDED", {"spec": {}}))],
+    ],
+)
+def test_an_answer_of_another_shape_ends_the_mirror_and_no_thread_dies_in_silence(
+    server: ScriptedServer, world: World, answers: list[Answer]
+) -> None:
+    server.script[NODES] = answers
+    world.mirror.turn()
+    assert isinstance(world.mirror.problem, ServiceError) and world.changed.is_set()
+
+
+@pytest.mark.parametrize(
     ("answer", "error"),
     [
         (reply(status(429, "later"), 429), Unavailable),
