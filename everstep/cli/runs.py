@@ -13,7 +13,7 @@ from everstep.cli.terminal import Exit, Terminal, command, exit_code_of_status, 
 from everstep.cli.watch import watch as watch_run
 from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
-from everstep.spec.plain_text import printable
+from everstep.spec.plain_text import printable, printable_lines
 from everstep.text import losses, words
 from everstep.text.ending import summary
 from everstep.wire import Run
@@ -39,6 +39,14 @@ def runs(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Only runs with this tag. Repeatable."),
     ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Sort by this, for example name, spec.optimizer.lr or, with a minus the largest "
+            "first, -metrics.val_accuracy.",
+        ),
+    ] = None,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, help="Maximum number of runs.")
     ] = 50,
@@ -46,12 +54,17 @@ def runs(
     url: UrlOption = None,
 ) -> None:
     """List runs, newest first."""
-    found = terminal().client().runs.list(status=status, project=project, name=name, tag=tag)
+    found = (
+        terminal().client().runs.list(status=status, project=project, name=name, tag=tag, sort=sort)
+    )
     shown = [run.run for run, _ in zip(found, range(limit), strict=False)]
     if terminal().as_json:
         terminal().json(shown)
         return
-    headers = ("id", "name", "status", "step", "left", "ranks", "loss", "created", "reason")
+    headers = (
+        *("id", "name", "status", "step", "left", "ranks", "loss"),
+        *("created", "owner", "reason"),
+    )
     terminal().table(
         headers,
         [
@@ -64,13 +77,14 @@ def runs(
                 run.world_size,
                 words.number(run.metrics["loss"]) if "loss" in run.metrics else None,
                 words.ago(run.created_at),
+                run.owner,
                 run.reason.code if run.reason else None,
             )
             for run in shown
         ],
         empty="no runs",
-        text=("name", "reason"),
-        dispensable=("reason", "created", "ranks", "loss", "left", "step"),
+        text=("name", "owner", "reason"),
+        dispensable=("reason", "owner", "created", "ranks", "loss", "left", "step"),
     )
 
 
@@ -100,6 +114,8 @@ def _fields(run: Run) -> list[tuple[str, object]]:
         ("sweep", run.sweep_id),
         ("tags", ", ".join(f"{key}={value}" for key, value in run.tags.items()) or None),
         ("created", words.ago(run.created_at)),
+        ("owner", run.owner),
+        ("notes", " ".join(run.notes.split()) if run.notes else None),
         (
             "forked from",
             f"step {run.forked_from.step} of {run.forked_from.run_id}" if run.forked_from else None,
@@ -185,6 +201,35 @@ def pause(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None)
 def resume(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Queue a paused run again; it continues from its last checkpoint."""
     _print_request(terminal().client().runs.get(run_id).resume())
+
+
+@command
+def note(
+    run_id: RunArgument,
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TEXT]",
+            help="The notes, which replace earlier ones; - for standard input; "
+            "without it the notes are printed.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the notes.")] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Print, replace or remove the notes of a run."""
+    if clear and text is not None:
+        raise UsageError("give either a text or --clear, not both")
+    out, run = terminal(), terminal().client().runs.get(run_id)
+    if clear or text is not None:
+        run.set_notes(None if clear else sys.stdin.read() if text == "-" else text)
+    if out.as_json:
+        out.json(run.run)
+    elif run.notes:
+        for line in printable_lines(run.notes).split("\n"):
+            out.line(line)
 
 
 @command

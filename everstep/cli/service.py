@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -114,7 +115,8 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
             ("dashboard", f"{client.url}/ray/" if info.dashboard_url else None),
         ]
     )
-    headers = ("node", "host", "ip", "state", "resources", "runs", "marked")
+    hosts = Counter((node.hostname, node.ip) for node in info.nodes if node.state != "DEAD")
+    headers = ("node", "host", "ip", "state", "used", "runs", "marked")
     out.table(
         headers,
         [
@@ -123,15 +125,15 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
                 node.hostname + (" (head)" if node.is_head else ""),
                 node.ip,
                 node.state,
-                _resources(node.resources_total),
+                _resources(node, has_own_host=hosts[node.hostname, node.ip] < 2),
                 ", ".join(node.runs) or None,
                 _mark(node),
             )
             for node in info.nodes
         ],
         empty="no nodes",
-        text=("host", "resources", "runs", "marked"),
-        dispensable=("ip", "resources", "marked"),
+        text=("host", "used", "runs", "marked"),
+        dispensable=("ip", "used", "marked"),
     )
 
 
@@ -145,10 +147,18 @@ def _mark(node: Node) -> str | None:
     return f"{text}: {node.mark.reason}" if node.mark.reason else text
 
 
-def _resources(total: dict[str, float]) -> str:
-    """Return CPUs, GPUs and memory as text, without Ray's internal markers."""
-    parts = [f"{total[name]:g} {name}" for name in ("CPU", "GPU") if total.get(name)]
-    if total.get("memory"):
+def _resources(node: Node, *, has_own_host: bool) -> str:
+    """Return what is used of CPUs and GPUs, and the memory, as text. The memory of a host with
+    several nodes is not each node's."""
+    used, total = node.resources_used, node.resources_total
+    parts = [
+        f"{total[name]:g} {name}"
+        if used is None
+        else f"{used.get(name, 0):g}/{total[name]:g} {name}"
+        for name in ("CPU", "GPU")
+        if total.get(name)
+    ]
+    if total.get("memory") and has_own_host:
         parts.append(words.size(total["memory"]))
     return ", ".join(parts) or "none"
 

@@ -92,6 +92,7 @@ class AsyncRun(RunFields, Mirror):
     download_checkpoint = awaited(RunHandle.download_checkpoint)
     cancel = returning_itself(RunHandle.cancel)
     pause = returning_itself(RunHandle.pause)
+    set_notes = returning_itself(RunHandle.set_notes)
     resume = returning_itself(RunHandle.resume)
     drill = returning(AsyncDrill, RunHandle.drill)
     drills = returning_list(AsyncDrill, RunHandle.drills)

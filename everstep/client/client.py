@@ -240,16 +240,19 @@ class Runs:
         project: str | None = None,
         name: str | None = None,
         tag: str | list[str] | Mapping[str, str] | None = None,
+        sort: str | None = None,
     ) -> Iterator[RunHandle]:
-        """Yield runs, newest first. Pages are fetched while you iterate.
+        """Yield runs, newest first or by ``sort``. Pages are fetched while you iterate.
 
         Args:
             status: one status or several, for example ``"RUNNING"``.
             tag: ``"key=value"`` or ``"key"``, or several as a list or mapping. A run must have all
                 of them.
+            sort: a field, a metric or a field of the spec, with a minus the largest first, for
+                example ``"-metrics.val_accuracy"`` or ``"spec.optimizer.lr"``.
         """
         tags = [f"{key}={value}" for key, value in tag.items()] if isinstance(tag, Mapping) else tag
-        params = {"status": status, "project": project, "name": name, "tag": tags}
+        params = {"status": status, "project": project, "name": name, "tag": tags, "sort": sort}
         return (self._handle(run) for run in self._transport.pages("/v1/runs", Run, params))
 
     def _handle(self, run: Run) -> RunHandle:

@@ -55,6 +55,8 @@ class RunFields:
         exactness: Literal["world_size", "elastic"]
         guarantee: str | None
         sweep_id: str | None
+        owner: str | None
+        notes: str | None
     else:
 
         def __getattr__(self, name: str) -> Any:

@@ -231,6 +231,16 @@ class RunHandle(RunCheckpoints):
         """Queue a paused run again."""
         return self._act("resume")
 
+    def set_notes(self, notes: str | None) -> RunHandle:
+        """Replace the notes of the run, at most 4000 characters; None removes them.
+
+        >>> run.set_notes("diverges with warmup below 100").notes   # doctest: +SKIP
+        'diverges with warmup below 100'
+        """
+        response = self._transport.send("PATCH", self._path, body={"notes": notes}, repeatable=True)
+        self.run = self._transport.parse(response, Run)
+        return self
+
     def drill(self, kind: DrillKind | str, *, rank: int = 0) -> DrillHandle:
         """Inject a failure into this run, to check that it recovers.
 

@@ -17,7 +17,7 @@ from everstep.errors import UsageError
 MAX_SPEC_BYTES = 4 << 20
 
 
-class _Loader(yaml.SafeLoader):
+class SpecLoader(yaml.SafeLoader):
     """Load YAML safely, with the scalars of YAML 1.2 and JSON, and without duplicate keys.
 
     In YAML 1.1 ``on``, ``yes`` and ``no`` are booleans, ``010`` is 8, ``12:30`` is 750, 1e-3 is
@@ -38,17 +38,17 @@ _SCALARS = {
     "merge": (r"<<", "<"),
 }
 for _name, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(
+    SpecLoader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), list(_first)
     )
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+def _construct_int(loader: SpecLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "")
     return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+SpecLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 class WrittenSpec(dict[str, Any]):
@@ -59,7 +59,7 @@ class WrittenSpec(dict[str, Any]):
 
 
 def _mapping_without_doubles(
-    loader: _Loader, node: yaml.MappingNode, deep: bool = False
+    loader: SpecLoader, node: yaml.MappingNode, deep: bool = False
 ) -> dict[Any, Any]:
     seen = set[str]()
     for key, _ in node.value:
@@ -72,18 +72,18 @@ def _mapping_without_doubles(
     return yaml.SafeLoader.construct_mapping(loader, node, deep)
 
 
-def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _construct_mapping(loader: SpecLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     loader.flatten_mapping(node)
     return _mapping_without_doubles(loader, node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+SpecLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value in YAML text. Raise UsageError with the line."""
     try:
-        loader = _Loader(text)
+        loader = SpecLoader(text)
         try:
             node = loader.get_single_node()
             value = None if node is None else loader.construct_document(node)

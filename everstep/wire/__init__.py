@@ -4,7 +4,7 @@ Times are RFC 3339 in UTC, durations in seconds, sizes in bytes. Imports nothing
 """
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
-from everstep.wire.cluster import ClusterInfo, Node, NodeMark, NodeState, Readiness
+from everstep.wire.cluster import ClusterInfo, Node, NodeLoad, NodeMark, NodeState, Readiness
 from everstep.wire.failure import CausingDrill, ErrorKind, Failure, Verdict
 from everstep.wire.figures import (
     EpochSamples,
@@ -31,6 +31,7 @@ from everstep.wire.history import (
     WorkerInfo,
 )
 from everstep.wire.run import (
+    MOST_NOTES_CHARS,
     TERMINAL_STATUSES,
     Best,
     ForkedFrom,
@@ -42,12 +43,14 @@ from everstep.wire.run import (
     Reason,
     ReasonCode,
     Run,
+    RunChange,
     RunStatus,
     Transition,
     Usage,
 )
 
 __all__ = [
+    "MOST_NOTES_CHARS",
     "TERMINAL_STATUSES",
     "Answer",
     "Attempt",
@@ -72,6 +75,7 @@ __all__ = [
     "MetricPoint",
     "MetricSeries",
     "Node",
+    "NodeLoad",
     "NodeMark",
     "NodeState",
     "NodeTimes",
@@ -86,6 +90,7 @@ __all__ = [
     "Reason",
     "ReasonCode",
     "Run",
+    "RunChange",
     "RunStatus",
     "SampleOrigin",
     "Samples",

@@ -23,6 +23,22 @@ class NodeMark(Answer):
     """When a draining node will be taken away; null if unknown."""
 
 
+class NodeLoad(Answer):
+    """What a node's host does, whoever uses it. Nodes of one host have the same."""
+
+    cpu: float | None
+    """Share of its processors that is busy, 0 to 1."""
+    load_1m: float | None
+    """Processes that run or wait, over the last minute."""
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    gpu: float | None = None
+    """Mean share of time in which kernels run on its GPUs, 0 to 1; null without GPUs."""
+    gpu_memory_used_bytes: int | None = None
+    """Sum over its GPUs."""
+    gpu_memory_total_bytes: int | None = None
+
+
 class Node(Answer):
     id: str
     hostname: str
@@ -33,6 +49,11 @@ class Node(Answer):
     """Who cordoned or drained the node, and why; null if nobody did, or if it was drained by
     Ray."""
     resources_total: dict[str, float]
+    resources_used: dict[str, float] | None = None
+    """Held on the node, by Ray's account, or else by the ranks of all runs; the rest is free. Null
+    for a dead node."""
+    load: NodeLoad | None = None
+    """Null for a dead node, and until Ray knows it."""
     runs: tuple[str, ...]
     """Ids of the runs with ranks on this node."""
 

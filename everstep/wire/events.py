@@ -73,7 +73,12 @@ class EventKind(StrEnum):
     GPU_USE = "gpu_use"
     """A rank's recent GPU use. data: rank, node_id, name, busy (0 to 1: share of the time in which
     kernels ran) | null, used_bytes, total_bytes (of the whole GPU), allocated_bytes (peak of the
-    rank's own tensors), seconds (over which ``busy`` is a mean)."""
+    rank's own tensors), power_w (mean) | null, celsius (most) | null, seconds (over which ``busy``
+    is a mean)."""
+    RANK_USE = "rank_use"
+    """What a rank took of its host recently. data: rank, node_id, cpu_cores (mean processor time of
+    its process), rss_bytes, net_in_bytes_per_s, net_out_bytes_per_s (of the host), seconds (over
+    which they are means)."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """data: step, epoch, name, size_bytes, digest, metrics, stall_s, write_s."""
     CHECKPOINT_FAILED = "checkpoint_failed"

@@ -67,6 +67,10 @@ class GpuUse(Answer):
     total_bytes: int
     allocated_bytes: int
     """Peak memory of the rank's own tensors."""
+    power_w: float | None = None
+    """Mean power in watts; null if the driver does not report it."""
+    celsius: float | None = None
+    """Highest temperature of the chip; null if the driver does not report it."""
 
 
 class StragglerReport(Answer):

@@ -17,6 +17,33 @@ _SMALLER_IS_BETTER = re.compile(
 )
 
 
+SYSTEM_FIGURES = (
+    "cpu_cores",
+    "rss_bytes",
+    "net_in_bytes_per_s",
+    "net_out_bytes_per_s",
+    "gpu_busy_percent",
+    "gpu_used_bytes",
+    "gpu_power_w",
+    "gpu_celsius",
+)
+"""What ranks report about their hosts and GPUs. Each rank has a series of each."""
+MOST_SYSTEM_RANKS = 64
+"""Ranks from this one on have no such series."""
+_SYSTEM = re.compile(rf"system\.({'|'.join(SYSTEM_FIGURES)})\.rank(\d{{1,6}})")
+
+
+def system_name(figure: str, rank: int) -> str:
+    """Return the name of a rank's series of a figure, such as ``system.cpu_cores.rank0``."""
+    return f"system.{figure}.rank{rank}"
+
+
+def system_figure(name: str) -> tuple[str, int] | None:
+    """Return the figure and the rank of such a series; None for another name."""
+    found = _SYSTEM.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
 def mode_of(metric: str | None) -> Literal["min", "max"]:
     """Return whether smaller or larger values of a metric are better, by its name: ``min`` for
     names that end in loss, error and the like.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire.base import Answer, Time
 
@@ -147,6 +147,18 @@ class ForkedFrom(Answer):
     """Steps in that checkpoint."""
 
 
+MOST_NOTES_CHARS = 4000
+
+
+class RunChange(BaseModel):
+    """Body of PATCH /v1/runs/{id}."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    notes: str | None = Field(max_length=MOST_NOTES_CHARS)
+    """Free text about the run; null or an empty text removes it."""
+
+
 class Run(Answer):
     """A user's training run."""
 
@@ -207,3 +219,7 @@ class Run(Answer):
     first step."""
     sweep_id: str | None = None
     """Sweep that submitted the run; null for a run of its own."""
+    owner: str | None = None
+    """Who submitted the run: a user, or the name of a token; null if that is not known."""
+    notes: str | None = None
+    """What its users wrote about it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import structlog
@@ -18,6 +20,8 @@ from service.api.problems import ProblemError, not_found, unavailable
 from service.cluster.cluster_view import with_mark
 from service.db.ids import RUN_ID_PATTERN
 from service.model.rows import MarkState
+from service.model.run_rows import RunRow
+from service.projections.work import WorkLedger
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
@@ -174,6 +178,28 @@ async def _mark(
     return next(node for node in shown.nodes if node.id == node_id)
 
 
+def _of_a_rank(run: RunRow) -> dict[str, float]:
+    """Return the resources that each rank of a live run holds."""
+    resources = dict(run.stored_spec.scaling.resources_per_worker)
+    work = WorkLedger.load(run.work_ledger) if run.work_ledger else None
+    if work is not None and work.on_gpu:
+        resources.setdefault("GPU", work.gpus_per_rank)
+    return resources
+
+
+def _used(node: Node, held: Mapping[str, float]) -> dict[str, float] | None:
+    """Return what is in use on a node: by Ray's account, or else by the ranks there."""
+    if node.state == "DEAD":
+        return None
+    if node.resources_used is not None:
+        return node.resources_used
+    return {
+        name: float(held.get(name, 0.0))
+        for name in node.resources_total
+        if name in held or name in ("CPU", "GPU")
+    }
+
+
 def _as_seen(caller: Principal, node: Node) -> Node:
     """Return the node for a caller with one project: reasons from the service may name runs of
     other projects."""
@@ -190,10 +216,13 @@ async def _with_marks_and_runs(
     but are not named."""
     rows = await context.database_call(context.node_marks.all)
     places: dict[str, list[str]] = {}
-    occupied: set[str] = set()
+    occupied: dict[str, dict[str, float]] = {}
     for run in await context.database_call(context.runs.live):
-        nodes = {worker["node_id"] for worker in run.workers}
-        occupied |= nodes
+        nodes = Counter(worker["node_id"] for worker in run.workers)
+        for node_id, num_ranks in nodes.items():
+            held = occupied.setdefault(node_id, {})
+            for name, amount in _of_a_rank(run).items():
+                held[name] = held.get(name, 0.0) + num_ranks * amount
         if caller.reaches(run.project):
             for node_id in nodes:
                 places.setdefault(node_id, []).append(run.id)
@@ -201,7 +230,12 @@ async def _with_marks_and_runs(
     shown = tuple(
         _as_seen(
             caller, with_mark(node, rows.get(node.id), has_ranks=node.id in occupied, now=now)
-        ).model_copy(update={"runs": tuple(places.get(node.id, ()))})
+        ).model_copy(
+            update={
+                "runs": tuple(places.get(node.id, ())),
+                "resources_used": _used(node, occupied.get(node.id, {})),
+            }
+        )
         for node in info.nodes
     )
     return info.model_copy(update={"nodes": shown})

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import SweepSpec
-from everstep.wire import Problem
+from everstep.wire import Problem, RunChange
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.drills import DrillRequest
 from everstep.wire.profiles import ProfileRequest
@@ -71,6 +71,7 @@ def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
 
 
 DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
+CHANGE_BODY: Final = json_body("RunChange", {"notes": "diverges with warmup below 100"})
 PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
 PROJECT_BODY: Final = json_body(
     "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
@@ -274,6 +275,7 @@ def install(app: FastAPI) -> None:
                             SweepSpec,
                             DrillRequest,
                             ProfileRequest,
+                            RunChange,
                             ProjectRequest,
                             TokenRequest,
                             AlertRequest,

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Query
 
+from everstep.spec.plain_text import is_sayable
 from service.api.problems import ProblemError, invalid_request
+from service.db import run_order
 from service.db.ids import RUN_ID_PATTERN, SWEEP_ID_PATTERN
 from service.db.run_lookup import Place
 from service.model.run_rows import RunHead
 
 T = TypeVar("T")
-Key = tuple[float | str, ...]
+Key = tuple[float | str | None, ...]
 
+MOST_CURSOR_CHARS: Final = 1200
+_KINDS: Final = ((float, type(None)), (type(None), str), (type(None), type(None)))
 Limit = Annotated[int, Query(ge=1, le=500, description="Maximum items per page.")]
 Cursor = Annotated[
     str | None,
-    Query(max_length=200, description="`next_cursor` of the previous page; omit it for the first."),
+    Query(
+        max_length=MOST_CURSOR_CHARS,
+        description="`next_cursor` of the previous page; omit it for the first.",
+    ),
 ]
 
 
@@ -65,6 +73,33 @@ def _parse_place(cursor: str, pattern: re.Pattern[str]) -> Place:
     raise _not_ours()
 
 
+def order_cursor(order: run_order.RunOrder, place: run_order.Place | None) -> str | None:
+    """Return the cursor after a run in a list in this order; None after the last."""
+    return None if place is None else _encode((_mark_of(order), *place))
+
+
+def parse_order_cursor(order: run_order.RunOrder, cursor: str | None) -> run_order.Place | None:
+    """Return the place in a cursor that ``order_cursor`` made for the same order. Raises 422 for
+    another."""
+    if cursor is None:
+        return None
+    match _decode(cursor):
+        case [str(key), float(now), (0 | 1 | 2) as kind, number, text, float(at), str(run_id)] if (
+            key == _mark_of(order)
+            and (type(number), type(text)) == _KINDS[kind]
+            and math.isfinite(now)
+            and math.isfinite(at)
+            and RUN_ID_PATTERN.fullmatch(run_id)
+            and is_sayable(text or "")
+        ):
+            return run_order.Place(now, kind, number, text, at, run_id)
+    raise _not_ours()
+
+
+def _mark_of(order: run_order.RunOrder) -> str:
+    return hashlib.sha256(str(order).encode()).hexdigest()[:12]
+
+
 def page_of(
     items: Sequence[T], key: Callable[[T], Key], cursor: str | None, limit: int
 ) -> tuple[Sequence[T], str | None]:
@@ -87,7 +122,11 @@ def page_of(
 
 
 def _encode(place: Key) -> str:
-    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+    return (
+        base64.urlsafe_b64encode(json.dumps(place, ensure_ascii=False).encode())
+        .decode()
+        .rstrip("=")
+    )
 
 
 def _decode(cursor: str) -> Any:

@@ -23,6 +23,8 @@ _HOST: Final = re.compile(rb"([A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})
 _FAULTS_OF_OURS: Final = 500
 """Statuses from here on are faults of the service."""
 _LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_CHECKS: Final = frozenset({"/new/check", "/new/field"})
+"""Paths of the page's editor, which asks with every pause in typing and changes nothing."""
 
 
 class AddressMiddleware:
@@ -98,7 +100,10 @@ class AuditMiddleware:
         self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in _LOOKS:
+        is_look = scope["type"] == "http" and (
+            scope["method"] in _LOOKS or scope["path"] in _CHECKS
+        )
+        if scope["type"] != "http" or is_look:
             await self._app(scope, receive, send)
             return
         client = scope.get("client")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from pydantic_core import to_json
@@ -12,26 +13,63 @@ from everstep.wire import Page, Run, RunStatus
 from service.api.answers import run_json
 from service.api.auth import Claimant, Principal
 from service.api.context import ApiContext
-from service.api.paging import parse_run_cursor, run_cursor
+from service.api.paging import order_cursor, parse_order_cursor, parse_run_cursor, run_cursor
 from service.api.problems import invalid_request
-from service.db.run_lookup import Place, RunFilter
+from service.db.run_lookup import Place as AgePlace
+from service.db.run_lookup import RunFilter
+from service.db.run_order import Place, RunOrder
 from service.model.run_rows import RunHead
 
 SHORT_PAGE: Final = 50
 
 
 async def found_runs(
-    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, cursor: str | None
+    context: ApiContext,
+    caller: Principal,
+    wanted: RunFilter,
+    limit: int,
+    cursor: str | None,
+    order: RunOrder | None = None,
 ) -> Page[Run]:
-    """Return a page of the runs that the caller may see."""
-    found = await context.database_call(
-        _page, context, caller, wanted, limit, parse_run_cursor(cursor)
-    )
-    return Page[Run].model_validate_json(found)
+    """Return a page of the runs that the caller may see, newest first or in another order."""
+    if order is None:
+        call = partial(_page, context, caller, wanted, limit, parse_run_cursor(cursor))
+    else:
+        after = parse_order_cursor(order, cursor)
+        call = partial(ordered_page, context, caller, wanted, limit, order, after)
+    return Page[Run].model_validate_json(await context.database_call(call))
+
+
+def parse_order(sort: str | None) -> RunOrder | None:
+    """Parse ``KEY`` or ``-KEY``; None is newest first. Raises 422."""
+    if not sort or sort == "-created_at":
+        return None
+    try:
+        return RunOrder.parse(sort)
+    except ValueError as exc:
+        raise invalid_request("sort", msg=f"cannot sort by this: {exc}") from exc
+
+
+def ordered_page(
+    context: ApiContext,
+    caller: Principal,
+    wanted: RunFilter,
+    limit: int,
+    order: RunOrder,
+    after: Place | None,
+) -> bytes:
+    """Return a page in an order as JSON. Raise 401 if a claimant's token is no longer valid."""
+    if isinstance(caller, Claimant):
+        with context.database.autocommit() as connection:
+            caller.confirm(context, connection)
+    if not _reaches_any(caller, wanted):
+        return _json_of(context, [], None)
+    heads, last = context.runs.ordered(_reached(caller, wanted), order, limit, after)
+    return _json_of(context, heads, order_cursor(order, last))
 
 
 def confirmed_page(
-    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: Place | None
+    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: AgePlace | None
 ) -> bytes:
     """Return the page as JSON. Raise 401 if the caller's token is no longer valid."""
     with context.database.autocommit() as connection:
@@ -45,7 +83,7 @@ def confirmed_page(
 
 
 def _page(
-    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: Place | None
+    context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: AgePlace | None
 ) -> bytes:
     """Return the page as JSON, for a caller who was confirmed."""
     heads = (
@@ -66,10 +104,14 @@ def _reached(caller: Principal, wanted: RunFilter) -> RunFilter:
 
 def _page_of(context: ApiContext, heads: Sequence[RunHead], limit: int) -> bytes:
     """Return these runs as JSON, at most ``limit``."""
-    answers = _answers_about(context, heads[:limit])
     cursor = run_cursor(heads[limit - 1]) if len(heads) > limit else None
+    return _json_of(context, heads[:limit], cursor)
+
+
+def _json_of(context: ApiContext, heads: Sequence[RunHead], cursor: str | None) -> bytes:
+    answers = _answers_about(context, heads)
     # one may have been deleted since
-    items = b",".join(answers[head.id] for head in heads[:limit] if head.id in answers)
+    items = b",".join(answers[head.id] for head in heads if head.id in answers)
     return b'{"items":[%b],"next_cursor":%b}' % (items, to_json(cursor))
 
 

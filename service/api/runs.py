@@ -6,17 +6,24 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import Page, Run
+from everstep.wire import Page, Run, RunChange
 from service.api.answers import as_json, run_answer, run_json
 from service.api.auth import Caller, CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
 from service.api.context import ApiContext, Context
-from service.api.openapi import SPEC_BODY, CreateProject, problem_answers
-from service.api.paging import Cursor, Limit, parse_run_cursor
-from service.api.run_list import SHORT_PAGE, confirmed_page, parse_tag, statuses
-from service.api.spec_body import read_json
+from service.api.openapi import CHANGE_BODY, SPEC_BODY, CreateProject, problem_answers
+from service.api.paging import Cursor, Limit, parse_order_cursor, parse_run_cursor
+from service.api.run_list import (
+    SHORT_PAGE,
+    confirmed_page,
+    ordered_page,
+    parse_order,
+    parse_tag,
+    statuses,
+)
+from service.api.spec_body import read_json, read_model
 from service.api.submission import submitted, validated_spec
 from service.db.run_lookup import RunFilter
 from service.model.run_rows import RunRow
@@ -107,13 +114,32 @@ async def list_runs(
         list[str] | None,
         Query(description="`key=value` or `key`; only runs with all of these tags."),
     ] = None,
+    sort: Annotated[
+        str | None,
+        Query(
+            max_length=400,
+            description=(
+                "Instead of newest first, by this value, the largest first with a minus: a field "
+                "such as `name` or `-duration`, a metric (`-metrics.val_accuracy`), or a field of "
+                "the spec (`spec.optimizer.lr`). Runs without it are last."
+            ),
+            examples=["-metrics.val_accuracy"],
+        ),
+    ] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Response:
-    """Newest first; only runs of the token's project."""
+    """Newest first, or by `sort`; only runs of the token's project."""
     wanted = RunFilter(
         project, statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
     )
+    order = parse_order(sort)
+    if order is not None:
+        after = parse_order_cursor(order, cursor)
+        answer = await context.database_call(
+            ordered_page, context, caller, wanted, limit, order, after
+        )
+        return Response(answer, media_type="application/json")
     before = parse_run_cursor(cursor)
     # A search scans runs, and a long page takes time to encode: keep both out of the event loop.
     call = context.database_call if search or limit > SHORT_PAGE else context.database_lookup
@@ -135,6 +161,24 @@ async def get_run(seen: SeenRunOfPath, context: Context) -> Response:
             context.prices,
         )
     )
+
+
+@router.patch(
+    "/{run_id}",
+    summary="Change the notes of a run",
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=CHANGE_BODY,
+)
+async def change_run(request: Request, run: ControlledRun, context: Context) -> Run:
+    """Replaces the notes; nothing else of a run can be changed. The last change wins."""
+    return await changed_run(run, context, await read_model(RunChange, request))
+
+
+async def changed_run(run: RunRow, context: ApiContext, change: RunChange) -> Run:
+    """Replace the notes of a run; return it."""
+    notes = (change.notes or "").strip() or None
+    changed = await context.database_call(context.runs.set_notes, run.id, notes)
+    return (await run_answers(context, [changed]))[0]
 
 
 @router.get("/{run_id}/spec", summary="The spec as resolved", responses=problem_answers(404))

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Query
 
 from everstep.wire import MetricSeries
+from everstep.wire.metric_names import system_figure
 from service.api.auth import VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
@@ -25,7 +26,10 @@ async def get_metrics(
         str | None,
         Query(
             max_length=4096,
-            description="Names separated by commas; default all.",
+            description=(
+                "Names separated by commas; default all but those of hosts and GPUs, such as "
+                "`system.cpu_cores.rank0`."
+            ),
             examples=["loss,val_accuracy"],
         ),
     ] = None,
@@ -34,9 +38,11 @@ async def get_metrics(
     ] = 500,
 ) -> MetricSeries:
     """`[step, unix seconds, value]` for each name. Longer series are down-sampled with extremes
-    kept; a value that was not finite is null. An unknown name has no points."""
+    kept; a value that was not finite is null. An unknown name has no points. The first number of
+    a series `system.…` is not a step, but whole seconds since the run was created."""
     if names is None:
-        wanted = await context.database_call(context.series.names, run.id)
+        known = await context.database_call(context.series.names, run.id)
+        wanted = [name for name in known if system_figure(name) is None]
     else:
         wanted = [name for name in dict.fromkeys(names.split(",")) if name]
     return MetricSeries(series=await thinned(context, run.id, wanted, max_points))

@@ -51,6 +51,7 @@ async def submitted(
         idempotency,
         confirm,
         create_project=create_project or caller.project is not None,
+        owner=caller.owner or caller.name,
     )
     try:
         (run, transitions), is_new = await context.database_write(_made, context, make)

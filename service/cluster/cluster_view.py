@@ -58,6 +58,8 @@ class ClusterView:
                 state=node.state,
                 is_head=node.is_head,
                 resources_total=dict(node.resources),
+                resources_used=None if node.used is None else dict(node.used),
+                load=node.load,
                 runs=(),
             )
             for node in sorted(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from everstep.wire import NodeLoad
 from storage.cluster.identity import EXIT_STORAGE, STORAGE_WORDS
 
+_USED: Final = re.compile(r"^ *([\d.]+)/[\d.]+ ([A-Za-z_]\w*)\b", re.MULTILINE)
 NodeState = Literal["ALIVE", "DRAINING", "DEAD"]
 
 
@@ -67,6 +71,9 @@ class RayNode:
     is_head: bool
     resources: Mapping[str, float]
     """By Ray's names: CPU, GPU, memory (bytes), and custom resources."""
+    used: Mapping[str, float] | None = None
+    """Of the resources, where Ray keeps that account; without memory."""
+    load: NodeLoad | None = None
 
 
 def job_of(raw: Mapping[str, Any]) -> Job:
@@ -107,4 +114,51 @@ def with_summary(node: RayNode, raw: Mapping[str, Any] | None) -> RayNode:
         return node
     is_draining = raw["raylet"].get("stateSnapshot", {}).get("state") == "DRAINING"
     state: NodeState = "DRAINING" if is_draining and node.state == "ALIVE" else node.state
-    return replace(node, hostname=raw.get("hostname") or node.hostname, state=state)
+    return replace(
+        node,
+        hostname=raw.get("hostname") or node.hostname,
+        state=state,
+        load=None if node.state == "DEAD" else _load_of(raw),
+    )
+
+
+def used_of(text: object) -> dict[str, float] | None:
+    """Return the used amounts in Ray's account of a node, a text such as ``1.0/2.0 CPU`` with a
+    line for each resource; None without one."""
+    if not isinstance(text, str):
+        return None
+    return {found[2]: float(found[1]) for found in _USED.finditer(text)} or None
+
+
+def _load_of(raw: Mapping[str, Any]) -> NodeLoad | None:
+    """Return a host's load; None if Ray's agent there has not reported yet."""
+    memory, load, gpus = raw.get("mem"), raw.get("loadAvg"), raw.get("gpus")
+    if not isinstance(memory, list) or len(memory) < 4:
+        return None
+    gpus = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    busy = [share for gpu in gpus if (share := _number(gpu.get("utilizationGpu"))) is not None]
+    averages = load[0] if isinstance(load, list) and load and isinstance(load[0], list) else []
+    cpu = _number(raw.get("cpu"))
+    return NodeLoad(
+        cpu=None if cpu is None else cpu / 100,
+        load_1m=_number(averages[0]) if averages else None,
+        memory_used_bytes=_whole(memory[3]),
+        memory_total_bytes=_whole(memory[0]),
+        gpu=sum(busy) / len(busy) / 100 if busy else None,
+        gpu_memory_used_bytes=_sum_of_mebibytes(gpus, "memoryUsed"),
+        gpu_memory_total_bytes=_sum_of_mebibytes(gpus, "memoryTotal"),
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _whole(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _sum_of_mebibytes(gpus: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    amounts = [amount for gpu in gpus if (amount := _number(gpu.get(key))) is not None]
+    return int(sum(amounts)) << 20 if amounts else None

@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
-from service.cluster.ray_answers import Job, RayNode, job_of, jobs_of, node_of, with_summary
+from service.cluster.ray_answers import (
+    Job,
+    RayNode,
+    job_of,
+    jobs_of,
+    node_of,
+    used_of,
+    with_summary,
+)
 from service.cluster.ray_errors import JobNotFound, JobRejected, RayRefused, RayUnavailable
 
 T = TypeVar("T")
@@ -135,7 +143,14 @@ class RayJobs:
 
         def with_summaries(answer: Any) -> list[RayNode]:
             by_id = {raw.get("raylet", {}).get("nodeId"): raw for raw in answer["data"]["summary"]}
-            return [with_summary(node, by_id.get(node.node_id)) for node in nodes]
+            used = answer["data"].get("nodeLogicalResources") or {}
+            return [
+                replace(
+                    with_summary(node, by_id.get(node.node_id)),
+                    used=used_of(used.get(node.node_id)),
+                )
+                for node in nodes
+            ]
 
         return _read(response, with_summaries)
 

@@ -10,9 +10,14 @@ from service.projections.work import WorkLedger
 
 
 def new_row(
-    run_id: str, spec: RunSpec, created_by: str, now: float, sweep_id: str | None = None
+    run_id: str,
+    spec: RunSpec,
+    created_by: str,
+    now: float,
+    sweep_id: str | None = None,
+    owner: str | None = None,
 ) -> RunRow:
-    """Return the row of a new run."""
+    """Return the row of a new run, which the token ``created_by`` of ``owner`` submits."""
     return RunRow(
         id=run_id,
         name=spec.name,
@@ -22,6 +27,7 @@ def new_row(
         spec=spec.model_dump(mode="json"),
         created_by=created_by,
         sweep_id=sweep_id,
+        owner=owner,
         time_ledger=TimeLedger.begin(now).dump(),
         work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
         created_at=now,

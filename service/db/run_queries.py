@@ -12,6 +12,8 @@ from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.planner_hints import IS_LIVE
 from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
+from service.db.run_order import Place as OrderedPlace
+from service.db.run_order import RunOrder, ordered_page
 from service.db.status_changes import STATUS_CHANGES, changes_of
 from service.db.tables import runs, transitions
 from service.db.tokens import CLAIM_HOLDS, Claim
@@ -82,6 +84,14 @@ class RunQueries:
             rows = connection.execute(query, values | claim.values(self._clock())).all()
             holds = rows[0][-1] if rows else claim.holds(connection, self._clock())
         return [RunHead._make(row[:-1]) for row in rows] if holds else None
+
+    def ordered(
+        self, where: RunFilter, order: RunOrder, limit: int, after: OrderedPlace | None = None
+    ) -> tuple[list[RunHead], OrderedPlace | None]:
+        """Return the heads of a page in another order, and the place of its last run if more
+        follow."""
+        with self._database.autocommit() as connection:
+            return ordered_page(connection, where, order, limit, after, self._clock())
 
     def listed(self, run_ids: Collection[str]) -> dict[str, tuple[ListedRun, list[TransitionRow]]]:
         """Return these runs by id with their transitions, oldest first. Deleted runs are left

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from sqlalchemy import Connection, delete, insert
+from sqlalchemy import Connection, bindparam, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.run_spec import RunSpec
@@ -25,7 +25,7 @@ from service.db.run_changes import RunChanges
 from service.db.run_lookup import find_run
 from service.db.storage_identity import StorageRecords
 from service.db.sweep_places import SweepPlace, check_place, fill_place
-from service.db.tables import run_tags, runs
+from service.db.tables import run_tags, runs, tokens
 from service.db.writer import RunWriter
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED, TransitionConflict
@@ -33,6 +33,9 @@ from service.projections.reasons import cancelled_by_user, paused_by_user
 from storage.run_control import Stop
 
 _CREATE_ATTEMPTS: Final = 5
+_OWNER: Final = select(func.coalesce(tokens.c.owner, tokens.c.name)).where(
+    tokens.c.id == bindparam("token_id")
+)
 
 
 class RunStore(RunChanges):
@@ -52,6 +55,7 @@ class RunStore(RunChanges):
         *,
         create_project: bool = True,
         place: SweepPlace | None = None,
+        owner: str | None = None,
     ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
 
@@ -62,6 +66,7 @@ class RunStore(RunChanges):
             guard: called first in the transaction; raises to refuse the run.
             create_project: create the run's project if it does not exist.
             place: place of the run in a sweep.
+            owner: who owns that token, or its name; None to look it up.
 
         Returns:
             The run, and whether it is new: False for a repeated request.
@@ -84,7 +89,7 @@ class RunStore(RunChanges):
                         note_target(known.id)
                         return known, False
                     join_queue(connection, spec.project, self._clock(), create=create_project)
-                    run = self._insert(connection, spec, created_by, idempotency, place)
+                    run = self._insert(connection, spec, created_by, owner, idempotency, place)
                     return run, True
             except IntegrityError:
                 # Another replica used the key first, or the id is taken: try again.
@@ -96,12 +101,15 @@ class RunStore(RunChanges):
         connection: Connection,
         spec: RunSpec,
         created_by: str,
+        owner: str | None,
         idempotency: IdempotencyKey | None,
         place: SweepPlace | None,
     ) -> RunRow:
         now = self._clock()
         sweep_id = None if place is None else place.sweep_id
-        row = new_row(new_run_id(now), spec, created_by, now, sweep_id)
+        if owner is None:
+            owner = connection.execute(_OWNER, {"token_id": created_by}).scalar_one_or_none()
+        row = new_row(new_run_id(now), spec, created_by, now, sweep_id, owner)
         writer = RunWriter(connection, row, now, new=True)
         writer.begin()
         run = writer.save()
@@ -163,6 +171,13 @@ class RunStore(RunChanges):
     def resume(self, run_id: str) -> RunRow:
         """Queue a paused run again. Raises TransitionConflict if it is not PAUSED."""
         return self.transition(run_id, RunStatus.PAUSED, RunStatus.QUEUED)
+
+    def set_notes(self, run_id: str, notes: str | None) -> RunRow:
+        """Replace the notes of a run. Raises TransitionConflict if it was deleted."""
+        with self._database.write() as connection:
+            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer.set({"notes": notes})
+            return writer.save()
 
     def delete(self, run_id: str) -> None:
         """Delete a run that has ended, with its history. Its idempotency key stays used. Raises

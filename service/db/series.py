@@ -50,6 +50,12 @@ class SeriesStore:
                 if name is not None
             ]
 
+    def behind(self, run_id: str, name: str, step: int, most: int) -> list[MetricPoint]:
+        """Return the first ``most`` points of a metric behind a step, none left out."""
+        query = _series(run_id, name).where(metrics.c.step > step).order_by(metrics.c.step)
+        with self._database.read() as connection:
+            return [MetricPoint(name, *point) for point in _rows(connection, query.limit(most))]
+
     def points(self, run_id: str, name: str, most: int | None = None) -> list[MetricPoint]:
         """Return a metric by step. A series of more than ``most`` points is down-sampled; its ends,
         the extremes of each part, and values that were not finite are kept."""

@@ -89,6 +89,11 @@ class RunSummary(Row):
     finished_at: float | None = None
     sweep_id: RunId | None = None
     """Sweep that submitted it."""
+    owner: Annotated[str, Chars(128)] | None = None
+    """Who submitted it, as ``Principal.owner``; None for a run of an older version whose token is
+    not known."""
+    notes: str | None = None
+    """What its users wrote about it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "status", _STATUSES[self.status])

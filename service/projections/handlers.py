@@ -28,6 +28,8 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.TRAINING_STARTED: attempt_changes.training_started,
     EventKind.SNAPSHOTS: attempt_changes.snapshots,
     EventKind.METRICS: metric_changes.metrics,
+    EventKind.RANK_USE: metric_changes.rank_use,
+    EventKind.GPU_USE: metric_changes.gpu_use,
     EventKind.EVALUATED: metric_changes.evaluated,
     EventKind.EPOCH_COMPLETED: metric_changes.epoch_completed,
     EventKind.CHECKPOINT_COMMITTED: checkpoint_changes.checkpoint_committed,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from everstep.wire import RunStatus
-from everstep.wire.metric_names import NameLimit, lookup, validation_name
+from everstep.wire.metric_names import (
+    MOST_SYSTEM_RANKS,
+    SYSTEM_FIGURES,
+    NameLimit,
+    lookup,
+    system_name,
+    validation_name,
+)
 from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes, to_status
@@ -86,3 +95,42 @@ def _epoch_at(run: RunRow, epoch: int) -> int:
     if not run.total_steps or not run.steps_per_epoch:
         return epoch
     return min(epoch, (run.total_steps - 1) // run.steps_per_epoch)
+
+
+_GPU_FIGURES: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
+    {
+        "gpu_busy_percent": ("busy", 100.0),
+        "gpu_used_bytes": ("used_bytes", 1.0),
+        "gpu_power_w": ("power_w", 1.0),
+        "gpu_celsius": ("celsius", 1.0),
+    }
+)
+"""Series, and the field of ``gpu_use`` that it is made of, with a factor."""
+
+
+def rank_use(run: RunRow, event: EventRow) -> Changes:
+    figures = {name: event.data.get(name) for name in SYSTEM_FIGURES if name not in _GPU_FIGURES}
+    return _system_points(run, event, figures)
+
+
+def gpu_use(run: RunRow, event: EventRow) -> Changes:
+    figures: dict[str, Any] = {}
+    for name, (field, factor) in _GPU_FIGURES.items():
+        value = event.data.get(field)
+        figures[name] = None if value is None else value * factor
+    return _system_points(run, event, figures)
+
+
+def _system_points(run: RunRow, event: EventRow, figures: Mapping[str, Any]) -> Changes:
+    """Return a point for each figure that is known, at the whole seconds since the run's
+    creation: such a series outlives steps that are repeated, and those of a loop without any."""
+    rank, second = int(event.data["rank"]), max(0, int(event.at - run.created_at))
+    if not 0 <= rank < MOST_SYSTEM_RANKS:
+        return Changes()
+    return Changes(
+        points=tuple(
+            MetricPoint(system_name(name, rank), second, event.at, float(value))
+            for name, value in figures.items()
+            if value is not None
+        )
+    )

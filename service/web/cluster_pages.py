@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Final, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +11,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 
 from everstep.text import words as cli_words
-from everstep.wire import RunStatus
+from everstep.wire import Node, RunStatus
 from service.api import cluster
 from service.api.context import Context
 from service.api.problems import invalid_request
@@ -20,6 +22,8 @@ from service.web.session import CheckedForm, WebCaller
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
+Resource = tuple[str, str, str | None]
+"""Name, total, and what is used of it; None where that is not known."""
 _MOST_QUEUED: Final = 1000
 _MARKS: Final = {"cordon": cluster.cordon_node, "uncordon": cluster.uncordon_node}
 
@@ -29,37 +33,78 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
     info = await cluster.get_cluster(context, caller)
     ids = {run_id for node in info.nodes for run_id in node.runs}
     live = await context.database_call(context.runs.live)
-    totals: dict[str, float] = {}
+    hosts: dict[tuple[str, str], list[Node]] = {}
     for node in info.nodes:
         if node.state != "DEAD":
-            for name, amount in node.resources_total.items():
-                totals[name] = totals.get(name, 0.0) + amount
+            hosts.setdefault((node.hostname, node.ip), []).append(node)
     return page(
         request,
         "cluster.html",
         caller,
         info=info,
         runs={run.id: run for run in live if run.id in ids},
-        totals=_worth_showing(totals),
-        worth_showing=_worth_showing,
+        totals=_totals(hosts),
+        resources_of=partial(
+            _resources_of, with_memory=all(len(each) == 1 for each in hosts.values())
+        ),
+        # the load of a host once, however many nodes it has
+        loads={nodes[0].id: nodes[0].load for nodes in hosts.values()},
+        hosts=hosts,
         may_mark=caller.may("admin"),
         lag_s=context.reconciler_lag_s(),
     )
 
 
-def _worth_showing(resources: dict[str, float]) -> list[tuple[str, str]]:
+def _resources_of(node: Node, *, with_memory: bool) -> list[Resource]:
+    return _resources(node.resources_total, node.resources_used or {}, with_memory=with_memory)
+
+
+def _resources(
+    total: Mapping[str, float], used: Mapping[str, float], *, with_memory: bool
+) -> list[Resource]:
     """Return the resources to show, CPUs and GPUs first, memory in bytes, without Ray's internal
     ones."""
     order = {"CPU": 0, "GPU": 1, "memory": 2}
-    named = [
-        (name, amount)
-        for name, amount in resources.items()
-        if ":" not in name and name != "object_store_memory"
-    ]
     return [
-        (name, cli_words.size(amount) if name == "memory" else f"{amount:g}")
-        for name, amount in sorted(named, key=lambda item: (order.get(item[0], 3), item[0]))
+        (name, _amount(name, amount), _amount(name, used[name]) if name in used else None)
+        for name, amount in sorted(total.items(), key=lambda item: (order.get(item[0], 3), item[0]))
+        if ":" not in name and name != "object_store_memory" and (with_memory or name != "memory")
     ]
+
+
+def _totals(hosts: Mapping[tuple[str, str], Sequence[Node]]) -> list[Resource]:
+    """Return the resources of all live nodes together. The memory of a host with several nodes
+    counts once."""
+    nodes = [node for each in hosts.values() for node in each]
+    total: dict[str, float] = {}
+    used: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node.resources_total.items():
+            if name != "memory":
+                total[name] = total.get(name, 0.0) + amount
+        for name, amount in (node.resources_used or {}).items():
+            if name != "memory":
+                used[name] = used.get(name, 0.0) + amount
+    return [*_resources(total, used, with_memory=False), *_memory(hosts.values())]
+
+
+def _memory(hosts: Collection[Sequence[Node]]) -> list[Resource]:
+    """Return the memory of all hosts: what the machines have, or else what Ray may give away."""
+    loads = [next((node.load for node in nodes if node.load), None) for nodes in hosts]
+    known = [
+        (load.memory_total_bytes, load.memory_used_bytes)
+        for load in loads
+        if load and load.memory_total_bytes is not None and load.memory_used_bytes is not None
+    ]
+    if loads and len(known) == len(loads):
+        total, used = (sum(each) for each in zip(*known, strict=True))
+        return [("Memory", cli_words.size(total), cli_words.size(used))]
+    ray = sum(max(node.resources_total.get("memory", 0.0) for node in nodes) for nodes in hosts)
+    return [("Memory", cli_words.size(ray), None)] if ray else []
+
+
+def _amount(name: str, amount: float) -> str:
+    return cli_words.size(amount) if name == "memory" else f"{amount:g}"
 
 
 @router.post("/cluster/nodes/{node_id}/{word}")

@@ -15,6 +15,7 @@ from service.api.problems import ProblemError
 from service.api.runs import run_answers
 from service.db.run_lookup import RunFilter
 from service.model.run_rows import RunRow
+from service.web import parallel
 from service.web.rendering import PageRoute, page
 from service.web.run_pages import run_page
 from service.web.session import WebCaller, WebRun
@@ -49,6 +50,7 @@ async def get_comparison(
         runs=runs,
         metrics=sorted({name for each in runs for name in each.metrics}),
         differences=differences([row.spec for row in rows]),
+        parallel=parallel.picture(runs, [row.spec for row in rows]),
         suggested=await suggested(context, caller),
         most=MOST_RUNS,
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 from everstep.text import failure
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from everstep.wire.metric_names import PREFIX
+from everstep.wire.metric_names import PREFIX, system_figure, system_name
 from service.model.rows import EventRow
 
 MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
@@ -27,6 +27,38 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
         return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
 
     return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
+
+
+_SYSTEM_TITLES: Final = {
+    "cpu_cores": "CPU",
+    "rss_bytes": "Memory",
+    "net_in_bytes_per_s": "Network in, of the host",
+    "net_out_bytes_per_s": "Network out, of the host",
+    "gpu_busy_percent": "GPU use",
+    "gpu_used_bytes": "GPU memory",
+    "gpu_power_w": "GPU power",
+    "gpu_celsius": "GPU temperature",
+}
+_MOST_LINES: Final = 8
+
+
+def system_charts(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return charts of what ranks took of their hosts, a line for each of the first ranks."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        figure = system_figure(name)
+        if figure is not None:
+            found.setdefault(figure[0], []).append(figure[1])
+    return [
+        {
+            "title": title,
+            "names": [system_name(figure, rank) for rank in ranks],
+            "labels": [f"rank {rank}" for rank in ranks],
+            "figure": figure,
+        }
+        for figure, title in _SYSTEM_TITLES.items()
+        if (ranks := sorted(found.get(figure, ()))[:_MOST_LINES])
+    ]
 
 
 def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""The page *runs*: a live list with search and filters."""
+"""The page *runs*: a live list with search, filters, a choice of columns and an order. Its URL
+contains all of them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 
-from everstep.wire import RunStatus
-from service.api.context import Context
-from service.api.run_list import found_runs, parse_tag
+from everstep.text import words as cli_words
+from everstep.wire import Run, RunStatus
+from service.api.context import ApiContext, Context
+from service.api.paging import MOST_CURSOR_CHARS
+from service.api.run_list import found_runs, parse_order, parse_tag
 from service.db.run_lookup import RunFilter
+from service.db.run_order import RunOrder
+from service.web import run_columns
 from service.web.formatting import STATUS_GROUPS, progress_share
 from service.web.rendering import PageRoute, page
 from service.web.session import WebCaller
@@ -18,6 +23,7 @@ from service.web.session import WebCaller
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _PAGE_RUNS: Final = 50
+_NEWEST: Final = RunOrder("created_at", descending=True)
 
 
 @router.get("/runs")
@@ -29,7 +35,9 @@ async def get_runs(
     status: Annotated[str, Query(max_length=16)] = "",
     project: Annotated[str, Query(max_length=64)] = "",
     tag: Annotated[str, Query(max_length=400)] = "",
-    cursor: Annotated[str, Query(max_length=200)] = "",
+    sort: Annotated[str, Query(max_length=400)] = "",
+    columns: Annotated[list[str] | None, Query()] = None,
+    cursor: Annotated[str, Query(max_length=MOST_CURSOR_CHARS)] = "",
 ) -> Response:
     search = search.strip()
     tags = (parse_tag(tag),) if tag else ()
@@ -37,29 +45,56 @@ async def get_runs(
     wanted = RunFilter(
         project=project or None, statuses=tuple(statuses), search=search or None, tags=tags
     )
-    found = await found_runs(context, caller, wanted, _PAGE_RUNS, cursor or None)
+    order = parse_order(sort)
+    shown = run_columns.chosen(columns or ())
+    found = await found_runs(context, caller, wanted, _PAGE_RUNS, cursor or None, order)
     where = RunFilter(project=caller.project or project or None, search=search or None, tags=tags)
     counts = await context.database_call(context.runs.count_by_status, where)
-    given = {"search": search, "status": status, "project": project, "tag": tag}
+    filters = {"search": search, "status": status, "project": project, "tag": tag}
+    given = filters | {"sort": str(order) if order else "", "columns": _written(shown)}
 
     def link(**changes: str | None) -> str:
         """Return the URL of this page with other filters, from its first run."""
         return _address(given | changes)
 
+    is_update = "hx-request" in request.headers
+    specs = (
+        await _specs(context, found.items)
+        if not is_update or run_columns.needs_specs(shown)
+        else {}
+    )
     return page(
         request,
         "runs.html",
         caller,
         runs=found.items,
+        specs=specs,
         counts={"": sum(counts.values())}
         | {name: sum(counts[each] for each in group) for name, group in STATUS_GROUPS.items()},
         given=given,
         link=link,
         next_page=_address(given | {"cursor": found.next_cursor}) if found.next_cursor else None,
         is_first_page=not cursor,
-        is_filtered=any(given.values()),
+        is_filtered=any(filters.values()),
+        columns=shown,
+        sort_link=lambda column: run_columns.sort_link(column, order or _NEWEST, link),
+        suggestions=run_columns.suggestions(found.items, list(specs.values())),
+        known_columns=run_columns,
+        usage_parts=cli_words.usage_parts,
         progress_share=progress_share,
     )
+
+
+async def _specs(context: ApiContext, runs: tuple[Run, ...]) -> dict[str, dict[str, Any]]:
+    """Return the spec of each run by its id."""
+    rows = await context.database_call(context.runs.rows, [run.id for run in runs])
+    return {run_id: row.spec for run_id, row in rows.items()}
+
+
+def _written(columns: tuple[run_columns.Column, ...]) -> str:
+    """Return the columns as the URL has them; empty for the default ones."""
+    keys = tuple(column.key for column in columns)
+    return "" if keys == run_columns.DEFAULT else ",".join(keys)
 
 
 def _address(values: dict[str, Any]) -> str:

@@ -8,8 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 
+from everstep.spec.plain_text import is_sayable
 from everstep.text import failure as failure_words
-from everstep.wire import Failure, Run, RunStatus
+from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus
 from everstep.wire.profiles import MOST_STEPS, ProfileRequest
 from service.api import checkpoints, histories, profiles, runs, sse
 from service.api.auth import Principal
@@ -55,6 +56,7 @@ async def run_page(
         if row.ray_job_id and caller.project is None
         else None,
         progress_share=progress_share,
+        most_notes_chars=MOST_NOTES_CHARS,
         **values,
     )
 
@@ -138,6 +140,8 @@ async def get_curves(
     """Return charts, their series, the restarts, and the event after which the stream continues."""
     grouped = curves.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
+    names = await context.database_call(context.series.names, run.id)
+    shown = [*shown, *curves.system_charts(names)]
     series = await thinned(
         context, run.id, [name for chart in shown for name in chart["names"]], max_points
     )
@@ -226,6 +230,21 @@ async def get_trace(
     run: WebRun, context: Context, profile_id: profiles.ProfileId
 ) -> StreamingResponse:
     return await profiles.get_trace(run, context, profile_id)
+
+
+@router.post("/notes")
+async def post_notes(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+    text = form.get("notes", "").replace("\r\n", "\n")
+    if not is_sayable(text):
+        raise invalid_request("notes", msg="contain a character that cannot be stored; remove it")
+    try:
+        change = RunChange(notes=text)
+    except ValidationError as exc:
+        raise invalid_request(
+            "notes", msg=f"are too long; write at most {MOST_NOTES_CHARS} characters"
+        ) from exc
+    await runs.changed_run(run, context, change)
+    return RedirectResponse(f"/runs/{run.id}", 303)
 
 
 @router.post("/delete")

@@ -39,6 +39,7 @@ class Teller:
         self.random = random.Random(seed)
         self.journal = Journal(attempt=0, at=api.clock.now)
         self.step = 0
+        self.nodes: tuple[str, ...] = ()
         api.runs.claim_submission(run_id, 0)
         api.runs.record_job(run_id, 1, f"{run_id}-s001")
 
@@ -57,6 +58,7 @@ class Teller:
             {"rank": rank, "node_id": node, "node_ip": "10.0.0.1", "pid": 100 + rank}
             for rank, node in enumerate(nodes)
         ]
+        self.nodes = nodes
         source = "fresh" if journal.attempt == 1 else "snapshot"
         self.tell(journal.event(EventKind.ATTEMPT_STARTED, world_size=len(nodes), workers=workers))
         self.wait(1.5)
@@ -117,6 +119,16 @@ class Teller:
             ),
             self.journal.checkpoint(self.step, accuracy=accuracy, loss=loss),
         )
+        for rank, node_id in enumerate(self.nodes):
+            use = {
+                "cpu_cores": 1.4 + 0.1 * rank,
+                "rss_bytes": 2_100_000_000 + 1_000_000 * self.step,
+                "net_in_bytes_per_s": 41_000_000,
+                "net_out_bytes_per_s": 40_000_000,
+                "seconds": 60.0,
+            }
+            event = self.journal.event(EventKind.RANK_USE, rank=rank, node_id=node_id, **use)
+            self.tell(event)
         self.log(0, f"step {self.step}: val_loss {loss:.4f}, val_accuracy {accuracy:.4f}")
 
     def fail(
@@ -174,6 +186,8 @@ class Teller:
                 "node_id": node_id,
                 "name": "NVIDIA A100-SXM4-80GB",
                 **use,
+                "power_w": 311.5,
+                "celsius": 64,
                 "seconds": 60.0,
             }
             self.tell(self.journal.event(EventKind.GPU_USE, **gpu_use))

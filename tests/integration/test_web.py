@@ -23,6 +23,7 @@ from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.db.run_lookup import RunFilter
 from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story
@@ -53,7 +54,7 @@ def paths(story: Story) -> list[str]:
         f"{run}/logs",
         f"{run}/events",
         f"{run}/spec?against={story.finished}",
-        f"{run}/fork",
+        f"/new?from={story.running}",
     ]
     compare = f"/compare?run={story.finished}&run={story.running}"
     return [
@@ -127,6 +128,109 @@ async def test_what_is_marked_and_opened_survives_an_update(
     await expect(page.get_by_role("link", name="just submitted")).to_be_visible()
     await expect(page.get_by_label("Compare resnet-width-16-cosine")).to_be_checked()
     await expect(page.get_by_role("link", name="resnet-width-32")).to_be_focused()
+
+
+async def test_columns_and_order_survive_a_reload_and_updates(
+    api: ApiService, story: Story, page: Page
+) -> None:
+    await page.goto("/runs?project=vision")
+    await page.get_by_text("Columns…").click()
+    for title in ("Progress", "Latest", "Ranks", "Restarts"):
+        await page.get_by_label(title, exact=True).uncheck()
+    await page.get_by_label("Add a metric").fill("metrics.val_accuracy")
+    await page.get_by_role("button", name="Show these columns").click()
+    await page.get_by_role("link", name="val_accuracy").click()
+    await expect(page).to_have_url(
+        re.compile(r"project=vision&sort=-metrics.val_accuracy&columns=")
+    )
+    names = page.locator("td a.name")
+    for _ in range(2):
+        assert await names.all_inner_texts() == [
+            "resnet-width-16",
+            "resnet-width-16-cosine",
+            "resnet-width-32",
+        ]
+        assert await page.locator("th[aria-sort=descending]").inner_text() == "val_accuracy ↓"
+        await page.reload()
+    await page.locator("td.tick input").nth(0).check()
+    await page.locator("td.tick input").nth(2).check()
+    await api.create(name="newest", project="vision")
+    await expect(names).to_have_count(4)
+    assert await names.nth(3).inner_text() == "newest", "it has no value yet"
+    await page.get_by_role("button", name="Compare selected").click()
+    way = page.locator("svg.parallel g.way")
+    await expect(way).to_have_count(2)
+    await expect(page.get_by_role("img", name=re.compile("train.seed 3"))).to_be_visible()
+    await page.goto(f"/runs/{story.running}")
+    await page.get_by_text("Add notes").click()
+    await page.get_by_label("Notes").fill("the one to beat")
+    await page.get_by_role("button", name="Save the notes").click()
+    await expect(page.locator("#notes")).to_have_text("the one to beat")
+
+
+async def test_the_view_of_curves_is_in_the_url_and_they_are_saved(
+    story: Story, page: Page
+) -> None:
+    await page.goto(f"/runs/{story.running}")
+    figure = page.locator("figure.chart").first
+    await expect(figure).to_be_visible()
+    await page.get_by_label("Smoothing").fill("0.6")
+    await page.get_by_label("Logarithmic").check()
+    await expect(figure.locator(".u-legend")).to_contain_text("loss raw")
+    box = await figure.locator(".u-over").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    await page.mouse.move(box["x"] + box["width"] * 0.25, middle)
+    await page.mouse.down()
+    await page.mouse.move(box["x"] + box["width"] * 0.5, middle, steps=4)
+    await page.mouse.up()
+    view = re.compile(r"\?scale=log&smooth=0.6&zoom=(1[34]\d[.\d]*),(2[78]\d[.\d]*)$")
+    await expect(page).to_have_url(view)
+    await page.reload()
+    await expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    await expect(page.get_by_label("Smoothing")).to_have_value("0.6")
+    async with page.expect_download() as coming:
+        await page.get_by_role("button", name="PNG: save loss as a picture").click()
+    picture = await coming.value
+    assert picture.suggested_filename == "resnet-width-16-cosine-loss.png"
+    assert (await picture.path()).stat().st_size > 5000
+    async with page.expect_download() as coming:
+        await page.get_by_role("link", name="CSV: save every value of loss").click()
+    table = (await (await coming.value).path()).read_text().splitlines()
+    assert len(table) == 1 + 560 + 560 // 50, "steps and evaluations"
+    await page.get_by_role("button", name="Reset zoom").click()
+    await expect(page).to_have_url(re.compile(r"\?scale=log&smooth=0.6$"))
+    await page.get_by_role("radio", name="Time").check()
+    await expect(page).to_have_url(re.compile("axis=time"))
+    hosts = page.locator("#system-charts figure.chart")
+    memory = hosts.filter(has_text="Memory").first.get_by_role("img")
+    await expect(memory).to_have_attribute("aria-label", _has("rank 2: 2.65 GB, between"))
+    await expect(hosts.filter(has_text="GPU temperature")).to_contain_text("64 °C")
+
+
+async def test_a_run_is_written_in_the_editor_and_submitted(
+    api: ApiService, story: Story, page: Page
+) -> None:
+    await page.goto(f"/runs/{story.finished}")
+    await page.get_by_role("link", name="Run again").click()
+    text = page.get_by_label("Spec (YAML or JSON)")
+    await expect(text).to_have_value(re.compile("^name: resnet-width-16\n"))
+    await page.get_by_label("Epochs").fill("0")
+    await page.get_by_label("Epochs").press("Enter")
+    await expect(text).to_have_value(re.compile("epochs: 0\n"))
+    await expect(page.locator("#faults li")).to_contain_text("train.epochs")
+    await page.locator("#faults button").click()
+    await page.keyboard.type("  epochs: 3")
+    await expect(page.locator("#summary")).to_have_text("The service would accept this spec.")
+    await expect(page.get_by_label("Epochs")).to_have_value("3")
+    await expect(page.locator("#gutter .wrong")).to_have_count(0)
+    await expect(page.locator("#completion-place")).to_have_text("in train")
+    await page.locator("#completion-list").get_by_role("button", name="seed", exact=True).click()
+    await expect(text).to_have_value(re.compile("  epochs: 3\n  seed: 0\n"))
+    await page.get_by_role("button", name="Submit the run").click()
+    await expect(page.locator("h1")).to_have_text("resnet-width-16")
+    [newest] = api.runs.find(RunFilter(), 1)
+    assert newest.spec["train"]["epochs"] == 3 and newest.owner == "admin of None"
 
 
 async def test_a_service_that_is_away_is_told_and_its_return_too(

@@ -45,11 +45,13 @@ async def test_nothing_scrolls_sideways_on_a_phone(
     paths = [
         "/runs",
         "/runs?search=nothing",
-        *(f"{run}{tail}" for tail in ("", "/checkpoints", "/logs", "/events", "/spec", "/fork")),
+        "/runs?columns=owner,notes,spec.optimizer.lr,metrics.val_accuracy,best&sort=-best",
+        *(f"{run}{tail}" for tail in ("", "/checkpoints", "/logs", "/events", "/spec")),
         f"/runs/{story.failed}",
         f"/runs/{wide}",
         "/compare",
         f"/compare?run={story.finished}&run={story.running}&run={wide}",
+        "/new",
         "/cluster",
         "/queue",
         "/login",
@@ -87,7 +89,7 @@ async def test_a_log_line_has_a_line_of_its_own_on_a_phone(story: Story, page: P
 
 async def test_pages_without_any_run_have_no_script_error(page: Page) -> None:
     """What the browser's console says is a failure of its own."""
-    for path in ("/runs", "/compare", "/queue", "/cluster", "/no/such/page"):
+    for path in ("/runs", "/new", "/compare", "/queue", "/cluster", "/no/such/page"):
         await page.goto(path)
         await expect(page.locator("h1")).to_be_visible()
 

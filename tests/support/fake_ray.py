@@ -32,6 +32,10 @@ class FakeRay:
             self.node("head", {"memory": 1e9}, head=True),
             self.node("n1", {"CPU": 2.0}),
         ]
+        self.load: dict[str, Any] = {}
+        """What the agent of ``n1`` has reported about its host."""
+        self.used: dict[str, str] = {}
+        """Ray's account of what is used, by node."""
         self.broken = False
         """Answer everything with an internal error."""
         self.answers = threading.Event()
@@ -77,9 +81,10 @@ class FakeRay:
                 {
                     "hostname": "host-a",
                     "raylet": {"nodeId": "n1", "stateSnapshot": {"state": "DRAINING"}},
+                    **self.load,
                 }
             ]
-            return 200, {"data": {"summary": summary}}
+            return 200, {"data": {"summary": summary, "nodeLogicalResources": self.used}}
         if path == "/api/jobs/":
             return self._submit(body) if method == "POST" else (200, list(self.jobs.values()))
         if match := re.fullmatch(r"/api/jobs/([^/]+)(/stop)?", path):

@@ -36,16 +36,34 @@ class GpuSample:
     total_bytes: int
     allocated_bytes: int
     """Most bytes that this process's own tensors took so far."""
+    power_w: float | None = None
+    celsius: float | None = None
+    """Of the chip; None, as the power, if NVML does not know."""
 
 
 def sample_gpu(device: torch.device) -> GpuSample:
     """Sample the GPU without waiting for it. Raises RuntimeError if it does not answer."""
     free, total = torch.cuda.mem_get_info(device)
+    percent, milliwatts, celsius = (
+        _known(ask, device)
+        for ask in (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.temperature)
+    )
+    return GpuSample(
+        None if percent is None else percent / 100,
+        total - free,
+        total,
+        torch.cuda.max_memory_allocated(device),
+        None if milliwatts is None else milliwatts / 1000,
+        celsius,
+    )
+
+
+def _known(ask: Callable[[torch.device], float], device: torch.device) -> float | None:
+    """Return NVML's figure; None if it has none."""
     try:
-        busy: float | None = torch.cuda.utilization(device) / 100
+        return ask(device)
     except Exception:  # NVML's own errors, or no NVML: memory is worth reporting by itself
-        busy = None
-    return GpuSample(busy, total - free, total, torch.cuda.max_memory_allocated(device))
+        return None
 
 
 class GpuWatch:
@@ -111,6 +129,8 @@ class GpuWatch:
 
     def _summary(self, samples: list[GpuSample], seconds: float) -> dict[str, Any]:
         busy = [sample.busy for sample in samples if sample.busy is not None]
+        power = [sample.power_w for sample in samples if sample.power_w is not None]
+        celsius = [sample.celsius for sample in samples if sample.celsius is not None]
         return {
             "rank": self._rank,
             "node_id": self._node_id,
@@ -121,5 +141,7 @@ class GpuWatch:
             "used_bytes": max(sample.used_bytes for sample in samples),
             "total_bytes": samples[-1].total_bytes,
             "allocated_bytes": max(sample.allocated_bytes for sample in samples),
+            "power_w": round(statistics.mean(power), 1) if power else None,
+            "celsius": max(celsius) if celsius else None,
             "seconds": round(seconds, 1),
         }

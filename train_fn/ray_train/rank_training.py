@@ -23,6 +23,7 @@ from train_fn.node.cpu_threads import set_threads
 from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_memory import wait_for_free_memory
 from train_fn.node.gpu_use import GpuWatch
+from train_fn.node.host_use import HostWatch
 from train_fn.node.secrets import Redactor, read_secrets
 from train_fn.node.silent_peers import unheard_hosts
 from train_fn.ray_train import rank_process
@@ -147,7 +148,11 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     # Objects of the imports stay alive. A rank that leaves a broken step collects garbage, which
     # should not search all of torch.
     gc.freeze()
-    with GpuWatch(journal.emit, context.world_rank, context.node_id, context.device):
+    rank, node_id = context.world_rank, context.node_id
+    with (
+        GpuWatch(journal.emit, rank, node_id, context.device),
+        HostWatch(journal.emit, rank, context.world_size, node_id),
+    ):
         stop = train(context)
     # The controller takes one report per poll, so from here on the rank waits for polls.
     rank_process.note_trained()

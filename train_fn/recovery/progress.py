@@ -13,7 +13,13 @@ from everstep.wire.events import EventKind
 
 _STEPS_KEPT = 512
 _BESIDE_TRAINING = frozenset(
-    {EventKind.GPU_USE, EventKind.PROFILE_ORDERED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED}
+    {
+        EventKind.GPU_USE,
+        EventKind.RANK_USE,
+        EventKind.PROFILE_ORDERED,
+        EventKind.PROFILE_DONE,
+        EventKind.PROFILE_FAILED,
+    }
 )
 """Sent by threads that keep running while training hangs, so they are no sign of progress."""
 

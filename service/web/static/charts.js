@@ -6,10 +6,10 @@
   const root = document.getElementById("charts");
   const urls = root.dataset.curves.split(" ");
   const single = urls.length === 1;
-  const state = { axis: "step", logarithmic: false, all: false, runs: [], plots: new Map() };
+  const { readView, writeView, smoothed, unitOf, withUnit, short, toPicture, fileName } = window.everstep.curves;
+  const state = { ...readView(), all: false, runs: [], plots: new Map() };
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const short = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toString());
 
   // ---------------------------------------------------------------- reading
 
@@ -55,30 +55,48 @@
 
   // ---------------------------------------------------------------- figures
 
-  function titles() {
-    return [...new Set(state.runs.flatMap((run) => run.charts.map((chart) => chart.title)))];
+  const system = document.getElementById("system");
+
+  function charts() {
+    const all = state.runs.flatMap((run) => run.charts).filter((chart) => system || !chart.figure);
+    return [...new Map(all.map((chart) => [chart.title, chart])).values()];
   }
 
   function draw() {
-    const wanted = titles();
-    if (!wanted.length) {
-      state.plots.clear();
-      message(single ? "No metrics yet. Curves appear with the first step." : "None of these runs has metrics yet.");
-      return;
+    const wanted = charts();
+    for (const [title, plot] of state.plots) if (!wanted.some((chart) => chart.title === title)) (plot.destroy(), state.plots.delete(title));
+    if (wanted.every((chart) => chart.figure)) message(single ? "No metrics yet. Curves appear with the first step." : "None of these runs has metrics yet.");
+    else root.querySelector(".state")?.remove();
+    if (system) system.hidden = !wanted.some((chart) => chart.figure);
+    for (const chart of wanted) {
+      if (!state.plots.has(chart.title)) state.plots.set(chart.title, new Plot(chart));
+      state.plots.get(chart.title).update();
     }
-    for (const [title, plot] of state.plots) if (!wanted.includes(title)) (plot.destroy(), state.plots.delete(title));
-    if (!state.plots.size) root.replaceChildren();
-    for (const title of wanted) {
-      if (!state.plots.has(title)) state.plots.set(title, new Plot(title));
-      state.plots.get(title).update();
-    }
+    if (!wanted.length) return;
     more();
     document.getElementById("curve-choices").hidden = false;
+    showView();
+  }
+
+  function showView() {
+    for (const choice of document.querySelectorAll("input[name=axis]")) choice.checked = choice.value === state.axis;
+    document.getElementById("log-scale").checked = state.logarithmic;
+    document.getElementById("smooth").value = state.smooth;
+    document.getElementById("smooth-value").textContent = state.smooth ? state.smooth.toFixed(2) : "off";
+    document.getElementById("reset-zoom").hidden = state.zoom === null;
+  }
+
+  // Draw everything anew for another view, and keep it in the URL.
+  function change(view) {
+    Object.assign(state, view);
+    writeView(state);
+    if (state.runs.length) draw();
+    else showView();
   }
 
   function more() {
     root.querySelector(".more")?.remove();
-    const hidden = Math.max(...state.runs.map((run) => run.num_charts - run.charts.length));
+    const hidden = Math.max(...state.runs.map((run) => run.num_charts - run.charts.filter((chart) => !chart.figure).length));
     if (hidden <= 0) return;
     const button = document.createElement("button");
     button.type = "button";
@@ -100,7 +118,9 @@
         const points = run.series[name] ?? [];
         const number = single ? place : index;
         lines.push({
-          label: single ? name : `${run.run.name} ${chart.names.length > 1 ? name : ""}`.trim(),
+          label: single ? (chart.labels?.[place] ?? name) : `${run.run.name} ${chart.names.length > 1 ? name : ""}`.trim(),
+          name,
+          run,
           points,
           stroke: `--series-${(number % 8) + 1}`,
           dashes: !single && place > 0 ? [6, 4] : [],
@@ -111,11 +131,20 @@
     return lines;
   }
 
+  // With smoothing, each line is drawn twice: faintly as it is, and smoothed.
+  function drawnLines(lines) {
+    if (!state.smooth) return lines;
+    return [
+      ...lines.map((line) => ({ ...line, label: `${line.label} raw`, isFaint: true })),
+      ...lines.map((line) => ({ ...line, points: smoothed(line.points, state.smooth) })),
+    ];
+  }
+
   // One table of x with a column for each line; of two values with the same x the newest wins.
-  function tableOf(lines) {
+  function tableOf(lines, axis) {
     const tables = lines.map(({ points }) => {
       const begin = points.length ? points[0][1] : 0;
-      const at = state.axis === "step" ? (point) => point[0] : single ? (point) => point[1] : (point) => point[1] - begin;
+      const at = axis === "step" ? (point) => point[0] : single ? (point) => point[1] : (point) => point[1] - begin;
       const columns = new Map();
       for (const point of points) {
         const value = state.logarithmic && point[2] !== null && point[2] <= 0 ? null : point[2];
@@ -128,8 +157,10 @@
   }
 
   class Plot {
-    constructor(title) {
+    constructor({ title, figure }) {
       this.title = title;
+      this.unit = unitOf(figure ?? title);
+      this.isSystem = Boolean(figure);
       this.figure = document.createElement("figure");
       this.figure.className = "chart";
       const caption = document.createElement("figcaption");
@@ -137,15 +168,43 @@
       heading.textContent = title;
       this.summary = document.createElement("span");
       this.summary.className = "summary";
-      caption.append(heading, this.summary);
+      caption.append(heading, this.summary, this.buttons());
       this.place = document.createElement("div");
       this.place.className = "plot";
       this.figure.append(caption, this.place);
-      root.append(this.figure);
+      (this.isSystem ? document.getElementById("system-charts") : root).append(this.figure);
       this.uplot = null;
       this.key = "";
-      this.zoomed = false;
       new ResizeObserver(() => this.uplot?.setSize(this.size())).observe(this.place);
+    }
+
+    buttons() {
+      const place = document.createElement("span");
+      place.className = "keep";
+      const picture = document.createElement("button");
+      picture.type = "button";
+      picture.className = "quiet small";
+      picture.textContent = "PNG";
+      picture.setAttribute("aria-label", `PNG: save ${this.title} as a picture`);
+      picture.addEventListener("click", () => toPicture(this.uplot, this.title, this.lines, this.fileName()));
+      this.table = document.createElement("a");
+      this.table.className = "button quiet small";
+      this.table.textContent = "CSV";
+      this.table.setAttribute("aria-label", `CSV: save every value of ${this.title}`);
+      this.table.setAttribute("download", "");
+      place.append(picture, this.table);
+      return place;
+    }
+
+    fileName() {
+      return fileName(`${state.runs.map((run) => run.run.name).join("-")}-${this.title}`);
+    }
+
+    csvUrl() {
+      const query = new URLSearchParams();
+      for (const id of new Set(this.lines.map((line) => line.run.run.id))) query.append("run", id);
+      for (const name of new Set(this.lines.map((line) => line.name))) query.append("name", name);
+      return `/curves.csv?${query}`;
     }
 
     size() {
@@ -153,20 +212,23 @@
     }
 
     update() {
-      const lines = linesOf(this.title);
-      const table = tableOf(lines);
-      const key = JSON.stringify([lines.map((line) => line.label), state.axis, state.logarithmic]);
+      this.lines = linesOf(this.title);
+      const lines = drawnLines(this.lines);
+      // What a host does has no step.
+      this.axis = this.isSystem ? "time" : state.axis;
+      const table = tableOf(lines, this.axis);
+      const key = JSON.stringify([lines.map((line) => line.label), this.axis, state.logarithmic, state.smooth]);
       if (this.uplot && key === this.key) {
-        this.uplot.setData(table, !this.zoomed);
-        if (this.zoomed) this.uplot.redraw();
+        this.uplot.setData(table, state.zoom === null || this.axis !== state.axis);
       } else {
         this.uplot?.destroy();
-        this.zoomed = false;
         this.uplot = new uPlot(this.options(lines), table, this.place);
-        this.uplot.over.addEventListener("dblclick", () => (this.zoomed = false));
+        this.uplot.over.addEventListener("dblclick", () => change({ zoom: null }));
         this.key = key;
       }
-      this.summarize(lines);
+      if (state.zoom && this.axis === state.axis) this.uplot.setScale("x", { min: state.zoom[0], max: state.zoom[1] });
+      this.table.href = this.csvUrl();
+      this.summarize(this.lines);
     }
 
     summarize(lines) {
@@ -174,10 +236,10 @@
         const values = points.map((point) => point[2]).filter((value) => value !== null);
         if (!values.length) return [];
         const last = points.findLast((point) => point[2] !== null);
-        return [{ label, now: short(last[2]), step: last[0], low: short(values.reduce((a, b) => Math.min(a, b))), high: short(values.reduce((a, b) => Math.max(a, b))) }];
+        return [{ label, now: withUnit(last[2], this.unit), step: last[0], low: short(values.reduce((a, b) => Math.min(a, b))), high: short(values.reduce((a, b) => Math.max(a, b))) }];
       });
       this.summary.textContent = single ? words.map((each) => each.now).join(" · ") : "";
-      const text = words.map((each) => `${each.label}: ${each.now} at step ${each.step}, between ${each.low} and ${each.high}`).join("; ");
+      const text = words.map((each) => `${each.label}: ${each.now}${this.isSystem ? "" : ` at step ${each.step}`}, between ${each.low} and ${each.high}`).join("; ");
       const canvas = this.uplot.root.querySelector(".u-wrap");
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${this.title}. ${text || "no values"}`);
@@ -186,30 +248,30 @@
     options(lines) {
       const grid = { stroke: colour("--line"), width: 1 };
       const axis = { stroke: colour("--dim"), grid, ticks: grid, font: "11px ui-sans-serif, system-ui, sans-serif" };
-      const clock = state.axis === "time" && single;
+      const clock = this.axis === "time" && single;
       const elapsed = (u, values) => values.map((value) => (value < 120 ? `${Number(value.toFixed(1))} s` : `${Number((value / 60).toFixed(1))} min`));
       const series = lines.map((line) => {
         const few = line.points.length < 40;
         const stroke = colour(line.stroke);
-        return { label: line.label, stroke, width: 1.6, dash: line.dashes, value: (u, value) => short(value), points: { show: line.isValidation && few || line.points.length === 1, size: 5, fill: stroke } };
+        return { label: line.label, stroke, alpha: line.isFaint ? 0.3 : 1, width: line.isFaint ? 1 : 1.6, dash: line.dashes, value: (u, value) => withUnit(value, this.unit), points: { show: line.isValidation && few || line.points.length === 1, size: 5, fill: stroke } };
       });
       const moments = (u, values) => {
         const length = u.scales.x.max - u.scales.x.min;
         const [from, to] = length < 1200 ? [11, 19] : length < 172800 ? [11, 16] : [5, 16];
         return values.map((value) => new Date(value * 1000).toISOString().slice(from, to).replace("T", " "));
       };
-      const xLabel = state.axis === "step" ? "step" : single ? "time" : "since the first step";
+      const xLabel = this.axis === "step" ? "step" : single ? "time" : "since the first step";
       return {
         ...this.size(),
         tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
-        cursor: { sync: { key: "everstep" }, points: { size: 6 } },
+        cursor: { sync: { key: `everstep ${this.axis}` }, points: { size: 6 } },
         scales: { x: { time: clock }, y: state.logarithmic ? { distr: 3 } : {} },
         axes: [
-          { ...axis, size: 32, ...(clock ? { values: moments, space: 80 } : state.axis === "time" ? { values: elapsed } : {}), ...(state.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
-          { ...axis, size: 54, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) },
+          { ...axis, size: 32, ...(clock ? { values: moments, space: 80 } : this.axis === "time" ? { values: elapsed } : {}), ...(this.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
+          { ...axis, size: this.unit ? 66 : 54, values: (u, values) => values.map((value) => (value === null ? "" : withUnit(value, this.unit))) },
         ],
         series: [{ label: xLabel, ...(clock ? { value: "{HH}:{mm}:{ss}" } : {}) }, ...series],
-        hooks: { draw: [single ? drawMarks : () => {}], setSelect: [(u) => u.select.width > 0 && (this.zoomed = true)] },
+        hooks: { draw: [single ? (u) => drawMarks(u, this.axis) : () => {}], setSelect: this.axis === state.axis ? [zoomTo] : [] },
       };
     }
 
@@ -219,8 +281,20 @@
     }
   }
 
+  // A selection in one chart zooms all of them. uPlot repeats it in the others: the first counts.
+  let chosenZoom = null;
+
+  function zoomTo(u) {
+    if (u.select.width <= 0 || chosenZoom) return;
+    chosenZoom = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));
+    setTimeout(() => {
+      change({ zoom: chosenZoom });
+      chosenZoom = null;
+    });
+  }
+
   // A dashed line with the attempt's number wherever the run resumed after a restart.
-  function drawMarks(u) {
+  function drawMarks(u, axis) {
     const { ctx, bbox } = u;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("--fault");
@@ -230,7 +304,7 @@
     ctx.textBaseline = "alphabetic";
     let free = -Infinity;
     for (const mark of state.runs[0].marks) {
-      const x = u.valToPos(state.axis === "step" ? mark.step : mark.at, "x", true);
+      const x = u.valToPos(axis === "step" ? mark.step : mark.at, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
       ctx.beginPath();
@@ -278,7 +352,7 @@
         return add(shown, event.data.step, at, value) || isHidden(shown);
       });
     }
-    return !["failure", "restored"].includes(event.kind);
+    return !["failure", "restored", "rank_use", "gpu_use"].includes(event.kind);
   }
 
   // Whether a metric belongs to a hidden chart, whose points are ignored.
@@ -302,18 +376,14 @@
 
   document.addEventListener("everstep:theme", () => {
     for (const plot of state.plots.values()) plot.key = "";
-    draw();
+    if (state.runs.length) draw();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("everstep:theme")));
   for (const choice of document.querySelectorAll("input[name=axis]")) {
-    choice.addEventListener("change", () => {
-      state.axis = choice.value;
-      draw();
-    });
+    choice.addEventListener("change", () => change({ axis: choice.value, zoom: null }));
   }
-  document.getElementById("log-scale").addEventListener("change", (event) => {
-    state.logarithmic = event.target.checked;
-    draw();
-  });
+  document.getElementById("log-scale").addEventListener("change", (event) => change({ logarithmic: event.target.checked }));
+  document.getElementById("smooth").addEventListener("input", (event) => change({ smooth: Number(event.target.value) }));
+  document.getElementById("reset-zoom").addEventListener("click", () => change({ zoom: null }));
   read();
 })();

@@ -76,6 +76,24 @@ async def test_compare_shows_figures_and_differences(api: ApiService) -> None:
     assert alone.exit_code == 2 and "at least two" in alone.stderr
 
 
+async def test_notes_are_printed_replaced_and_removed(api: ApiService) -> None:
+    one, two = await api.create(name="b", train={"seed": 9}), await api.create(name="a")
+    assert (await everstep("note", one)).stdout == ""
+    assert (await everstep("note", one, "lr too high\n\x1b[31mred")).stdout == (
+        "lr too high\n\N{REPLACEMENT CHARACTER}[31mred\n"
+    )
+    piped = await everstep("note", one, "-", "--json", stdin="from a pipe\n")
+    assert json.loads(piped.stdout)["notes"] == "from a pipe"
+    assert "from a pipe" in (shown := await everstep("show", one)).stdout
+    assert "owner" in shown.stdout and "admin of None" in shown.stdout
+    assert (await everstep("note", one, "x", "--clear")).exit_code == 2
+    assert (await everstep("note", one, "x" * 4001)).exit_code == 2
+    assert (await everstep("note", one, "--clear")).stdout == ""
+    listed = json.loads((await everstep("runs", "--sort", "-spec.train.seed", "--json")).stdout)
+    assert [run["id"] for run in listed] == [one, two]
+    assert "cannot sort by this" in (await everstep("runs", "--sort", "colour")).stderr
+
+
 async def test_open_prints_the_address_of_a_page(api: ApiService) -> None:
     run_id = await api.create()
     assert (await everstep("open", run_id)).stdout.strip() == f"{api.url}/runs/{run_id}"

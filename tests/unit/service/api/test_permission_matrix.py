@@ -18,6 +18,7 @@ LEAST_ROLE = {
     ("POST", "/v1/validate"): "submitter",
     ("GET", "/v1/runs"): "viewer",
     ("GET", "/v1/runs/{run_id}"): "viewer",
+    ("PATCH", "/v1/runs/{run_id}"): "submitter",
     ("DELETE", "/v1/runs/{run_id}"): "submitter",
     ("GET", "/v1/runs/{run_id}/spec"): "viewer",
     ("POST", "/v1/runs/{run_id}/cancel"): "submitter",

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 
+from everstep.wire import NodeLoad
 from service.cluster.ray_errors import JobRejected, RayRefused, RayUnavailable
 from service.cluster.ray_jobs import MOST_SUBMITS, RayEndpoint, RayJobs
 from tests.support.fake_ray import FakeRay, serving
@@ -64,6 +65,45 @@ async def test_nodes_carry_hostnames_and_drains() -> None:
         "n1": ("DRAINING", "host-a", False),
         "n2": ("DEAD", "10.0.0.1", False),
     }
+
+
+async def test_nodes_carry_their_load_and_what_is_used() -> None:
+    with serving(FakeRay()) as fake:
+        fake.load = {
+            "cpu": 37.5,
+            "mem": [1000, 600, 40.0, 400],
+            "loadAvg": [[1.5, 1.0, 0.5], [0.75, 0.5, 0.25]],
+            "gpus": [
+                {"utilizationGpu": 50, "memoryUsed": 10, "memoryTotal": 20},
+                {"utilizationGpu": None, "memoryUsed": 1, "memoryTotal": 20},
+            ],
+        }
+        fake.used = {
+            "n1": "1.5/2.0 CPU (1.0 used of 1.0 reserved in placement groups)\n0B/1.00GiB memory"
+        }
+        async with RayJobs(lambda: RayEndpoint(fake.url, fake.token)) as ray:
+            head, n1 = await ray.nodes()
+            assert (head.load, head.used) == (None, None)
+            assert n1.used == {"CPU": 1.5} and n1.load == NodeLoad(
+                cpu=0.375,
+                load_1m=1.5,
+                memory_used_bytes=400,
+                memory_total_bytes=1000,
+                gpu=0.5,
+                gpu_memory_used_bytes=11 << 20,
+                gpu_memory_total_bytes=40 << 20,
+            )
+            fake.load = {
+                "cpu": "busy",
+                "mem": [1000, None, None, 400],
+                "loadAvg": None,
+                "gpus": [1],
+            }
+            [_, n1] = await ray.nodes()
+            assert n1.load is not None
+            assert (n1.load.cpu, n1.load.load_1m, n1.load.gpu) == (None, None, None)
+            fake.load = {"mem": {}}
+            assert (await ray.nodes())[1].load is None
 
 
 class Proxy(httpx.AsyncBaseTransport):

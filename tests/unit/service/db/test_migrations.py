@@ -12,8 +12,13 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
+from everstep.spec.parsing import parse_spec
 from service.db.engine import MIGRATIONS, Database
+from service.db.run_lookup import RunFilter
+from service.db.runs import RunStore
 from service.db.tables import metadata
+from service.db.tokens import TokenStore
+from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
 
 
@@ -94,6 +99,24 @@ def test_projects_of_before_are_known(tmp_path: Path) -> None:
             text("SELECT name, created_at FROM projects ORDER BY name")
         ).all()
     assert [tuple(row) for row in found] == [("default", 0.0), ("vision", 5.0)]
+    database.close()
+
+
+def test_owners_of_runs_of_before_are_those_of_their_tokens(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
+    database.migrate()
+    tokens, runs = TokenStore(database), RunStore(database)
+    known, _ = tokens.create("ci", "submitter", "default")
+    for token_id in (known.id, "tok_gone"):
+        runs.create(parse_spec(spec()), token_id)
+    with database.write() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0016")
+    database.migrate()
+    found = runs.find(RunFilter(), 10)
+    assert {run.created_by: run.owner for run in found} == {known.id: "ci", "tok_gone": None}
     database.close()
 
 

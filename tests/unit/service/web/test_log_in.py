@@ -216,8 +216,8 @@ async def test_roles_and_projects_hold_on_pages(api: ApiService) -> None:
     viewer = await Browser.logged_in(api, api.token("viewer", "vision"))
     session = viewer.http.cookies[COOKIE]
     html = await viewer.page(f"/runs/{run_id}")
-    assert "/cancel" not in html and "/fork" not in html
-    for path in (f"/runs/{run_id}/cancel", f"/runs/{run_id}/delete", f"/runs/{run_id}/fork"):
+    assert "/cancel" not in html and "/new" not in html
+    for path in (f"/runs/{run_id}/cancel", f"/runs/{run_id}/delete", "/new", "/new/check"):
         assert (await viewer.http.post(path, data={"csrf": csrf_token(session)})).status_code == 403
     assert (
         await viewer.http.post("/cluster/nodes/node-1/cordon", data={"csrf": csrf_token(session)})
@@ -229,10 +229,11 @@ async def test_roles_and_projects_hold_on_pages(api: ApiService) -> None:
         "/checkpoints",
         "/events",
         "/spec",
-        "/fork",
         "/curves.json",
         "/stream",
     ):
         assert (await stranger.http.get(f"/runs/{run_id}{tail}")).status_code == 404
     assert run_id not in await stranger.page("/runs")
     await stranger.page(f"/compare?run={run_id}", 404)
+    await stranger.page(f"/new?from={run_id}", 404)
+    await viewer.page(f"/new?from={run_id}", 403)

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from everstep.spec.parsing import parse_spec
-from everstep.wire import Reason, ReasonCode, RunStatus
+from everstep.wire import NodeLoad, Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.ids import new_run_id
 from service.db.new_run import new_row
@@ -119,6 +119,33 @@ async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browse
 # ---------------------------------------------------------------- cluster and queue
 
 
+async def test_a_machine_with_several_nodes_says_its_memory_once(
+    api: ApiService, browser: Browser
+) -> None:
+    load = NodeLoad(
+        cpu=0.5, load_1m=1.25, memory_used_bytes=3 * 10**9, memory_total_bytes=25 * 10**9
+    )
+    nodes = tuple(
+        api.cluster.node(f"node-{number}").model_copy(
+            update={"load": load, "resources_total": {"CPU": 2.0, "memory": 17e9}}
+        )
+        for number in (1, 2)
+    )
+    api.cluster.nodes = (*nodes, api.cluster.node("node-3", "DEAD"))
+    await api.running(scaling={"min_workers": 1, "max_workers": 2})
+    text = text_of(await browser.page("/cluster"))
+    assert "CPU used 2 of 4" in text and text.count("3.0 GB of 25.0 GB") == 2, text
+    assert text.count("CPU 1 of 2") == 2 and "17.0 GB" not in text
+    assert text.count("CPU 50 % load 1.25") == 1 and text.count("same host as above") == 1
+    api.cluster.nodes = (nodes[0].model_copy(update={"resources_used": {"CPU": 1.5}}),)
+    text = text_of(await browser.page("/cluster"))
+    assert "CPU used 1.5 of 2" in text and "memory 17.0 GB" in text, "Ray's account"
+    [node] = (await api.get("/v1/cluster"))["nodes"]
+    assert (
+        node["resources_used"] == {"CPU": 1.5} and node["load"]["memory_total_bytes"] == 25 * 10**9
+    )
+
+
 async def test_nodes_are_shown_and_marked(api: ApiService, browser: Browser) -> None:
     api.cluster.nodes = (
         api.cluster.node("node-1"),
@@ -194,9 +221,16 @@ async def test_nothing_that_users_wrote_is_markup(api: ApiService, browser: Brow
     )
     paths = [
         f"/runs/{run_id}{tail}"
-        for tail in ("", "/logs", "/events", f"/spec?against={other}", "/fork", "/checkpoints")
+        for tail in ("", "/logs", "/events", f"/spec?against={other}", "/checkpoints")
     ]
-    for path in (*paths, "/runs", "/queue", f"/compare?run={run_id}&run={other}", "/cluster"):
+    for path in (
+        *paths,
+        f"/new?from={run_id}",
+        "/runs",
+        "/queue",
+        f"/compare?run={run_id}&run={other}",
+        "/cluster",
+    ):
         html = await browser.page(path)
         assert "<script>alert" not in html and (path == "/cluster" or "{{7*7}}" in html), path
     await browser.page(

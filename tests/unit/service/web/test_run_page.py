@@ -1,24 +1,21 @@
-"""The page of one run: its failures, buttons, checkpoints, forks and logs."""
+"""The page of one run: its failures, buttons, checkpoints and logs."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator
 from html import unescape
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.tables import runs as runs_table
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
-from tests.support.api_service import NOON, ApiService, spec
-from tests.support.page_text import HOSTILE, fail, text_of
+from tests.support.api_service import NOON, ApiService
+from tests.support.page_text import fail, text_of
 from tests.support.web_browser import Browser, status_of
 from tests.unit.service.api.test_api_checkpoints import save
 
@@ -218,58 +215,6 @@ async def test_deleted_checkpoints_are_folded_away_and_the_best_is_marked(
         api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=step, name=name)])
     html = await browser.page(f"/runs/{run_id}/checkpoints")
     assert "4 deleted checkpoints" in html and "tag best" not in html
-
-
-async def test_a_fork_is_submitted_once_and_its_faults_are_shown(
-    api: ApiService, browser: Browser
-) -> None:
-    run_id = await api.create(name="digits", tags={"a": "b"})
-    path = f"/runs/{run_id}/fork"
-    html = await browser.page(path)
-    resolved = json.loads(
-        unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", html, re.DOTALL)[1])
-    )  # type: ignore[index]
-    assert resolved["name"] == "digits-fork" and resolved["tags"] == {"a": "b"}
-    assert "best_mode" not in resolved["checkpoint"], (
-        "it follows from a best_metric that may be changed"
-    )
-    wrong = resolved | {"train": {"epochs": 0}, "nonsense": HOSTILE}
-    for text, words in (
-        (json.dumps(wrong), "train.epochs"),
-        ("{", "is not JSON"),
-        ("[" * 5000, "spec"),
-    ):
-        answer = await browser.send(path, path, spec=text)
-        assert (
-            answer.status_code == 422
-            and words in answer.text
-            and "<script>alert" not in answer.text
-        )
-    fields = dict(
-        re.findall(
-            r'<input type="hidden" name="([^"]*)" value="([^"]*)"',
-            html.split(f'action="{path}"')[1],
-        )
-    )
-    fields["spec"] = json.dumps(resolved)
-    made = [(await browser.http.post(path, data=fields)).headers["location"] for _ in range(2)]
-    assert made[0] == made[1] and made[0] != f"/runs/{run_id}"
-
-
-async def test_a_checkpoint_is_named_in_a_fork_from_it(api: ApiService, browser: Browser) -> None:
-    run_id = await api.create()
-    assert f'{{"run_id": "{run_id}", "step": 10}}' in re.sub(
-        r"\s+", " ", unescape(await browser.page(f"/runs/{run_id}/fork?step=10"))
-    ).replace("{ ", "{").replace(" }", "}")
-
-
-async def test_a_run_of_an_older_version_is_forked(api: ApiService, browser: Browser) -> None:
-    run_id = await api.create()
-    old = {"name": "digits", "task": spec()["task"]}  # as resolved: without later sections
-    with api.database.write() as connection:
-        connection.execute(update(runs_table).values(spec=old))
-    assert "mini_resnet" in await browser.page(f"/runs/{run_id}/fork?step=10")
-    assert "1 rank of 1 CPU" in re.sub(r"<[^>]*>", "", await browser.page("/queue"))
 
 
 async def test_specs_are_compared(api: ApiService, browser: Browser) -> None:

@@ -46,7 +46,7 @@ class Gpu:
 
 
 def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
-    gpu = Gpu(GpuSample(0.5, 70, 100, 30), GpuSample(None, 60, 100, 40))
+    gpu = Gpu(GpuSample(0.5, 70, 100, 30, 250.0, 61.0), GpuSample(None, 60, 100, 40))
     with gpu.watch():
         assert gpu.lost.wait(60)
     assert [
@@ -59,6 +59,10 @@ def test_each_telling_has_the_mean_and_the_most_since_the_last() -> None:
     assert [(sample["total_bytes"], sample["allocated_bytes"]) for sample in gpu.samples] == [
         (100, 30),
         (100, 40),
+    ]
+    assert [(sample["power_w"], sample["celsius"]) for sample in gpu.samples] == [
+        (250.0, 61.0),
+        (None, None),
     ]
 
 

@@ -1,0 +1,73 @@
+"""Parallel coordinates: which axes there are, and where the values of the runs lie on them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.wire import Run
+from service.web.parallel import picture
+from tests.support.api_service import ApiService, Journal
+from tests.support.page_text import HOSTILE
+from tests.support.web_browser import Browser
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
+    async with ApiService(tmp_path) as service:
+        yield service
+
+
+async def runs_of(api: ApiService, *metrics: dict[str, float]) -> list[Run]:
+    found = []
+    for number, values in enumerate(metrics):
+        run_id, journal = await api.running(name=f"run {number}")
+        if values:
+            api.apply(run_id, [journal.steps(2, **values)])
+        found.append(Run.model_validate(await api.get(f"/v1/runs/{run_id}")))
+    return found
+
+
+async def test_axes_are_what_differs_and_what_was_measured(api: ApiService) -> None:
+    runs = await runs_of(api, {"loss": 0.5}, {"loss": 1.0, "val_loss": 2.0}, {"loss": 0.75})
+    specs: list[dict[str, Any]] = [
+        {"name": f"run {number}", "tags": {"n": str(number)}, "lr": lr, "model": model, "same": 1}
+        for number, (lr, model) in enumerate([(1e-5, "small"), (1e-3, "large"), (1e-1, None)])
+    ]
+    drawn = picture(runs, specs)
+    assert drawn is not None
+    assert [axis.title for axis in drawn.axes] == ["lr", "model", "loss", "val_loss"]
+    rate, model, loss, val_loss = drawn.axes
+    middle = (drawn.top + drawn.bottom) / 2
+    assert rate.places == pytest.approx((drawn.bottom, middle, drawn.top)), "logarithmic"
+    assert loss.places == pytest.approx((drawn.bottom, drawn.top, middle)), "linear"
+    assert model.texts == ("small", "large", None)
+    assert val_loss.places == (None, pytest.approx(middle), None)
+    assert [len(line.points) for line in drawn.lines] == [1, 1, 0]
+    assert [len(line.dots) for line in drawn.lines] == [3, 4, 2]
+    assert drawn.lines[2].words == "lr 0.1, loss 0.75"
+
+
+async def test_one_run_or_one_axis_is_no_picture(api: ApiService) -> None:
+    runs = await runs_of(api, {"loss": 0.5}, {"loss": 1.0})
+    assert picture(runs[:1], [{"a": 1}]) is None
+    assert picture(runs, [{"a": 1}, {"a": 1}]) is None
+    many = [{f"a{number}": number + first for number in range(40)} for first in range(2)]
+    drawn = picture(runs, many)
+    assert drawn is not None and len(drawn.axes) == 16 and drawn.num_left_out == 25
+
+
+async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> None:
+    browser = await Browser.logged_in(api, api.token("viewer"))
+    (one, two), queued = await runs_of(api, {"loss": 0.5}, {"loss": 1.0}), await api.create()
+    html = await browser.page(f"/compare?run={one.id}&run={two.id}")
+    assert "Their specs are equal" in html and "Parallel coordinates" not in html
+    other = await api.create(train={"seed": 5})
+    api.runs.claim_submission(other, 0)
+    api.apply(other, [*(journal := Journal()).start(), journal.steps(1, **{HOSTILE: 2.0})])
+    html = await browser.page(f"/compare?run={one.id}&run={other}")
+    assert "Parallel coordinates" in html and ">train.seed<" in html and HOSTILE not in html
+    assert "Side by side" in await browser.page(f"/compare?run={queued}")
