@@ -8,6 +8,7 @@ import pytest
 
 from tests.compose.deployment import Deployment, deployed
 from tests.compose.engine import engine, why_not
+from tests.support.service_process import ASK_S, wait_for
 
 WORKERS = 3
 
@@ -21,6 +22,9 @@ def _deployment() -> Iterator[Deployment]:
 
 
 @pytest.fixture
-def deployment(_deployment: Deployment) -> Deployment:
+def deployment(_deployment: Deployment) -> Iterator[Deployment]:
     _deployment.up(WORKERS)
-    return _deployment
+    yield _deployment
+    wait_for(
+        lambda: not _deployment.states_in_memory(), 60, "shared memory without runs", every_s=ASK_S
+    )

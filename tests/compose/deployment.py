@@ -40,6 +40,8 @@ NETWORKS = {
 BUILD_S = 1800
 UP_S = 600
 ANSWER_S = 60
+OBJECTS_MB = 800
+KEPT_STATES = "ls -A /dev/shm/everstep-10001 2>/dev/null || true"
 
 
 class Deployment:
@@ -58,6 +60,10 @@ class Deployment:
         self.project = f"everstep-test-{os.getpid()}"
         named = {"COMPOSE_PROJECT_NAME": self.project, **SMALL_MACHINE, **NETWORKS, **env, **listen}
         (directory / ".env").write_text("".join(f"{k}={v}\n" for k, v in named.items()))
+        self._disk = Disk(directory.parent / "objects.img", OBJECTS_MB)
+        objects = {"driver_opts": {"type": "ext4", "device": self._disk.device}}
+        override = directory / "docker-compose.override.yml"
+        override.write_text(json.dumps({"volumes": {"objects": objects}}))
         self._clients = contextlib.ExitStack()
 
     # -- commands
@@ -142,9 +148,46 @@ class Deployment:
             if node["state"] == "ALIVE" and not node["is_head"]
         }
 
+    def states_in_memory(self) -> list[str]:
+        """Return what the workers keep in shared memory for runs."""
+        shell = ("sh", "-c", KEPT_STATES)
+        return [
+            name
+            for worker in self.containers("worker")
+            for name in run("docker", "exec", worker, *shell).split()
+        ]
+
+    def forget(self) -> None:
+        """Remove everything, with all that the deployment keeps."""
+        self.compose("down", "--volumes", "--timeout", "20")
+        self._disk.clear()
+        self.__dict__.pop("token", None)
+
     def close(self) -> None:
         self._clients.close()
         self.compose("down", "--volumes", "--timeout", "20")
+        self._disk.close()
+        labelled = f"label=com.docker.compose.project={self.project}"
+        for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")):
+            left = run("docker", *kind, "--quiet", "--filter", labelled)
+            assert left == "", f"docker {kind[0]} still has {left.split()}"
+
+
+class Disk:
+    """A small disk, which can be full: a file behind a loop device."""
+
+    def __init__(self, image: Path, size_mb: int) -> None:
+        with image.open("wb") as file:
+            file.truncate(size_mb << 20)
+        self.device = run("losetup", "--find", "--show", image).strip()
+        self.clear()
+
+    def clear(self) -> None:
+        """Make the file system anew."""
+        run("mkfs.ext4", "-q", "-F", self.device)
+
+    def close(self) -> None:
+        run("losetup", "--detach", self.device)
 
 
 @contextlib.contextmanager

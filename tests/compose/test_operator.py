@@ -9,37 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.compose.conftest import WORKERS
 from tests.compose.deployment import Deployment
 from tests.compose.engine import run
+from tests.compose.steps import EPOCHS, container_of, go_on, polled
 from tests.hosts.trial import Trial, spec
 from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
-EPOCHS = 45
-AHEAD = 40
-"""Steps that a run must make to show that it trains."""
-
-
-def container_of(trial: Trial[Deployment], rank: int) -> str:
-    """Return the container in which a rank of the newest attempt runs."""
-    workers = trial.run.attempts()[-1].workers
-    return str(
-        trial.hosts.container_at(next(each.node_ip for each in workers if each.rank == rank))
-    )
-
-
-def go_on(trial: Trial[Deployment]) -> None:
-    """Wait until the run has made some steps more."""
-    trial.reach(trial.run.refresh().step + AHEAD)
 
 
 def test_the_first_run_by_curl_by_the_sdk_and_by_the_command_line(
@@ -85,32 +66,6 @@ def test_the_head_is_killed_and_started_again(deployment: Deployment) -> None:
     run("docker", "kill", head)
     run("docker", "start", head)
     assert trial.finish()["steps_lost"] == 0
-
-
-@contextmanager
-def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
-    """Ask for a run all the time, and yield the list of what went wrong."""
-    problems: list[str] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        header = {"Authorization": f"Bearer {deployment.token}"}
-        with deployment.http() as http:
-            while not over.wait(0.1):
-                try:
-                    answer = http.get(f"/v1/runs/{run_id}", headers=header)
-                    if not answer.is_success:
-                        problems.append(f"{answer.status_code} {answer.text[:200]}")
-                except httpx.HTTPError as exc:
-                    problems.append(repr(exc))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        yield problems
-    finally:
-        over.set()
-        asking.join(90)
 
 
 def test_a_replica_is_killed_and_the_other_answers(deployment: Deployment) -> None:

@@ -1,0 +1,55 @@
+"""What the tests on the engine have in common: runs that train, and clients that ask meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from tests.compose.deployment import Deployment
+from tests.hosts.trial import Trial
+
+EPOCHS = 45
+AHEAD = 40
+"""Steps that a run must make to show that it trains."""
+
+
+def container_of(trial: Trial[Deployment], rank: int) -> str:
+    """Return the container in which a rank of the newest attempt runs."""
+    workers = trial.run.attempts()[-1].workers
+    return str(
+        trial.hosts.container_at(next(each.node_ip for each in workers if each.rank == rank))
+    )
+
+
+def go_on(trial: Trial[Deployment]) -> None:
+    """Wait until the run has made some steps more."""
+    trial.reach(trial.run.refresh().step + AHEAD)
+
+
+@contextmanager
+def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
+    """Ask for a run all the time, and yield the list of what went wrong."""
+    problems: list[str] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        header = {"Authorization": f"Bearer {deployment.token}"}
+        with deployment.http() as http:
+            while not over.wait(0.1):
+                try:
+                    answer = http.get(f"/v1/runs/{run_id}", headers=header)
+                    if not answer.is_success:
+                        problems.append(f"{answer.status_code} {answer.text[:200]}")
+                except httpx.HTTPError as exc:
+                    problems.append(repr(exc))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield problems
+    finally:
+        over.set()
+        asking.join(90)
