@@ -34,5 +34,5 @@ if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
 echo "==> Installing pinned dependencies (PyTorch and Ray are large: a few minutes the first time)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev,adapters,docs]'
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev,adapters,docs,wandb]'
 echo "==> Installed: $("$venv/bin/python" -c 'from importlib.metadata import version as v; print(", ".join(f"{p} {v(p)}" for p in ("everstep", "torch", "torchvision", "ray")))')"

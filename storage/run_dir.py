@@ -68,6 +68,10 @@ class RunDir(RunControl):
     def tensorboard_path(self, name: str) -> str:
         return self._path(f"tensorboard/{name}")
 
+    def wandb_path(self, name: str) -> str:
+        """Return where W&B's files lie, and ``run.json``, which says what became of them."""
+        return self._path(f"wandb/{name}")
+
     def write_spec(self, spec: RunSpec) -> None:
         """Write the resolved spec."""
         self.files.write(self._path("spec.json"), spec.model_dump_json(indent=2).encode())

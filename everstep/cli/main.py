@@ -27,6 +27,7 @@ from everstep.cli import storage as cli_storage
 from everstep.cli import submit as cli_submit
 from everstep.cli import sweeps as cli_sweeps
 from everstep.cli import team as cli_team
+from everstep.cli import tensorboard as cli_tensorboard
 from everstep.cli.options import JsonOption, UrlOption
 from everstep.cli.terminal import begin
 from everstep.spec.hash_seed import fix_hash_seed
@@ -79,6 +80,7 @@ app.command()(cli_observe.stragglers)
 app.command()(cli_observe.profile)
 app.command()(cli_observe.goodput)
 app.command()(cli_history.metrics)
+app.command()(cli_tensorboard.tensorboard)
 app.command()(cli_history.samples)
 app.command()(cli_checkpoints.checkpoints)
 app.command()(cli_checkpoints.verify)

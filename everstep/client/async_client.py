@@ -90,6 +90,7 @@ class AsyncRun(RunFields, Mirror):
     checkpoint = awaited(RunHandle.checkpoint)
     verify_checkpoint = awaited(RunHandle.verify_checkpoint)
     download_checkpoint = awaited(RunHandle.download_checkpoint)
+    download_event_files = awaited(RunHandle.download_event_files)
     cancel = returning_itself(RunHandle.cancel)
     pause = returning_itself(RunHandle.pause)
     set_notes = returning_itself(RunHandle.set_notes)

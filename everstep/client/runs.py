@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from everstep.client.drill_handle import DrillHandle
+from everstep.client.event_files import RunEventFiles
 from everstep.client.follow import Follower, wait_until
 from everstep.client.notebook import Display, is_notebook
 from everstep.client.plot import plot
 from everstep.client.profile_handle import ProfileHandle
-from everstep.client.run_checkpoints import RunCheckpoints
 from everstep.client.tables import Table, to_pandas
 from everstep.errors import RunFailed
 from everstep.spec.run_spec import RunSpec
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
-class RunHandle(RunCheckpoints):
+class RunHandle(RunEventFiles):
     """One run. Its fields (``run.status``, ``run.step``, …) are those of the last response, which
     ``run.run`` holds. ``refresh()`` updates them.
 

@@ -20,11 +20,14 @@ from everstep.spec.sections import (
     ResumeFrom,
     ScalingSpec,
     TrainSpec,
+    WandbSpec,
 )
 from everstep.spec.user_code import CodeSpec, RuntimeEnvSpec
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+WANDB_KEY = "WANDB_API_KEY"
+"""Variable with the key for Weights & Biases."""
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
@@ -74,6 +77,9 @@ class RunSpec(Frozen):
     the variable to the file's name."""
     notify: NotifySpec | None = None
     """Webhook for status changes; null sends none."""
+    wandb: WandbSpec | None = None
+    """Record the run at Weights & Biases, with the key of ``secrets`` as ``WANDB_API_KEY``; null
+    records none."""
     runtime_env: RuntimeEnvSpec | None = None
     """Packages that ``code`` needs and the nodes do not have. Refused unless the operator allows
     it."""
@@ -147,6 +153,21 @@ class RunSpec(Frozen):
                 "secret_in_env",
                 "{names}: also set in env; set each in only one of the two",
                 {"names": names},
+            )
+        return value
+
+    @field_validator("wandb")
+    @classmethod
+    def _online_needs_a_key(cls, value: WandbSpec | None, info: ValidationInfo) -> WandbSpec | None:
+        if (
+            value is not None
+            and value.mode == "online"
+            and WANDB_KEY not in info.data.get("secrets", (WANDB_KEY,))
+        ):
+            raise PydanticCustomError(
+                "wandb_without_key",
+                "mode is online, which needs a key; set secrets.WANDB_API_KEY to the name of the "
+                "operator's file with it",
             )
         return value
 

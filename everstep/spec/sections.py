@@ -235,3 +235,15 @@ class NotifySpec(Frozen):
         Field(default=["SUCCEEDED", "FAILED", "CANCELLED"], min_length=1, max_length=6)
     )
     """Statuses that trigger a POST when the run enters them."""
+
+
+class WandbSpec(Frozen):
+    """A run at Weights & Biases, over all attempts of this one."""
+
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")] | None = None
+    """Project there; null is the project of this run."""
+    entity: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")] | None = None
+    """User or team there; null is the default of the key."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """``offline`` keeps files in the run's directory, for ``wandb sync``. ``auto`` is online with
+    ``WANDB_API_KEY`` in ``secrets`` and a server that answers, else offline."""

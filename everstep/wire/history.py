@@ -87,3 +87,9 @@ class CodeArchive(Answer):
     size_bytes: int
     modules: tuple[str, ...]
     """Dotted names of the modules in it."""
+
+
+class EventFileInfo(Answer):
+    """A file of TensorBoard."""
+
+    name: str

@@ -20,7 +20,8 @@ _SEVERITY: Final = {
     "finished": "info",
 }
 """PagerDuty's severity of each condition."""
-_MARK: Final = {"trigger": "🔴", "resolve": "🟢", "test": "🔵"}
+_MARK: Final = {"critical": "🔴", "error": "🔴", "warning": "🟠", "info": "🔵"}
+_MARK_RESOLVED: Final = "🟢"
 _CARD: Final = "application/vnd.microsoft.card.adaptive"
 
 
@@ -28,6 +29,14 @@ def title(message: AlertMessage) -> str:
     """Return what heads a message: ``Resolved: on-call (stalled)``."""
     begin = {"trigger": "", "resolve": "Resolved: ", "test": "Test: "}[message.event]
     return f"{begin}{message.alert} ({message.when})"
+
+
+def _severity(message: AlertMessage) -> str:
+    return "info" if message.event == "test" else _SEVERITY[message.when]
+
+
+def _mark(message: AlertMessage) -> str:
+    return _MARK_RESOLVED if message.event == "resolve" else _MARK[_severity(message)]
 
 
 def lines(message: AlertMessage) -> list[tuple[str, str]]:
@@ -48,8 +57,8 @@ def lines(message: AlertMessage) -> list[tuple[str, str]]:
             ("Drill", failure.drill),
             ("Its cost", _cost_of(failure.steps_lost, failure.recovery_s)),
         ]
-    total = _cost_of(cost.steps_lost, cost.recovery_s)
-    found.append(("All failures", f"restarts {cost.restarts}, {total}"))
+        total = _cost_of(cost.steps_lost, cost.recovery_s)
+        found.append(("All failures", f"restarts {cost.restarts}, {total}"))
     return [(name, value) for name, value in found if value]
 
 
@@ -62,7 +71,7 @@ def _cost_of(steps_lost: int | None, recovery_s: float | None) -> str:
 def slack(message: AlertMessage) -> dict[str, Any]:
     """Return the body for an incoming webhook of Slack: blocks of plain text, and the text of its
     notification."""
-    text = f"{_MARK[message.event]} {title(message)}"
+    text = f"{_mark(message)} {title(message)}"
     shown = "\n".join(f"{name}: {value}" for name, value in lines(message))
     blocks: list[dict[str, Any]] = [
         {"type": "header", "text": {"type": "plain_text", "text": text[:150]}},
@@ -84,7 +93,7 @@ def _slack_text(text: str) -> str:
 def teams(message: AlertMessage) -> dict[str, Any]:
     """Return the body for a workflow of Teams ("when a webhook request is received"): an adaptive
     card, whose text runs know no markup."""
-    head = {"type": "TextRun", "text": f"{_MARK[message.event]} {title(message)}"}
+    head = {"type": "TextRun", "text": f"{_mark(message)} {title(message)}"}
     body: list[dict[str, Any]] = [
         {"type": "RichTextBlock", "inlines": [{**head, "weight": "bolder", "size": "large"}]},
         {"type": "RichTextBlock", "inlines": [{"type": "TextRun", "text": message.summary}]},
@@ -127,7 +136,7 @@ def pagerduty(message: AlertMessage, routing_key: str) -> dict[str, Any]:
     payload = {
         "summary": f"{title(message)}: {message.summary}"[:1024],
         "source": node or message.run.id,
-        "severity": "info" if message.event == "test" else _SEVERITY[message.when],
+        "severity": _severity(message),
         "timestamp": format_time(message.at),
         "component": message.run.name,
         "group": message.run.project,

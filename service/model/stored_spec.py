@@ -14,6 +14,7 @@ from everstep.spec.sections import (
     ResumeFrom,
     ScalingSpec,
     TrainSpec,
+    WandbSpec,
 )
 
 
@@ -47,6 +48,7 @@ class StoredSpec(BaseModel):
     recovery: RecoverySpec = RecoverySpec()
     resume_from: ResumeFrom | None = None
     notify: NotifySpec | None = None
+    wandb: WandbSpec | None = None
     code: StoredCode | None = None
 
     @property

@@ -30,6 +30,7 @@ from service.api import (
     storage,
     sweeps,
     team,
+    tensorboard,
 )
 from service.api.context import ApiContext
 from service.api.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
@@ -75,6 +76,7 @@ def create_app(context: ApiContext) -> FastAPI:
         histories,
         goodput,
         series,
+        tensorboard,
         logs,
         checkpoints,
         drills,

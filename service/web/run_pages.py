@@ -25,6 +25,7 @@ from service.web.formatting import bucket_shares, progress_share
 from service.web.lanes import ACTIVITY_WORDS, KINDS, MOST_RANKS, lanes
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
+from service.web.wandb_link import wandb_place
 
 router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
 
@@ -57,6 +58,7 @@ async def run_page(
         else None,
         progress_share=progress_share,
         most_notes_chars=MOST_NOTES_CHARS,
+        wandb=await wandb_place(context, row),
         **values,
     )
 

@@ -15,6 +15,7 @@ import pytest
 
 from everstep import DrillHandle
 from everstep.client.runs import RunHandle
+from tests.support import wandb_file
 from tests.support.digits_run import STEPS_PER_EPOCH, digits, wait_for_step
 from tests.support.service_process import ServiceProcess, wait_for
 
@@ -55,7 +56,7 @@ def assert_passed(drill: DrillHandle) -> Any:
 
 @pytest.mark.chaos
 def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) -> None:
-    run = drilled.client().runs.create(digits("drilled", **LONG))
+    run = drilled.client().runs.create(digits("drilled", **LONG, wandb={}))
     wait_for_step(run, 25)
 
     killed = run.drill("kill_worker", rank=1).wait(240)
@@ -93,6 +94,16 @@ def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) ->
     _assert_every_ended_epoch_is_whole(run)
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+    wait_for(lambda: _recorded_steps(drilled, run), 120, "the end of the record for W&B")
+    assert _recorded_steps(drilled, run) == list(range(1, run.step + 1))
+
+
+def _recorded_steps(service: ServiceProcess, run: RunHandle) -> list[int]:
+    """The steps with a loss in the one record for W&B that is there; none while it is written."""
+    records = list((service.home / "storage" / "runs" / run.id / "wandb").glob("offline-*/*.wandb"))
+    if len(records) != 1 or not any(each.HasField("exit") for each in wandb_file.records(*records)):
+        return []
+    return [row["step"] for row in wandb_file.history(*records) if "loss" in row]
 
 
 def _assert_every_ended_epoch_is_whole(run: RunHandle) -> None:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -21,7 +21,6 @@ from train_fn.driver.fit_loop import fit_until_decided
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
 from train_fn.driver.watch import Watch, require_newest
 from train_fn.journal.client import ActorJournalClient
-from train_fn.journal.follower import JournalFollower
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.ray_train.journal_actor import NAMESPACE
 from train_fn.recovery.environment import ray_train_env
@@ -50,6 +49,13 @@ TRAIN = "train_fn.loop.attempt:train"
 OWN_FUNCTION = "train_fn.ray_train.user_train_fn:train"
 
 logger = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """Writes from the journals, beside training."""
+
+    def start(self) -> None: ...
+    def close(self, timeout_s: float) -> None: ...
 
 
 class Driver:
@@ -82,7 +88,7 @@ class Driver:
         actor, client = open_journal(self._run_dir, self._submission, history)
         watch = Watch(self._run_dir, self._submission, client, stopping)
         watch.start()
-        followers = _followers(self._run_dir, self._submission)
+        followers = _followers(self._run_dir, self._submission, spec)
         for follower in followers:
             follower.start()
         job = self._job(spec, history, actor)
@@ -172,17 +178,22 @@ class Driver:
         )
 
 
-def _close_followers(followers: list[JournalFollower]) -> None:
+def _close_followers(followers: list[Follower]) -> None:
     deadline = time.monotonic() + LAST_POINTS_S
     for follower in followers:
         follower.close(max(0.1, deadline - time.monotonic()))
 
 
-def _followers(run_dir: RunDir, submission: int) -> list[JournalFollower]:
-    """Return what is written from the journals while the run trains: TensorBoard files, MLflow."""
-    made: list[JournalFollower] = [TensorBoardFiles(run_dir, submission)]
+def _followers(run_dir: RunDir, submission: int, spec: RunSpec) -> list[Follower]:
+    """Return what is written from the journals while the run trains: TensorBoard files, MLflow,
+    W&B."""
+    made: list[Follower] = [TensorBoardFiles(run_dir, submission)]
     if uri := os.environ.get(MLFLOW_URI, "").strip():
         from train_fn.journal.mlflow import MlflowTracking
 
         made.append(MlflowTracking(run_dir, submission, uri, os.environ))
+    if spec.wandb is not None:
+        from train_fn.driver.wandb_recorder import WandbRecorder
+
+        made.append(WandbRecorder(run_dir, submission, spec, os.environ))
     return made

@@ -31,6 +31,8 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/samples"): "viewer",
     ("GET", "/v1/runs/{run_id}/metrics"): "viewer",
     ("GET", "/v1/runs/{run_id}/logs"): "viewer",
+    ("GET", "/v1/runs/{run_id}/tensorboard"): "viewer",
+    ("GET", "/v1/runs/{run_id}/tensorboard/{name}"): "viewer",
     ("GET", "/v1/runs/{run_id}/checkpoints"): "viewer",
     ("GET", "/v1/runs/{run_id}/checkpoints/{step}"): "viewer",
     ("GET", "/v1/runs/{run_id}/checkpoints/{step}/archive"): "viewer",
@@ -136,6 +138,7 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 "profile_id": "prof_x",
                 "node_id": "node-1",
                 "session_id": "ses_none",
+                "name": "events.out.tfevents.1.everstep.s001",
                 "alert_id": "alr_none",
                 "delivery_id": "dlv_none",
             }
