@@ -164,8 +164,8 @@ def _outcome(sweep: SweepFacts) -> Outcome:
         return "succeeded" if any(trial.has_value for trial in sweep.trials) else "no_value"
     if any(trial.status == RunStatus.FAILED for trial in sweep.trials):
         return "runs_failed"
-    has_value = any(trial.has_value for trial in sweep.trials)
-    return "no_value" if not has_value and any(t.results for t in sweep.trials) else "cancelled"
+    diverged = any(t.results and not is_finite(t.results[-1]) for t in sweep.trials)
+    return "no_value" if diverged else "cancelled"
 
 
 def _stopped(sweep: SweepFacts, outcome: Outcome) -> tuple[Action, ...]:

@@ -57,7 +57,10 @@ def at_the_end(look: Look, outcome: Outcome, names: list[str]) -> SweepReason | 
         )
         return SweepReason(code=SweepReasonCode.METRIC_MISSING, message=message)
     if outcome == "no_value":
-        message = f"No run has a finite value of {spec.metric}; `everstep metrics RUN` shows them."
+        message = (
+            f"No run trained to its end with finite values of {spec.metric}; `everstep metrics "
+            "RUN` shows them."
+        )
         return SweepReason(code=SweepReasonCode.NO_VALUE, message=message)
     if outcome == "cancelled":
         if sweep.state == SweepStatus.STOPPING and sweep.reason_code is not None:
