@@ -232,7 +232,9 @@ def test_a_run_that_is_among_the_best_is_not_paused() -> None:
 
 def test_a_failed_run_leaves_its_place_to_the_next_best() -> None:
     failed = at_rung(0, 0.9, status=RunStatus.FAILED)
-    assert decide(halved(failed, at_rung(1, 0.5), at_rung(2, 0.4))) == (GoOn(1, 1, True),)
+    training = TrialFacts(3, RunStatus.RUNNING)
+    facts = halved(failed, at_rung(1, 0.5), at_rung(2, 0.4), training)
+    assert decide(facts) == (GoOn(1, 1, True),)
 
 
 def test_a_run_of_a_higher_rung_goes_on_before_others_and_before_new_ones() -> None:
@@ -265,6 +267,12 @@ def test_runs_that_were_all_cancelled_by_hand_are_a_cancelled_sweep() -> None:
     gone = TrialFacts(1, is_gone=True, has_value=True, has_metric=True, results=(0.5,))
     facts = halved(TrialFacts(0, RunStatus.CANCELLED), gone)
     assert decide(facts) == (End("cancelled"),)
+
+
+def test_a_run_that_diverged_later_ends_the_sweep_as_failed() -> None:
+    diverged = at_rung(0, 0.5, math.nan)
+    assert decide(halved(diverged)) == (Cancel(0),)
+    assert decide(halved(replace(diverged, status=RunStatus.CANCELLED))) == (End("no_value"),)
 
 
 def test_values_that_are_not_finite_never_go_on() -> None:
