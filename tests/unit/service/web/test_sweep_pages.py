@@ -47,6 +47,9 @@ async def test_the_page_ranks_runs_and_names_the_best(api: ApiService) -> None:
     assert "Best val_accuracy 0.75 at step 30 by run 1 : optimizer.lr 0.2" in page
     assert "1 of 3 runs failed" in page and "runs_failed" in page
     assert re.findall(r"<code>(run_\w+)</code>", html) == [ids[1], ids[0], ids[2]]
+    ways = re.findall(r"<title>(run \d): ([^<]*)</title>", html)
+    assert ways[-1] == ("run 1", "optimizer.lr 0.2, optimizer.name adamw, val_accuracy 0.75")
+    assert [name for name, _ in ways] == ["run 2", "run 0", "run 1"], "the best on top"
     for run_id in ids:
         assert f"/runs/{run_id}/curves.json" in html
     listed = text_of(await browser.page("/sweeps"))
