@@ -20,6 +20,7 @@ NAMES = (
 ON_REQUEST = {
     "api": "api",
     "control_plane": "scale.control_plane",
+    "elastic": "exactness",
     "gpu": "gpu.step_costs",
     "kills": "kills",
     "large_state": "large_state",
@@ -28,7 +29,7 @@ ON_REQUEST = {
     "scale": "scale.sweep",
     "scaling": "scaling",
 }
-"""Need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""
+"""Take long, or need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""
 
 
 def main() -> None:
