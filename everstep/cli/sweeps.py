@@ -1,5 +1,4 @@
-"""Commands about sweeps: `everstep sweep SPEC.yaml …`, `everstep sweep show` and others, `everstep
-sweeps`."""
+"""Commands about sweeps: `everstep sweep` with its own, and `everstep sweeps`."""
 
 from __future__ import annotations
 
@@ -11,24 +10,17 @@ from typer.core import TyperGroup
 
 from everstep.cli.completion import sweep_ids
 from everstep.cli.options import (
-    CodeOption,
     JsonOption,
-    SetOption,
-    SpecArgument,
-    TaskOption,
     UrlOption,
 )
-from everstep.cli.terminal import Exit, command, terminal
-from everstep.cli.vary import grid_of, random_of
-from everstep.client.sweeps import SweepHandle
-from everstep.code.source import with_code
+from everstep.cli.sweep_submit import submit
+from everstep.cli.sweep_watch import ended, progress_line, watch_to_the_end
+from everstep.cli.terminal import command, terminal
 from everstep.errors import UsageError
-from everstep.spec.overrides import apply_overrides
 from everstep.spec.plain_text import printable
 from everstep.spec.trials import words_of
-from everstep.spec.yaml_file import read_spec
 from everstep.text import words
-from everstep.wire.sweep import Sweep, SweepProgress, SweepRun, SweepStatus
+from everstep.wire.sweep import Sweep, SweepRun
 
 _SUBMIT = "submit"
 
@@ -60,116 +52,7 @@ SweepArgument = Annotated[
 ]
 
 
-@sweep.command(_SUBMIT)
-@command
-def submit(
-    spec: SpecArgument = None,
-    metric: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Metric to compare runs by, for example val_accuracy."),
-    ] = "",
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE,VALUE", help="Try every value, in all combinations. Repeatable."
-        ),
-    ] = None,
-    random: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=NAME:LOW..HIGH",
-            help="Draw values: log:1e-4..1e-1, uniform:0..0.5, int:1..8, choice:adamw,sgd. "
-            "Repeatable.",
-        ),
-    ] = None,
-    max_runs: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs with --random.")
-    ] = None,
-    max_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Most runs at a time; default no limit.")
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(metavar="min|max", help="Which value is best; default by the metric's name."),
-    ] = None,
-    scheduler: Annotated[
-        str,
-        typer.Option(
-            metavar="none|asha",
-            help="asha pauses runs at rungs; only the best go on from there.",
-        ),
-    ] = "none",
-    min_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps of asha's first rung; default a ninth of each run's steps."
-        ),
-    ] = None,
-    reduction_factor: Annotated[
-        int | None, typer.Option(min=2, help="With asha, one run in so many goes on; default 3.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of --random; default one is drawn and shown.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the sweep; default the spec's.")
-    ] = None,
-    overrides: SetOption = None,
-    code: CodeOption = None,
-    task: TaskOption = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show the sweep until it ends.")
-    ] = False,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Submit once: the same key returns the same sweep."),
-    ] = None,
-    create_project: Annotated[
-        bool, typer.Option("--create-project", help="Create the project if it does not exist.")
-    ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Submit a sweep. Every run is checked first; a fault names the value that it comes from."""
-    if not metric:
-        raise UsageError("--metric is required: the metric to compare runs by, as in their curves")
-    raw, archive = with_code(None if spec is None else read_spec(spec), code, task)
-    raw = apply_overrides(raw, overrides or [])
-    client = terminal().client()
-    if archive is not None:
-        project = str(raw.get("project", "default"))
-        client.code.upload_packed(archive, project=project, create_project=create_project)
-    made = client.sweeps.create(
-        raw,
-        metric=metric,
-        grid=grid_of(grid or []),
-        random=random_of(random or []),
-        max_runs=max_runs,
-        max_parallel=max_parallel,
-        mode=mode,  # type: ignore[arg-type]  # the service names its values
-        scheduler=_scheduler(scheduler, min_steps, reduction_factor),
-        seed=seed,
-        name=name,
-        idempotency_key=idempotency_key,
-        create_project=create_project,
-    )
-    if watch:
-        _watch(made)
-    elif terminal().as_json:
-        terminal().json(made.sweep)
-    else:
-        terminal().line(made.id)
-        total = words.count(made.progress.total, "run")
-        terminal().note(f"{made.name} has {total}; `everstep sweep show {made.id}` shows them")
-
-
-def _scheduler(name: str, min_steps: int | None, reduction_factor: int | None) -> dict[str, Any]:
-    given = {"min_steps": min_steps, "reduction_factor": reduction_factor}
-    options = {option: value for option, value in given.items() if value is not None}
-    if options and name != "asha":
-        flag = "--" + next(iter(options)).replace("_", "-")
-        raise UsageError(f"{flag} is for --scheduler asha; add that, or leave {flag} out")
-    return {"name": name, **options}
+sweep.command(_SUBMIT)(submit)
 
 
 @sweep.command()
@@ -197,7 +80,7 @@ def show(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = No
 @command
 def watch(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
     """Show a sweep until it ends. Exit code 0 for SUCCEEDED, 1 for FAILED or CANCELLED."""
-    _watch(terminal().client().sweeps.get(sweep_id))
+    watch_to_the_end(terminal().client().sweeps.get(sweep_id))
 
 
 @sweep.command()
@@ -276,38 +159,6 @@ def sweeps(
     terminal().table(headers, rows, empty="no sweeps", text=("name",), dispensable=dispensable)
 
 
-def ended(progress: SweepProgress) -> int:
-    """Return the number of runs that have ended."""
-    return progress.succeeded + progress.failed + progress.cancelled
-
-
-def _watch(found: SweepHandle) -> None:
-    """Print a line whenever something changes, until the sweep ends."""
-    out, before = terminal(), ""
-    while True:
-        line = _progress_line(found.sweep)
-        if line != before and not out.as_json:
-            out.line(line)
-        before = line
-        if found.status.terminal:
-            break
-        found.wait_for_change()
-    if out.as_json:
-        out.json(found.sweep)
-    elif found.reason is not None:
-        out.sentence(found.reason.message)
-    if found.status is not SweepStatus.SUCCEEDED:
-        raise typer.Exit(Exit.FAILED)
-
-
-def _progress_line(found: Sweep) -> str:
-    progress = found.progress
-    states = ("waiting", "active", "paused", "succeeded", "failed", "cancelled")
-    parts = [f"{getattr(progress, name)} {name}" for name in states if getattr(progress, name)]
-    best = f" · best {found.metric} {words.number(found.best.value)}" if found.best else ""
-    return f"{found.status}: {', '.join(parts)}{best}"
-
-
 def _fields(found: Sweep) -> list[tuple[str, object]]:
     best = found.best
     return [
@@ -317,7 +168,7 @@ def _fields(found: Sweep) -> list[tuple[str, object]]:
         ("status", found.status),
         ("reason", f"{found.reason.code}: {found.reason.message}" if found.reason else None),
         ("created", words.ago(found.created_at)),
-        ("runs", _progress_line(found).partition(": ")[2].partition(" · ")[0]),
+        ("runs", progress_line(found).partition(": ")[2].partition(" · ")[0]),
         ("compares", f"{found.metric}, {found.mode}"),
         ("scheduler", found.scheduler),
         ("seed", found.seed),

@@ -110,6 +110,7 @@ async def test_the_client_submits_waits_and_names_the_best(api: ApiService) -> N
         advance(api)
         best = sweep.wait(timeout_s=30).best()
         assert best.id == sweep.runs()[0].run_id and best.sweep_id == sweep.id
+        api.clock.now += 1
         again = client.sweeps.create(**sweep.spec().model_dump())
         assert [run.params for run in again.runs()] == [run.params for run in sweep.runs()]
         assert [each.id for each in client.sweeps.list()] == [again.id, sweep.id]
