@@ -24,6 +24,8 @@ from everstep import (
     RateLimited,
     RunFailed,
     ServiceError,
+    Sweep,
+    SweepFailed,
     Unavailable,
     UsageError,
     WaitTimeout,
@@ -368,10 +370,34 @@ def test_no_error_of_httpx_is_unmapped(kind: type[Exception]) -> None:
     assert isinstance(error, (Unavailable, ServiceError, UsageError)) and URL in str(error)
 
 
+SWEEP = Sweep.model_validate(
+    {
+        "id": "sweep_1",
+        "name": "s",
+        "project": "default",
+        "status": "FAILED",
+        "reason": {"code": "no_value", "message": "none"},
+        "metric": "loss",
+        "mode": "min",
+        "scheduler": "none",
+        "seed": None,
+        "max_parallel": None,
+        "created_at": "2026-01-01T00:00:00Z",
+        "finished_at": None,
+        "progress": dict.fromkeys(
+            ("total", "waiting", "active", "paused", "succeeded", "failed", "cancelled"), 0
+        ),
+        "best": None,
+        "links": {"dashboard": None},
+    }
+)
+
+
 def our_errors() -> list[EverstepError]:
     made: list[EverstepError] = [
         InvalidSpec((FieldError(("a", 0), "no"),), "words"),
         RunFailed(RUN, None),
+        SweepFailed(SWEEP),
         WaitTimeout("late"),
         CorruptDownload("torn"),
     ]
@@ -383,7 +409,7 @@ def our_errors() -> list[EverstepError]:
     return made + [
         kind("words", code="c", status=499)
         for kind in kinds
-        if kind not in (InvalidSpec, RunFailed)
+        if kind not in (InvalidSpec, RunFailed, SweepFailed)
     ]
 
 
