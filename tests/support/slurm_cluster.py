@@ -64,6 +64,8 @@ class SlurmCluster:
         self.local = self.base / "local"
         """A directory that is another one on each node."""
         self._names = tuple(names)
+        self.addresses = {name: f"127.0.2.{number + 1}" for number, name in enumerate(names)}
+        """Name of a node -> the address that its name has."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.env = {**os.environ, "SLURM_CONF": str(self.base / "slurm.conf")}
 
@@ -90,8 +92,8 @@ class SlurmCluster:
         nodes = "".join(_NODE.format(name=name, port=free_port()) for name in self._names)
         text = CONFIGURATION.format(base=base, port=free_port(), names=",".join(self._names))
         (base / "slurm.conf").write_text(text.replace("PartitionName", f"{nodes}PartitionName"))
-        names = " ".join(self._names)
-        (base / "hosts").write_text(f"127.0.0.1 localhost {names}\n")
+        lines = [f"{address} {name}\n" for name, address in self.addresses.items()]
+        (base / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
         key = base / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
