@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from scripts.check_kubernetes import charted, kustomized, tool, values_files
+from scripts.check_kubernetes import OTHERS, charted, kustomized, tool, values_files
 from tests.kubernetes.api_server import ApiServer, Refused, is_possible
-from tests.kubernetes.objects import SINCE, apply
+from tests.kubernetes.objects import SINCE, apply, definitions, serves
 from tests.kubernetes.place import ACCOUNT, DEADLINE_S, NODE_IPS, Place
 from tests.support.fake_ray import FakeRay, serving
+from tests.support.service_process import wait_for
 
 pytestmark = [
     pytest.mark.chaos,
@@ -27,7 +29,21 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
     with ApiServer() as found:
+        for each in definitions():
+            found.create(each)
+        for kind, api_version in OTHERS.items():
+            path = f"/apis/{api_version}"
+            wait_for(lambda path=path: serves(found, path), DEADLINE_S, f"{kind} at {path}")
         yield found
+
+
+def is_kept(sent: Any, stored: Any) -> bool:
+    """Return whether all that was sent is there, beside defaults."""
+    if isinstance(sent, dict):
+        return all(key in stored and is_kept(value, stored[key]) for key, value in sent.items())
+    if isinstance(sent, list):
+        return len(sent) == len(stored) and all(map(is_kept, sent, stored))
+    return bool(sent == stored)
 
 
 def test_it_accepts_every_object_of_the_kustomization_and_of_the_chart(server: ApiServer) -> None:
@@ -36,6 +52,9 @@ def test_it_accepts_every_object_of_the_kustomization_and_of_the_chart(server: A
         namespace = f"chart-{number}"
         lacking += apply(server, charted("--values", str(values), namespace=namespace), namespace)
     assert not lacking or server.version() < max(SINCE.values())
+    stored = server.get("/apis/ray.io/v1/namespaces/everstep/rayclusters/everstep")
+    [sent] = [each for each in kustomized() if each["kind"] == "RayCluster"]
+    assert is_kept(sent["spec"], stored["spec"]), "nothing was dropped"
     pods = server.get("/api/v1/namespaces/everstep/pods")["items"]
     assert {pod["metadata"]["name"] for pod in pods} == {"head", "steady", "spot"}
     [head] = [pod for pod in pods if pod["metadata"]["name"] == "head"]
