@@ -20,6 +20,7 @@ from everstep.cli import login as cli_login
 from everstep.cli import node_watcher as cli_node_watcher
 from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
+from everstep.cli import replays as cli_replays
 from everstep.cli import runs as cli_runs
 from everstep.cli import service as cli_service
 from everstep.cli import specs as cli_specs
@@ -91,6 +92,7 @@ app.command()(cli_runs.resume)
 app.command()(cli_runs.note)
 app.command()(cli_runs.delete)
 app.command()(cli_drills.drill)
+app.command()(cli_replays.replay)
 app.command()(cli_service.cluster)
 app.command()(cli_nodes.cordon)
 app.command()(cli_nodes.uncordon)

@@ -149,6 +149,7 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             f"loss of {survives}; {lost} would be repeated" if is_live else None,
         ),
         ("protection", run.protection.message if is_live else None),
+        ("replays", run.replay_of and words.replay(run.replay_of)),
         ("chain", run.chain),
         (
             "exactness",

@@ -19,6 +19,7 @@ from everstep.wire import (
     Transition,
     Usage,
 )
+from everstep.wire.replays import Replay
 
 
 class RunFields:
@@ -51,6 +52,7 @@ class RunFields:
         forked_from: ForkedFrom | None
         progress: Progress | None
         usage: Usage | None
+        replay_of: Replay | None
         chain: str | None
         exactness: Literal["world_size", "elastic"]
         guarantee: str | None

@@ -264,6 +264,31 @@ class RunHandle(RunEventFiles):
         found = self._transport.pages(f"{self._path}/drills", Drill)
         return [DrillHandle(self._transport, self.id, drill, self._patience) for drill in found]
 
+    def replay(self, from_step: int, to_step: int, *, workers: int | None = None) -> RunHandle:
+        """Train steps of this run again, in a run of its own, and compare each with what this one
+        recorded. Return the new run; its ``replay_of`` has the result once it has ended.
+
+        >>> run.replay(400, 450).wait().replay_of.result   # doctest: +SKIP
+        'equal'
+
+        Args:
+            from_step: steps done in the state to begin with: 0, or a checkpoint of this run.
+            to_step: last step to train again.
+            workers: number of ranks; by default as many as trained these steps.
+
+        Raises InvalidSpec if the steps cannot be replayed, and says which can.
+        """
+        body = {"from_step": from_step, "to_step": to_step, "workers": workers}
+        response = self._transport.send(
+            "POST", f"{self._path}/replays", body=body, repeatable=False
+        )
+        return RunHandle(self._transport, self._transport.parse(response, Run), self._patience)
+
+    def replays(self) -> list[RunHandle]:
+        """Return the replays of this run, newest first, at most a hundred."""
+        found = self._transport.pages(f"{self._path}/replays", Run)
+        return [RunHandle(self._transport, run, self._patience) for run in found]
+
     def profile(self, *, rank: int = 0, steps: int = 10) -> ProfileHandle:
         """Record the next steps of a rank with torch's profiler. This does not change any result.
 

@@ -17,6 +17,7 @@ from everstep.spec.sections import (
     CheckpointSpec,
     NotifySpec,
     RecoverySpec,
+    ReplaySpec,
     ResumeFrom,
     ScalingSpec,
     TrainSpec,
@@ -68,6 +69,8 @@ class RunSpec(Frozen):
     resume_from: ResumeFrom | None = None
     """Start from a checkpoint of another run: same step, weights, optimizer state and position in
     the data."""
+    replay: ReplaySpec | None = None
+    """Train steps of another run again and compare them; null for any other run."""
     env: dict[EnvName, Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=dict, max_length=256
     )
@@ -131,6 +134,20 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("replay")
+    @classmethod
+    def _loop_records_steps(
+        cls, value: ReplaySpec | None, info: ValidationInfo
+    ) -> ReplaySpec | None:
+        """Refuse to replay a loop of the user's own, which records no digests of its steps."""
+        code: CodeSpec | None = info.data.get("code")
+        if value is not None and code is not None and code.task is None:
+            raise PydanticCustomError(
+                "replay_without_task",
+                "needs a task: a loop of your own records no digests of its steps to compare",
+            )
+        return value
+
     @field_validator("runtime_env")
     @classmethod
     def _packages_are_for_code(
@@ -190,6 +207,12 @@ class RunSpec(Frozen):
         return value
 
     @property
+    def origin(self) -> ResumeFrom | None:
+        """Return the checkpoint of another run from which this one begins; None if it begins
+        anew."""
+        return origin_of(self.resume_from, self.replay)
+
+    @property
     def runs_own_function(self) -> bool:
         """Return whether a user's Ray Train function or script replaces Everstep's training
         loop."""
@@ -204,6 +227,14 @@ class RunSpec(Frozen):
     def micro_batch_size(self) -> int:
         """Return the micro-batch size in samples, with ``auto`` resolved."""
         return _micro_batch_size(self.train, self.scaling)
+
+
+def origin_of(resume_from: ResumeFrom | None, replay: ReplaySpec | None) -> ResumeFrom | None:
+    """Return the checkpoint of another run from which a run begins. A replay begins as its original
+    did, or from one of its checkpoints."""
+    if resume_from is not None or replay is None or replay.from_step == 0:
+        return resume_from
+    return ResumeFrom(run_id=replay.run_id, step=replay.from_step)
 
 
 def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:

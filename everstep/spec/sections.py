@@ -226,6 +226,26 @@ class ResumeFrom(Frozen):
     are resolved to a number when the run is submitted."""
 
 
+class ReplaySpec(Frozen):
+    """Train steps of another run again, and compare them. ``everstep replay`` writes this."""
+
+    run_id: Annotated[str, Field(min_length=1, max_length=64)]
+    """Run of the same project whose steps to train again. Nothing of it is changed."""
+    from_step: NonNegativeInt
+    """Steps done in the state to begin with: 0, or a checkpoint of that run."""
+    to_step: PositiveInt
+    """Last step to train again."""
+
+    @field_validator("to_step")
+    @classmethod
+    def _has_steps(cls, value: int, info: ValidationInfo) -> int:
+        if value <= info.data.get("from_step", 0):
+            raise PydanticCustomError(
+                "no_steps", "must be greater than from_step: a replay trains at least one step"
+            )
+        return value
+
+
 class NotifySpec(Frozen):
     """Webhook: the service sends a signed POST when the run's status changes."""
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from everstep.wire import FirstStart, Run, RunStatus, Usage
+from everstep.wire.replays import Replay
 
 STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.QUEUED: "cyan",
@@ -153,3 +154,9 @@ def first_start(start: FirstStart) -> str:
     if start.step_s is None:
         return parts
     return f"{duration(sum(known.values()))} after submission: {parts}"
+
+
+def replay(found: Replay) -> str:
+    """Return what a run trains again, and the result."""
+    steps = f"steps {found.from_step + 1} to {found.to_step} of {found.run_id}"
+    return f"{steps}: {found.message or 'no result yet'}"

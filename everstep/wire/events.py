@@ -125,6 +125,8 @@ class EventKind(StrEnum):
     size_bytes, count, mean_s, max_s}]."""
     PROFILE_FAILED = "profile_failed"
     """data: id, rank, problem."""
+    REPLAY_COMPARED = "replay_compared"
+    """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"
     """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
     FINISHED = "finished"

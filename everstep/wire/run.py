@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire.base import Answer, Time
+from everstep.wire.replays import Replay
 
 
 class RunStatus(StrEnum):
@@ -208,6 +209,8 @@ class Run(Answer):
     """How far, how fast, how long still; null from a service of an older version."""
     usage: Usage | None = None
     """Resources held and their price; null from a service of an older version."""
+    replay_of: Replay | None = None
+    """What this run trains again of another one, and the result; null for any other run."""
     chain: str | None = None
     """Digest of the steps so far, in order: what each summed up to, its loss and its samples. Runs
     with equal chains took the same steps. Null before the first step, and for a user's own loop."""

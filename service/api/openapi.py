@@ -16,6 +16,7 @@ from everstep.wire import Problem, RunChange
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.drills import DrillRequest
 from everstep.wire.profiles import ProfileRequest
+from everstep.wire.replays import ReplayRequest
 from everstep.wire.team import ProjectRequest, TokenRequest
 from service.api import problems, sse
 
@@ -72,6 +73,7 @@ def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
 
 DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
 CHANGE_BODY: Final = json_body("RunChange", {"notes": "diverges with warmup below 100"})
+REPLAY_BODY: Final = json_body("ReplayRequest", {"from_step": 400, "to_step": 450})
 PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
 PROJECT_BODY: Final = json_body(
     "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
@@ -276,6 +278,7 @@ def install(app: FastAPI) -> None:
                             DrillRequest,
                             ProfileRequest,
                             RunChange,
+                            ReplayRequest,
                             ProjectRequest,
                             TokenRequest,
                             AlertRequest,

@@ -36,34 +36,44 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
     Whether the model fits is only known when a rank builds it. Raises InvalidSpec with the field,
     StorageError.
     """
-    wanted = spec.resume_from
+    wanted = spec.origin
     if wanted is None:
         return spec
+    field = ("resume_from", "step") if spec.resume_from is not None else ("replay", "from_step")
     parent = await context.database_call(context.runs.get, wanted.run_id)
     if parent is None or parent.project != spec.project:
-        raise _fault("run_id", f"run {wanted.run_id} does not exist in project {spec.project!r}")
+        raise _fault(
+            (field[0], "run_id"), f"run {wanted.run_id} does not exist in project {spec.project!r}"
+        )
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
     found = checkpoints.checkpoints(events, checks)
     checkpoint, missing = checkpoints.choose(
         found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
     )
-    _check_usable(checkpoint, missing, found)
+    _check_usable(field, checkpoint, missing, found)
     assert checkpoint is not None
     faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
     if faults:
         raise InvalidSpec(tuple(faults))
     if keep:
-        await context.storage_call(_hold, context, parent.id, checkpoint)
+        await context.storage_call(_hold, field, context, parent.id, checkpoint)
+    if spec.resume_from is None:
+        return spec
     exact = wanted.model_copy(update={"step": checkpoint.step})
     return spec.model_copy(update={"resume_from": exact})
 
 
-def _fault(field: str, msg: str) -> InvalidSpec:
-    return InvalidSpec((FieldError(("resume_from", field), msg),))
+def _fault(field: tuple[str, str], msg: str) -> InvalidSpec:
+    return InvalidSpec((FieldError(field, msg),))
 
 
-def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[Checkpoint]) -> None:
+def _check_usable(
+    field: tuple[str, str],
+    checkpoint: Checkpoint | None,
+    missing: str,
+    found: Sequence[Checkpoint],
+) -> None:
     """Raise InvalidSpec with the checkpoints that exist, if this one cannot be used."""
     kept = sorted({each.step for each in found if each.state == "committed"})
     instead = (
@@ -72,14 +82,14 @@ def _check_usable(checkpoint: Checkpoint | None, missing: str, found: Sequence[C
         else "; the run has no checkpoint to start from"
     )
     if checkpoint is None:
-        raise _fault("step", f"{missing}{instead}")
+        raise _fault(field, f"{missing}{instead}")
     if checkpoint.state == "deleted":
         raise _fault(
-            "step", f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}"
+            field, f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}"
         )
     if checkpoint.state == "corrupt":
         raise _fault(
-            "step",
+            field,
             f"the checkpoint of step {checkpoint.step} is corrupt: {checkpoint.problem}{instead}",
         )
 
@@ -133,7 +143,7 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     ]
 
 
-def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
+def _hold(field: tuple[str, str], context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
     """Protect the checkpoint, then check that it exists. In this order retention cannot delete it
     unnoticed."""
     context.kept_steps.hold(run_id, checkpoint.step)
@@ -141,11 +151,11 @@ def _hold(context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
         CheckpointStore(RunDir(context.storage, run_id)).manifest(checkpoint.name)
     except StorageNotFound:
         raise _fault(
-            "step",
+            field,
             (
                 f"the checkpoint of step {checkpoint.step} was just deleted by retention; choose a "
                 "newer one"
             ),
         ) from None
     except CorruptCheckpoint as exc:
-        raise _fault("step", f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc
+        raise _fault(field, f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc

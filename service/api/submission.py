@@ -15,6 +15,7 @@ from service.api.code import check_code
 from service.api.context import ApiContext
 from service.api.origins import with_origin
 from service.api.problems import ProblemError, invalid_request
+from service.api.replay_rules import check_replay
 from service.api.spec_body import content_sha256, validated
 from service.db.engine import Guard
 from service.db.idempotency import IdempotencyKey
@@ -95,9 +96,10 @@ async def checked(
     check_reaches(caller, spec.project)
     idempotency = idempotency_of(idempotency_key, caller, raw)
     # confirm the caller before errors can reveal what exists
-    if confirm is not None and (spec.code is not None or spec.resume_from is not None):
+    refers = spec.code is not None or spec.origin is not None or spec.replay is not None
+    if confirm is not None and refers:
         await context.database_lookup(confirmed, context, confirm)
-    is_known = spec.resume_from is not None and await context.database_call(
+    is_known = spec.origin is not None and await context.database_call(
         context.runs.knows, idempotency
     )
     return await allowed(context, caller, spec, keep=keep, find_origin=not is_known), idempotency
@@ -135,7 +137,9 @@ async def allowed(
     if spec.code is not None and look_at_code:
         with _gathered(faults):
             await check_code(context, caller, spec.project, spec.code)
-    if spec.resume_from is not None and find_origin:
+    with _gathered(faults):
+        await check_replay(context, spec)
+    if spec.origin is not None and find_origin:
         with _gathered(faults):
             spec = await with_origin(context, spec, keep=keep and not faults)
     if faults:

@@ -77,7 +77,7 @@ class CheckpointRecords:
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
             for (spec,) in [*connection.execute(rows), *connection.execute(later)]:
-                origin = StoredSpec.read(spec).resume_from
+                origin = StoredSpec.read(spec).origin
                 if origin is not None:
                     steps = found.get(origin.run_id, frozenset())
                     found[origin.run_id] = steps | {int(origin.step)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.replays import Replay
 from service.model.rows import TransitionRow
 from service.model.run_rows import RunRow
 from service.projections.goodput import TimeLedger
@@ -30,6 +31,10 @@ def new_row(
         owner=owner,
         time_ledger=TimeLedger.begin(now).dump(),
         work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
+        replay_of=None
+        if spec.replay is None
+        else Replay.model_validate(spec.replay.model_dump()).model_dump(mode="json"),
+        replayed_run=None if spec.replay is None else spec.replay.run_id,
         created_at=now,
         updated_at=now,
     )

@@ -42,6 +42,14 @@ _TRANSITIONS: Final = (
 )
 
 
+_MOST_REPLAYS: Final = 100
+_REPLAYS: Final = (
+    _ROWS.where(runs.c.replayed_run == bindparam("run_id"))
+    .order_by(runs.c.created_at.desc(), runs.c.id.desc())
+    .limit(_MOST_REPLAYS)
+)
+
+
 class RunQueries:
     """Reads runs. ``clock`` returns unix seconds."""
 
@@ -52,6 +60,12 @@ class RunQueries:
     def get(self, run_id: str) -> RunRow | None:
         with self._database.autocommit() as connection:
             return find_run(connection, run_id)
+
+    def replays_of(self, run_id: str) -> list[RunRow]:
+        """Return the runs that train steps of this one again, newest first, at most a hundred."""
+        with self._database.read() as connection:
+            rows = connection.execute(_REPLAYS, {"run_id": run_id}).all()
+            return [RunRow.read(row) for row in rows]
 
     def find(self, where: RunFilter, limit: int, before: Place | None = None) -> list[RunRow]:
         """Return runs, newest first. ``before`` is (created_at, id) of the last run of the previous

@@ -67,6 +67,7 @@ runs = Table(  # the fields are in RunRow
     Index(None, "project", "status", "created_at", "id"),
     Index(None, "status", "created_at", "id"),
     Index(None, "name", "created_at", "id"),
+    Index(None, "replayed_run", "created_at"),
 )
 
 run_tags = Table(

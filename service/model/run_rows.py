@@ -82,6 +82,8 @@ class RunSummary(Row):
     redone_s: float | None = None
     """Seconds of work between reports that were done again, at most; None unless a step is a report
     of a user's function."""
+    replay_of: dict[str, Any] | None = None
+    """Of a replay: ``wire.replays.Replay``."""
     chain: Annotated[str, Chars(64)] | None = None
     """Hash chain over the steps, after the newest one; None until a step reports one."""
     started_at: float | None = None
@@ -124,6 +126,8 @@ class RunRow(RunSummary):
     created_by: Annotated[str, Chars(32)]
     """Token id."""
     updated_at: float
+    replayed_run: RunId | None = None
+    """Of a replay: the run whose steps it trains again."""
     stop_requested: Annotated[Stop, Chars(8)] | None = None
     """A request, not a status."""
     stop_requested_at: float | None = None

@@ -7,10 +7,12 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from everstep.spec.run_spec import origin_of
 from everstep.spec.sections import (
     CheckpointSpec,
     NotifySpec,
     RecoverySpec,
+    ReplaySpec,
     ResumeFrom,
     ScalingSpec,
     TrainSpec,
@@ -47,9 +49,15 @@ class StoredSpec(BaseModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     resume_from: ResumeFrom | None = None
+    replay: ReplaySpec | None = None
     notify: NotifySpec | None = None
     wandb: WandbSpec | None = None
     code: StoredCode | None = None
+
+    @property
+    def origin(self) -> ResumeFrom | None:
+        """As ``RunSpec.origin``."""
+        return origin_of(self.resume_from, self.replay)
 
     @property
     def runs_own_function(self) -> bool:

@@ -61,6 +61,7 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "steps_lost": lambda value: type(value) is int and abs(value) <= _MOST,
     "workers": _are_workers,
     "snapshots": _optional(lambda value: _is_text(value) and len(value) <= 16),
+    "replay_of": lambda value: _is_text(value["run_id"]) and _is_text(value["message"]),
     "chain": _optional(lambda value: _is_text(value) and len(value) <= 64),
     **dict.fromkeys(("guarantee", "reason_code", "reason_message"), _optional(_is_text)),
     "started_at": _is_number,

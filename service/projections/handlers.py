@@ -9,7 +9,7 @@ from typing import Final
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
-from service.projections import attempt_changes, checkpoint_changes, metric_changes
+from service.projections import attempt_changes, checkpoint_changes, metric_changes, replays
 from service.projections.changes import Changes
 
 
@@ -40,5 +40,6 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.RECOVERED: attempt_changes.recovered,
     EventKind.WAITING: attempt_changes.waiting,
     EventKind.ATTEMPT_ENDED: attempt_changes.attempt_ended,
+    EventKind.REPLAY_COMPARED: replays.compared,
     EventKind.FINISHED: attempt_changes.finished,
 }

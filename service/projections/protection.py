@@ -48,6 +48,8 @@ def protection(run: RunRow | ListedRun) -> Protection:
     if run.status.terminal:
         return ENDED
     begun_at = int(run.resume_from.step) if run.resume_from else 0
+    if run.replay_of is not None:
+        begun_at = int(run.replay_of["from_step"])
     durable = run.latest_checkpoint["step"] if run.latest_checkpoint else begun_at
     since = max(0, run.step - durable)
     if run.max_system_failures == 0:

@@ -34,6 +34,7 @@ _CHARTS: Final = 6
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
 _MOST_PROFILES: Final = 10
+_MOST_REPLAYS: Final = 10
 
 
 async def run_page(
@@ -102,6 +103,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         profiles=(await profiles.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
         most_steps=MOST_STEPS,
         most_ranks=MOST_RANKS,
+        replays=(await context.database_call(context.runs.replays_of, run.id))[:_MOST_REPLAYS],
         last_seq=run.last_seq,
     )
 

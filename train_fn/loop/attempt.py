@@ -42,9 +42,9 @@ def train_openly(ctx: WorkerContext, progress: Progress) -> Stop | None:
     """Like ``train``, but let every exception through. ``progress`` says what exists by then."""
     training = prepare(ctx, progress)
     replica = training.replica
-    state, total_steps = replica.state, replica.total_steps
+    state = replica.state
     is_best, stop = begin(training), None
-    while state.step < total_steps and stop is None:
+    while state.step < replica.last_step and stop is None:
         is_best, stop = take_step(training)
     finish(training, is_best, stop)
     return stop
@@ -79,7 +79,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
-    stop = facts.stop if state.step < replica.total_steps else None
+    stop = facts.stop if state.step < replica.last_step else None
     is_best = stop is None and close_boundary(training)
     training.saver.offer(due=facts.save, is_best=is_best)
     training.publisher.offer()

@@ -35,7 +35,7 @@ def begin(training: Training) -> bool:
         claim(ctx)
         ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(training))
     is_best = close_boundary(training, is_new=False)
-    if (is_best or is_unsaved_fork) and replica.state.step < replica.total_steps:
+    if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
         saver.offer(due=is_unsaved_fork, is_best=True)
     reporter.start_clock()
     return is_best
@@ -46,7 +46,7 @@ def _facts(training: Training) -> dict[str, object]:
     ctx, replica = training.ctx, training.replica
     is_first = replica.state.step == 0 or ctx.attempt == 1
     return {
-        "total_steps": replica.total_steps,
+        "total_steps": replica.last_step,
         "steps_per_epoch": replica.sampler.steps_per_epoch,
         "num_samples": replica.sampler.num_samples,
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),

@@ -78,7 +78,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     replica.learning_rates.check()
     replica.learning_rates.note_options()
     if skipped:
-        is_last = state.step == replica.total_steps
+        is_last = state.step == replica.last_step
         state.skipped.check(state.step, scaler, state.model.named_parameters(), last=is_last)
     if scaler.is_enabled():
         values["skipped_steps"] = state.skipped.total

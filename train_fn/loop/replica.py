@@ -74,7 +74,9 @@ class Replica:
     carrier: Carrier
     """Sends the step's totals along with its gradients."""
     total_steps: int
-    """Steps of the whole run."""
+    """Steps of the whole run, by which schedules go."""
+    last_step: int
+    """Steps after which this run ends: those of the whole run, or fewer of a replay."""
     wrapped: DistributedDataParallel | StepModule | None = None
     weight_per_sample: float = 1.0
     """A sample's weight in the first pass: 1, or for example the tokens of a sequence. Losses are
@@ -320,6 +322,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
         allows_unused=train.unused_parameters == "allow",
         carrier=carrier,
         total_steps=total_steps,
+        last_step=total_steps if spec.replay is None else min(total_steps, spec.replay.to_step),
         draws_from_torch_alone=spec.code is None,
     )
     replica.own_updates = own_updates(replica, train.grad_clip_norm)

@@ -240,8 +240,8 @@ def _find_durable(
             )
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)
-            elif ctx.spec.resume_from is not None:
-                origin, state = read_origin(ctx, ctx.spec.resume_from, adopt_origin)
+            elif ctx.spec.origin is not None:
+                origin, state = read_origin(ctx, ctx.spec.origin, adopt_origin)
                 found = Restored("fork", 0, origin.name, bad, origin)
             else:
                 found = Restored("fresh", 0, None, bad)
