@@ -60,7 +60,9 @@ async def test_a_replay_is_a_run_of_its_own_that_is_told_its_result(api: ApiServ
     assert {name: spec[name] for name in same} == {name: first[name] for name in same}
     assert await api.get(f"/v1/runs/{run_id}") == before, "nothing of the first has changed"
 
-    again = Journal()
+    api.runs.claim_submission(made["id"], 0)
+    api.runs.record_job(made["id"], 1, f"{made['id']}-s001")
+    again = Journal(at=api.clock.now)
     api.apply(
         made["id"],
         [
@@ -107,7 +109,13 @@ async def test_steps_of_several_sizes_are_refused_and_those_of_one_are_not(
 ) -> None:
     run_id, journal = await trained(api)
     journal.attempt = 2
-    api.apply(run_id, [*journal.start(step=20, world_size=1), steps(journal, *range(21, 31))])
+    api.apply(
+        run_id,
+        [
+            *journal.start(step=20, world_size=1, source="checkpoint"),
+            steps(journal, *range(21, 31)),
+        ],
+    )
     answer = await ask(api, run_id, 422, from_step=10, to_step=25)
     [fault] = answer["errors"]
     assert fault["loc"] == ["replay", "to_step"]
