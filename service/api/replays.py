@@ -39,6 +39,7 @@ async def create_replay(
 ) -> Response:
     """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
     nothing of this run. `replay_of` of the new run has the result once it has ended."""
+    caller.require("submitter")
     wanted = await read_model(ReplayRequest, request)
     raw = replay_spec(run, wanted, await trained_by(context, run))
     made, _ = await submitted(context, caller, raw, None, partial(caller.confirm, context))

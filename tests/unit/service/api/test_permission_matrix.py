@@ -40,6 +40,8 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/drills"): "viewer",
     ("GET", "/v1/runs/{run_id}/drills/{drill_id}"): "viewer",
     ("POST", "/v1/runs/{run_id}/drills"): "admin",
+    ("GET", "/v1/runs/{run_id}/replays"): "viewer",
+    ("POST", "/v1/runs/{run_id}/replays"): "submitter",
     ("GET", "/v1/runs/{run_id}/profiles"): "viewer",
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}"): "viewer",
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}/trace"): "viewer",
@@ -95,6 +97,7 @@ BODIES = {
     "/v1/tokens": {"name": "t", "role": "admin"},
     "/v1/runs/{run_id}/drills": {"kind": "kill_worker"},
     "/v1/runs/{run_id}/profiles": {"rank": 0},
+    "/v1/runs/{run_id}/replays": {"from_step": 0, "to_step": 1},
 }
 
 
