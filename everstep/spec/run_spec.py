@@ -207,6 +207,12 @@ class RunSpec(Frozen):
         return value
 
     @property
+    def full_size(self) -> int:
+        """Return the number of ranks by which sums are ordered with ``exactness: elastic``."""
+        replayed = self.replay.max_workers if self.replay is not None else None
+        return replayed or self.scaling.max_workers
+
+    @property
     def origin(self) -> ResumeFrom | None:
         """Return the checkpoint of another run from which this one begins; None if it begins
         anew."""

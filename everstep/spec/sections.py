@@ -235,6 +235,9 @@ class ReplaySpec(Frozen):
     """Steps done in the state to begin with: 0, or a checkpoint of that run."""
     to_step: PositiveInt
     """Last step to train again."""
+    max_workers: PositiveInt | None = None
+    """``scaling.max_workers`` of that run, which decides the order of sums with
+    ``train.exactness: elastic``; null is this run's own."""
 
     @field_validator("to_step")
     @classmethod

@@ -64,6 +64,7 @@ def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> d
         "run_id": run.id,
         "from_step": wanted.from_step,
         "to_step": wanted.to_step,
+        "max_workers": spec.full_size,
     }
     if wanted.from_step != begun_at(run):
         raw["resume_from"] = None

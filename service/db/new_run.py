@@ -33,7 +33,11 @@ def new_row(
         work_ledger=WorkLedger.begin(spec.scaling, now).dump(),
         replay_of=None
         if spec.replay is None
-        else Replay.model_validate(spec.replay.model_dump()).model_dump(mode="json"),
+        else Replay(
+            run_id=spec.replay.run_id,
+            from_step=spec.replay.from_step,
+            to_step=spec.replay.to_step,
+        ).model_dump(mode="json"),
         replayed_run=None if spec.replay is None else spec.replay.run_id,
         created_at=now,
         updated_at=now,

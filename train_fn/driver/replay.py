@@ -27,26 +27,30 @@ def report_replay(run_dir: RunDir, spec: RunSpec, client: ActorJournalClient) ->
     if spec.replay is None:
         return
     client.flush(FINAL_FLUSH_S)
-    result = replayed(run_dir, Replay.model_validate(spec.replay.model_dump()))
+    replay = Replay(
+        run_id=spec.replay.run_id, from_step=spec.replay.from_step, to_step=spec.replay.to_step
+    )
+    result = replayed(run_dir, replay, is_elastic=spec.train.exactness == "elastic")
     logger.info("the replay: %s", result.message)
     client.emit(EventKind.REPLAY_COMPARED, result.model_dump(mode="json"))
 
 
-def replayed(run_dir: RunDir, replay: Replay) -> Replay:
+def replayed(run_dir: RunDir, replay: Replay, *, is_elastic: bool) -> Replay:
     """Return ``replay`` with its result, from the journals and checkpoints of both runs."""
     original = RunDir(run_dir.storage, replay.run_id)
-    result = compare(StepRecords().read(original), StepRecords().read(run_dir), replay)
+    there, here = (StepRecords().read(each) for each in (original, run_dir))
+    result = compare(there, here, replay, is_elastic=is_elastic)
     if result.result != "equal":
         return result
-    there, here = (_at(each, replay.to_step) for each in (original, run_dir))
-    if there is None or here is None or there.files[MODEL_FILE] == here.files[MODEL_FILE]:
+    one, other = (_at(each, replay.to_step) for each in (original, run_dir))
+    if one is None or other is None or one.files[MODEL_FILE] == other.files[MODEL_FILE]:
         return result
     found = {
         "result": "differs",
         "step": replay.to_step,
         "differs": ("weights",),
-        "message": f"the weights after step {replay.to_step} differ, in checkpoints {there.name} "
-        f"of run {replay.run_id} and {here.name} of the replay",
+        "message": f"the weights after step {replay.to_step} differ, in checkpoints {one.name} "
+        f"of run {replay.run_id} and {other.name} of the replay",
     }
     return Replay.model_validate({**dict(result), **found})
 

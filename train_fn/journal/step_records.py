@@ -87,12 +87,15 @@ class StepRecords:
         )
 
 
-def compare(first: StepRecords, again: StepRecords, replay: Replay) -> Replay:
+def compare(
+    first: StepRecords, again: StepRecords, replay: Replay, *, is_elastic: bool = False
+) -> Replay:
     """Return ``replay`` with its result.
 
     Args:
         first: records of the run whose steps were trained again.
         again: records of the replay.
+        is_elastic: whether any number of ranks must give the same bits.
     """
     compared, missing = 0, None
     for step in range(replay.from_step + 1, replay.to_step + 1):
@@ -104,7 +107,7 @@ def compare(first: StepRecords, again: StepRecords, replay: Replay) -> Replay:
         differs = one.differing(other)
         if not differs:
             compared += 1
-        elif one.world_size != other.world_size:
+        elif not is_elastic and one.world_size != other.world_size:
             missing = missing or (step, _other_size(one, other, step))
         else:
             message = f"step {step} differs in {' and '.join(differs)}{_values(one, other)}"

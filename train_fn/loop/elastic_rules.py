@@ -20,7 +20,7 @@ def elastic_exchange(replica: Replica, max_workers: int) -> Exchange:
     Raises BadTask if its task computes something else at another world size.
 
     Args:
-        max_workers: the spec's.
+        max_workers: ``RunSpec.full_size``.
     """
     model = where(replica.task, "build_model")
     if replica.own_updates is not None:

@@ -327,7 +327,7 @@ def build_replica(ctx: WorkerContext) -> Replica:
     )
     replica.own_updates = own_updates(replica, train.grad_clip_norm)
     if train.exactness == "elastic":
-        replica.exchange = elastic_exchange(replica, spec.scaling.max_workers)
+        replica.exchange = elastic_exchange(replica, spec.full_size)
     if debugging := lowered_level():
         replica.warn(debugging)
     for warning in warnings_of(model, in_eval):

@@ -53,7 +53,8 @@ async def test_a_replay_is_a_run_of_its_own_that_is_told_its_result(api: ApiServ
     assert (of["result"], made["forked_from"], made["status"]) == (None, None, "QUEUED")
     spec = await api.get(f"/v1/runs/{made['id']}/spec")
     first = await api.get(f"/v1/runs/{run_id}/spec")
-    assert spec["replay"] == {"run_id": run_id, "from_step": 10, "to_step": 15}
+    section = {"run_id": run_id, "from_step": 10, "to_step": 15, "max_workers": 2}
+    assert spec["replay"] == section
     assert (spec["scaling"]["min_workers"], spec["scaling"]["max_workers"]) == (2, 2)
     assert isinstance(spec["train"]["micro_batch_size"], int)
     same = {"task", "optimizer", "schedule", "env"}
@@ -123,6 +124,15 @@ async def test_steps_of_several_sizes_are_refused_and_those_of_one_are_not(
     made = await ask(api, run_id, from_step=20, to_step=25)
     spec = await api.get(f"/v1/runs/{made['id']}/spec")
     assert spec["scaling"]["max_workers"] == 1
+
+
+async def test_an_elastic_run_is_replayed_by_any_number_of_ranks(api: ApiService) -> None:
+    train = {"epochs": 3, "exactness": "elastic"}
+    run_id, journal = await api.running(train=train, scaling={"max_workers": 2})
+    api.apply(run_id, [steps(journal, *range(1, 31))])
+    made = await ask(api, run_id, from_step=0, to_step=5, workers=1)
+    spec = await api.get(f"/v1/runs/{made['id']}/spec")
+    assert (spec["scaling"]["max_workers"], spec["replay"]["max_workers"]) == (1, 2)
 
 
 async def test_a_run_without_digests_has_nothing_to_compare_with(api: ApiService) -> None:

@@ -86,6 +86,7 @@ def test_steps_of_another_number_of_ranks_prove_nothing() -> None:
     found = compare(whole(), other, REPLAY)
     assert (found.result, found.step) == ("not_proven", 11)
     assert "was trained on 2 ranks and replayed on 3" in str(found.message)
+    assert compare(whole(), other, REPLAY, is_elastic=True).result == "differs"
 
 
 def test_a_step_that_was_made_again_counts_as_it_was_made_last() -> None:
