@@ -21,8 +21,10 @@ from everstep.client.mirrored import (
     iterated,
     iterated_as,
     returning,
+    returning_another,
     returning_itself,
     returning_list,
+    returning_others,
 )
 from everstep.client.nodes import Nodes
 from everstep.client.profile_handle import ProfileFields, ProfileHandle
@@ -97,6 +99,8 @@ class AsyncRun(RunFields, Mirror):
     resume = returning_itself(RunHandle.resume)
     drill = returning(AsyncDrill, RunHandle.drill)
     drills = returning_list(AsyncDrill, RunHandle.drills)
+    replay = returning_another(RunHandle.replay)
+    replays = returning_others(RunHandle.replays)
     profile = returning(AsyncProfile, RunHandle.profile)
     profiles = returning_list(AsyncProfile, RunHandle.profiles)
     delete = awaited(RunHandle.delete)

@@ -84,6 +84,30 @@ def returning(
     return cast("Method[P, Coroutine[Any, Any, M]]", call)
 
 
+def returning_another(method: Callable[Concatenate[Any, P], Any]) -> OwnMethod[P]:
+    """Return an awaited method whose result is mirrored as its own kind."""
+
+    @functools.wraps(method)
+    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> Mirror:
+        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
+        return type(self)(found, self._calls)
+
+    return cast("OwnMethod[P]", call)
+
+
+def returning_others(
+    method: Callable[Concatenate[Any, P], list[Any]],
+) -> Method[P, Coroutine[Any, Any, list[Any]]]:
+    """Return an awaited method whose results are mirrored as its own kind."""
+
+    @functools.wraps(method)
+    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
+        return [type(self)(each, self._calls) for each in found]
+
+    return cast("Method[P, Coroutine[Any, Any, list[Any]]]", call)
+
+
 def returning_list(
     kind: type[M], method: Callable[Concatenate[Any, P], list[Any]]
 ) -> Method[P, Coroutine[Any, Any, list[M]]]:
