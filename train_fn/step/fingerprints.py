@@ -13,8 +13,8 @@ from train_fn.step.word_sums import bytes_of, words_in
 
 MOST_PARTS = 63
 """Parts of the weights of a large model. One is digested at each step and compared at the next."""
-PART_BYTES = 1 << 19
-"""A smaller part costs little more, so the weights of a small model are digested whole."""
+PART_BYTES = 1 << 16
+"""A smaller part costs little less, so that of a small model is larger than one of 63."""
 FOUND_WITHIN = MOST_PARTS + 1
 """Steps within which a difference of the weights is found."""
 _WORD = 8
@@ -39,6 +39,12 @@ class Fingerprints:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [each for each in parameters if each.layout is torch.strided]
         self._parts = parts_of([each.nbytes for each in self._parameters])
+        small: dict[torch.dtype, list[nn.Parameter]] = {}
+        for each in self._parameters:
+            if each.nbytes < _SMALL_BYTES:
+                small.setdefault(each.dtype, []).append(each)
+        self._small = list(small.values())
+        self._large = [each for each in self._parameters if each.nbytes >= _SMALL_BYTES]
         self.gradient: int | None = None
         """Digest of the last step's summed gradient; None if there was none."""
         self.weights: int | None = None
@@ -47,16 +53,13 @@ class Fingerprints:
     def take(self, step: int, *, gradient: bool = True) -> None:
         """Digest the gradients, and the part of the weights that is due after ``step`` steps
         done."""
-        self.gradient = self._of_gradients() if gradient else None
-        whole, total = [], 0
+        self.gradient = self._of_gradients() & MASK64 if gradient else None
+        total = 0
         for number, begin, end in self._parts[step % len(self._parts)]:
-            parameter = self._parameters[number]
-            if end - begin == parameter.nbytes:
-                whole.append(parameter)
-                continue
-            words = words_in(_in_memory(parameter)[begin:end])
+            data = _in_memory(self._parameters[number])
+            words = words_in(data if end - begin == data.numel() else data[begin:end])
             total += words.whole + words.rest
-        self.weights = (total + _summed(whole)) & MASK64
+        self.weights = total & MASK64
 
     @property
     def header(self) -> int:
@@ -68,8 +71,21 @@ class Fingerprints:
         return mixed >> (64 - HEADER_BITS)
 
     def _of_gradients(self) -> int:
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        return _summed([each for each in gradients if each.layout is torch.strided]) & MASK64
+        """Return the sum of the words of all gradients. Small ones of a dtype are taken together,
+        one after the other."""
+        total = 0
+        for parameters in self._small:
+            gradients = [each.grad for each in parameters]
+            dense = [each for each in gradients if each is not None and not each.is_sparse]
+            if dense:
+                words = words_in(bytes_of(torch._C._nn.flatten_dense_tensors(dense)))
+                total += words.whole + words.rest
+        for parameter in self._large:
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                words = words_in(_in_memory(gradient))
+                total += words.whole + words.rest
+        return total
 
 
 def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
@@ -89,23 +105,6 @@ def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
                 pieces.append((number, (begin - start) * _WORD, end_byte))
             start += count
     return parts
-
-
-def _summed(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the sum of the words of all tensors. Small ones of a dtype are taken together, one
-    after the other."""
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    total = 0
-    for tensor in tensors:
-        if tensor.nbytes < _SMALL_BYTES:
-            small.setdefault(tensor.dtype, []).append(tensor.detach())
-        else:
-            words = words_in(_in_memory(tensor))
-            total += words.whole + words.rest
-    for group in small.values():
-        words = words_in(bytes_of(torch._C._nn.flatten_dense_tensors(group)))
-        total += words.whole + words.rest
-    return total
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

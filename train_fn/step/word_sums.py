@@ -31,6 +31,8 @@ def words_in(data: torch.Tensor) -> Words:
     whole = data.numel() // 8 * 8
     if whole and data.storage_offset() % 8:
         data = data.clone()  # torch reads words only where they are aligned
+    if whole == data.numel():
+        return Words(int(data.view(torch.int64).sum()), 0)
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
 
