@@ -123,6 +123,8 @@ def event(item: Event) -> str | None:
             )
         case EventKind.PROFILE_FAILED:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
+        case EventKind.REPLAY_COMPARED:
+            return f"replay: {data.get('message')}"
         case _:
             return None
 

@@ -43,6 +43,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.ATTEMPT_STARTED,
             EventKind.RESTORED,
             EventKind.TRAINING_STARTED,
+            EventKind.REPLAY_COMPARED,
         }
     ),
     "checkpoints": frozenset(
