@@ -227,7 +227,7 @@ class ResumeFrom(Frozen):
 
 
 class ReplaySpec(Frozen):
-    """Train steps of another run again, and compare them. ``everstep replay`` writes this."""
+    """Train steps of another run again, and compare them. The request for a replay writes this."""
 
     run_id: Annotated[str, Field(min_length=1, max_length=64)]
     """Run of the same project whose steps to train again. Nothing of it is changed."""
