@@ -135,6 +135,8 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
         text=("host", "used", "runs", "marked"),
         dispensable=("ip", "used", "marked"),
     )
+    for at in info.coming_back:
+        out.note(f"a missing node is started again at {at.astimezone():%H:%M:%S}")
 
 
 def _mark(node: Node) -> str | None:

@@ -65,6 +65,11 @@ class ServeOptions(OptionsModel):
         Field(default=1, ge=1)
     )
     """CPUs that each worker node of the embedded cluster offers."""
+    node_return_s: Annotated[
+        float, Option("EVERSTEP_NODE_RETURN_S", "--node-return-s", "SECONDS")
+    ] = Field(default=15.0, ge=0, le=3600)
+    """Seconds after which a dead node of the embedded cluster is started again; twice as many each
+    time that it dies again within ten minutes, at most 300. 0 leaves it dead."""
     cluster_env: Annotated[
         tuple[VariableName, ...],
         BeforeValidator(checks.items_of),

@@ -65,6 +65,8 @@ class ClusterInfo(Answer):
     dashboard_url: str | None
     ray_version: str | None
     nodes: tuple[Node, ...]
+    coming_back: tuple[Time, ...] = ()
+    """When the embedded cluster starts its missing nodes again, soonest first."""
 
 
 class Readiness(Answer):

@@ -52,6 +52,8 @@ class ClusterNote:
     """Parent of all workers. Without it the raylets start workers themselves, which is slower."""
     nodes: tuple[NodeNote, ...] = ()
     """Live nodes, the head first."""
+    coming_back: tuple[float, ...] = ()
+    """When dead nodes are started again, in unix seconds, soonest first."""
     waiting_for: str | None = None
     """The part of the start that takes long, for log lines."""
 
@@ -79,4 +81,4 @@ def write_note(path: Path, note: ClusterNote) -> None:
 
 def _from_json(raw: Mapping[str, Any]) -> ClusterNote:
     nodes = tuple(NodeNote(**{**node, "pids": tuple(node["pids"])}) for node in raw["nodes"])
-    return ClusterNote(**{**raw, "nodes": nodes})
+    return ClusterNote(**{**raw, "nodes": nodes, "coming_back": tuple(raw.get("coming_back", ()))})

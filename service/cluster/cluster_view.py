@@ -40,6 +40,7 @@ class ClusterView:
         nodes."""
         note = self._note() if self._note else None
         address = note.address if note else None
+        coming = note.coming_back if note else ()
         try:
             version, nodes = await asyncio.gather(self._ray.version(), self._ray.nodes())
         except RayError:
@@ -78,6 +79,7 @@ class ClusterView:
             dashboard_url=self._ray.url,
             ray_version=version,
             nodes=shown,
+            coming_back=tuple(datetime.fromtimestamp(at, UTC) for at in coming),
         )
 
 

@@ -157,6 +157,7 @@ class EmbeddedCluster:
                 names=" ".join(left_out),
             )
         size = ["--nodes", str(settings.nodes), "--cpus-per-node", str(settings.cpus_per_node)]
+        returns = ["--node-return-s", str(settings.node_return_s)]
         command = [
             sys.executable,
             "-m",
@@ -165,6 +166,7 @@ class EmbeddedCluster:
             "--temp-dir",
             temp_dir,
             *size,
+            *returns,
             *flags,
         ]
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ import psutil
 
 from service.cluster.cluster_note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import cluster_parts
+from service.embedded.node_returns import NodeReturns
 from service.embedded.patience import start_patiently
 from service.embedded.precedence import Precedence
 from service.embedded.processes import (
@@ -44,8 +45,6 @@ from service.embedded.processes import (
 LOOK_INTERVAL_S = 10.0
 """Seconds between two checks of all processes, for ends that raise no event."""
 STOP_GRACE_S = 1.0
-RETRY_S = 10.0
-"""Seconds until a node that did not start is tried again."""
 
 log = logging.getLogger("keeper")
 
@@ -56,9 +55,10 @@ class Keeper:
     Args:
         note_path: Path of cluster.json.
         note: Its first content.
+        return_s: Seconds after which a dead node is started again; 0 leaves it dead.
     """
 
-    def __init__(self, note_path: Path, note: ClusterNote) -> None:
+    def __init__(self, note_path: Path, note: ClusterNote, return_s: float = 0.0) -> None:
         self._note_path = note_path
         self._note = note
         self._precedence = Precedence(note.temp_dir)
@@ -69,8 +69,7 @@ class Keeper:
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
-        self._refill_at: float | None = None
-        """When nodes that did not start are tried again, by ``time.monotonic``."""
+        self._returns = NodeReturns(return_s)
 
     def install_signals(self) -> None:
         """Let SIGTERM and SIGINT end the cluster, and SIGUSR1 replace each dead node."""
@@ -119,9 +118,7 @@ class Keeper:
             note.fork_server_pid,
             *(node.raylet_pid for node in note.nodes),
         )
-        timeout_s = LOOK_INTERVAL_S
-        if self._refill_at is not None:
-            timeout_s = min(timeout_s, max(0.0, self._refill_at - time.monotonic()))
+        timeout_s = min(LOOK_INTERVAL_S, self._returns.next_in_s())
         if not wait_for_end([pid for pid in pids if pid], self._woken, timeout_s):
             return
         with contextlib.suppress(BlockingIOError):
@@ -139,17 +136,19 @@ class Keeper:
         if dead:
             self._precedence.let_run()
             for node in dead:
-                log.warning("node %s is dead", node.node_id)
+                wait_s = self._returns.died(node.slot)
+                then = "stays so" if wait_s is None else f"is started again in {wait_s:.0f} s"
+                log.warning("node %s in slot %d is dead and %s", node.node_id, node.slot, then)
                 kill_all([pid for pid in node.pids if lives(pid, note.temp_dir)])
             self._note = replace(note, nodes=tuple(node for node in note.nodes if node not in dead))
             self._publish()
         if not lives(note.fork_server_pid, note.temp_dir) and not self._stopping:
             log.warning("the fork server is gone; starting another")
             self._start_fork_server()
-        overdue = self._refill_at is not None and time.monotonic() >= self._refill_at
-        if (self._refill or overdue) and not self._stopping:
-            self._refill, self._refill_at = False, None
-            self._fill()
+        due = range(1, note.num_nodes + 1) if self._refill else self._returns.due()
+        if due and not self._stopping:
+            self._refill = False
+            self._fill(due)
         return True
 
     def end(self) -> None:
@@ -169,6 +168,7 @@ class Keeper:
             os.write(self._wake, b"+")
 
     def _publish(self) -> None:
+        self._note = replace(self._note, coming_back=self._returns.at())
         write_note(self._note_path, self._note)
 
     def _start_fork_server(self) -> None:
@@ -222,21 +222,27 @@ class Keeper:
             self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=()
         )
 
-    def _fill(self) -> None:
+    def _fill(self, slots: Collection[int] | None = None) -> None:
         """Start a node in every free slot, in parallel. Those that do not start are tried later.
+
+        Args:
+            slots: only these; None for all.
 
         Nodes that start side by side delay each other, and each of them has 60 s. So once one
         was late, half as many are started at once, and the ports of their agents are named.
         """
         taken = {node.slot for node in self._note.nodes}
-        free = [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
+        every = range(1, self._note.num_nodes + 1)
+        free = [slot for slot in every if slot not in taken and slot in (slots or every)]
         if not free or self._stopping:
             return
         with ThreadPoolExecutor(min(len(free), self._at_once)) as pool:
             added = [node for node in pool.map(self._try_to_start_node, free) if node is not None]
         if len(added) < len(free):
             self._was_late, self._at_once = True, max(1, self._at_once // 2)
-            self._refill_at = time.monotonic() + RETRY_S
+        up = {node.slot for node in added}
+        for slot in free:
+            self._returns.tried(slot, is_up=slot in up)
         nodes = sorted([*self._note.nodes, *added], key=lambda node: node.slot)
         self._note = replace(self._note, nodes=tuple(nodes))
         self._publish()
@@ -275,6 +281,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--cpus-per-node", type=int, required=True)
+    parser.add_argument("--node-return-s", type=float, default=0.0)
     parser.add_argument(
         "--adopt", action="store_true", help="take over the running cluster of cluster.json"
     )
@@ -293,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
     note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)
-    keeper = Keeper(note_path, replace(note, keeper_pid=pid, keeper_started_at=started_at(pid)))
+    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid))
+    keeper = Keeper(note_path, note, args.node_return_s)
     keeper.install_signals()
     ok = False
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from datetime import UTC, datetime
 from typing import Final
 
 import structlog
@@ -41,6 +42,28 @@ class ClusterSupervisor:
             return None
         return RayEndpoint(self._note.dashboard_url, self._token)
 
+    def _log_changes(self) -> None:
+        """Log which nodes died or came back since the last call."""
+        note = self.note()
+        if note is None or self._note is None:
+            return
+        before = {node.slot: node.node_id for node in self._note.nodes}
+        after = {node.slot: node.node_id for node in note.nodes}
+        for slot in before.keys() - after.keys():
+            log.warning(
+                "a node of the embedded cluster died",
+                node=before[slot],
+                next_start=", ".join(
+                    datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+                    for at in note.coming_back
+                )
+                or "never",
+            )
+        for slot, node_id in after.items():
+            if before.get(slot) != node_id:
+                log.info("a node of the embedded cluster is up", node=node_id, slot=slot)
+        self._note = note
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Check the cluster every second until ``stopping``, and restart it if it is gone.
 
@@ -49,6 +72,7 @@ class ClusterSupervisor:
         retry_s = FIRST_RETRY_S
         while not stopping.is_set():
             pause_s = WATCH_INTERVAL_S
+            self._log_changes()
             if not await asyncio.to_thread(self._cluster.is_running):
                 self._note = None
                 log.error("the embedded Ray cluster is gone; restarting it")

@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +46,7 @@ class OneNodeCluster:
     def __init__(self) -> None:
         self.available = True
         self.nodes = (self.node("node-1"),)
+        self.coming_back: tuple[datetime, ...] = ()
 
     @staticmethod
     def node(node_id: str, state: NodeState = "ALIVE") -> Node:
@@ -65,6 +67,7 @@ class OneNodeCluster:
             dashboard_url=self.dashboard_url,
             ray_version="2.60.0",
             nodes=self.nodes if self.available else (),
+            coming_back=self.coming_back,
         )
 
 

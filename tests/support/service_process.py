@@ -158,6 +158,8 @@ class ServiceProcess:
                     "EVERSTEP_HOME": str(self.home),
                     "OMP_NUM_THREADS": "1",
                     **NO_CORDON,
+                    # A node that a test kills stays dead, unless the test wants it back.
+                    "EVERSTEP_NODE_RETURN_S": "0",
                     **self.env,
                     **(env or {}),
                 },

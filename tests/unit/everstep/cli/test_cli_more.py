@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from everstep.wire import RunStatus
 from tests.support.api_service import ApiService, spec
 from tests.support.command_line import everstep, finish, run_cli
 from tests.support.narrow_terminal import NarrowTerminal
+from tests.support.web_browser import Browser
 
 # ---------------------------------------------------------------- delete
 
@@ -227,6 +229,17 @@ def _tab(words: list[str]) -> str:
         "COMP_CWORD": str(len(words)),
     }
     return CliRunner().invoke(app, [], env={**os.environ, **asked}, prog_name="everstep").output
+
+
+# ---------------------------------------------------------------- nodes that come back
+
+
+async def test_a_dead_node_that_comes_back_is_told_by_command_and_page(api: ApiService) -> None:
+    assert "started again" not in (await everstep("cluster")).stderr
+    api.cluster.coming_back = (datetime(2026, 6, 1, 12, 3, 5, tzinfo=UTC),)
+    assert "a missing node is started again at" in (await everstep("cluster")).stderr
+    page = await (await Browser.logged_in(api, api.token("viewer"))).page("/cluster")
+    assert "A missing node is started again at" in page and "12:03:05" in page
 
 
 # ---------------------------------------------------------------- sessions

@@ -22,6 +22,7 @@ from service.cluster.cluster_note import ClusterNote, NodeNote, read_note
 from service.embedded import keeper as keeper_module
 from service.embedded.cluster_parts import agent_ports, cores_of
 from service.embedded.keeper import Keeper
+from service.embedded.node_returns import NodeReturns
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 
 
@@ -179,10 +180,36 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
 
     assert slow.tick()
     assert len(slow._note.nodes) == 3, "not at once"
-    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: 1e9)
+    assert slow._note.coming_back, "and the note says when"
+    slow._returns._now = lambda: 1e9
     assert slow.tick()
     assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
-    assert slow._refill_at is None
+    assert slow._note.coming_back == () and slow._returns.next_in_s() == float("inf")
+
+
+def test_a_dead_node_comes_back_after_a_while_and_not_while_the_cluster_ends(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    slow._returns = NodeReturns(15.0, lambda: now)
+    slow._note = replace(
+        slow._note, nodes=(node(0), node(1), replace(node(2), raylet_pid=-1), node(3))
+    )
+    monkeypatch.setattr(keeper_module, "lives", lambda pid, _: pid != -1)
+    assert slow.tick()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 3]
+    note = read_note(slow._note_path)
+    assert note is not None and len(note.coming_back) == 1
+    now += 14.9
+    assert slow.tick() and len(slow._note.nodes) == 3
+    now += 0.2
+    slow._stopping = True
+    assert slow.tick() and len(slow._note.nodes) == 3
+    slow._stopping = False
+    assert slow.tick()
+    assert [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+    note = read_note(slow._note_path)
+    assert note is not None and note.coming_back == ()
 
 
 def test_the_death_of_a_node_lets_what_recovers_run(
@@ -216,9 +243,10 @@ def test_the_keeper_sleeps_until_a_process_ends_or_a_signal_comes(
     slow._on_signal(signal.SIGUSR1, None)
     slow._wait()
     assert slow._refill
-    slow._refill_at = keeper_module.time.monotonic() + 0.1
+    slow._returns = NodeReturns(0.1)
+    slow._returns.died(1)
     slow._wait()
-    assert keeper_module.time.monotonic() >= slow._refill_at
+    assert slow._returns.due() == [1]
 
 
 def test_nodes_have_cores_of_their_own_where_they_take_them_all(slow: Slow) -> None:
