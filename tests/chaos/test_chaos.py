@@ -39,6 +39,8 @@ SHORT_SEEDS = (19,)
 LONG_SEEDS = tuple(
     sorted((seed for seed in range(60) if seed not in SHORT_SEEDS), key=lambda seed: seed % 3)
 )
+ELASTIC_SEEDS = tuple(seed for seed in LONG_SEEDS if seed % 20 < 3)
+"""Of each number of ranks three."""
 BETWEEN_RAYLETS = "with raylet "
 """In the kinds of descriptors: a connection with another raylet, or its own."""
 MOST_BETWEEN_RAYLETS = 12
@@ -47,6 +49,8 @@ travel, up to object_manager_client_connection_num (4) in each direction; so a r
 than the one before. The rest manage the nodes."""
 CLUSTER_AND_RUN_S = 900
 """Longest test: the first of a cluster starts it, which takes minutes on a busy machine."""
+Replayed = Callable[[int, str, Segments], dict[str, torch.Tensor]]
+"""Return weights for ranks at full size, ``train.exactness``, and the stretches of a history."""
 FirstDescriptors = dict[tuple[int, float], Counter[str]]
 WORLDS = (5, 2, 3)
 """Ranks of a seed, by its remainder; seeds of one size come together, so that they share a
@@ -60,7 +64,7 @@ def world_of(seed: int) -> int:
     return WORLDS[seed % 3]
 
 
-def spec(name: str, world: int) -> dict[str, Any]:
+def spec(name: str, world: int, exactness: str = "world_size") -> dict[str, Any]:
     return {
         "name": name,
         "task": {"name": "image_classification", "model": MODEL, "data": {"name": "digits"}},
@@ -70,6 +74,7 @@ def spec(name: str, world: int) -> dict[str, Any]:
             "global_batch_size": 128,
             "micro_batch_size": 32,
             "seed": 5,
+            "exactness": exactness,
         },
         "scaling": {"min_workers": 1, "max_workers": world},
         "checkpoint": {"every_steps": 10},
@@ -107,18 +112,19 @@ def first_fds() -> FirstDescriptors:
 
 
 @pytest.fixture(scope="module")
-def replayed(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[int, Segments], dict[str, torch.Tensor]]:
-    """The weights after a history's stretches in peace; many histories have the same."""
-    found: dict[Segments, dict[str, torch.Tensor]] = {}
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
+    """The weights after a history's stretches in peace; many histories have the same. Those of
+    elastic runs are the weights of one rank, which was alone all the time."""
+    found: dict[tuple[int, str, Segments], dict[str, torch.Tensor]] = {}
 
-    def weights_after(world: int, stretches: Segments) -> dict[str, torch.Tensor]:
-        if stretches not in found:
-            found[stretches] = replay(
-                stretches, spec("replay", world), tmp_path_factory.mktemp("replay")
-            )
-        return found[stretches]
+    def weights_after(world: int, exactness: str, stretches: Segments) -> dict[str, torch.Tensor]:
+        if exactness == "elastic":
+            stretches = ((stretches[-1][0], 1),)
+        key = (world, exactness, stretches)
+        if key not in found:
+            directory = tmp_path_factory.mktemp("replay")
+            found[key] = replay(stretches, spec("replay", world, exactness), directory)
+        return found[key]
 
     return weights_after
 
@@ -141,23 +147,38 @@ def test_seeded_faults(
     seed: int,
     clusters: Callable[[int], ServiceProcess],
     first_fds: FirstDescriptors,
-    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
+    replayed: Replayed,
     tmp_path: Path,
 ) -> None:
     check_seed(seed, clusters(world_of(seed)), first_fds, replayed, tmp_path)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(CLUSTER_AND_RUN_S)
+@pytest.mark.parametrize("seed", ELASTIC_SEEDS)
+def test_seeded_faults_change_no_bit_of_an_elastic_run(
+    seed: int,
+    clusters: Callable[[int], ServiceProcess],
+    first_fds: FirstDescriptors,
+    replayed: Replayed,
+    tmp_path: Path,
+) -> None:
+    """Whatever dies, and however many ranks are left: the weights of one rank alone."""
+    check_seed(seed, clusters(world_of(seed)), first_fds, replayed, tmp_path, "elastic")
 
 
 def check_seed(
     seed: int,
     cluster: ServiceProcess,
     first_fds: FirstDescriptors,
-    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
+    replayed: Replayed,
     directory: Path,
+    exactness: str = "world_size",
 ) -> RunHandle:
     """Do the faults of a seed to a run on ``cluster``, and hold what must hold of it."""
     world = world_of(seed)
     cluster.mend()
-    run = cluster.client().runs.create(spec(f"seed {seed}", world))
+    run = cluster.client().runs.create(spec(f"seed {seed}", world, exactness))
     done = [strike(fault, cluster, run) for fault in plan(seed, EPOCHS[world] * STEPS_PER_EPOCH)]
     run.wait(timeout_s=240)
 
@@ -177,7 +198,7 @@ def check_seed(
     assert run.step == EPOCHS[world] * STEPS_PER_EPOCH
     assert_every_sample_counted_once(run, EPOCHS[world])
     _check_steps(run, world)
-    found, expected = weights(run, directory), replayed(world, stretches)
+    found, expected = weights(run, directory), replayed(world, exactness, stretches)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     _check_steps_lost(run)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.chaos.replay import Segments
 from tests.chaos.test_chaos import (
     CLUSTER_AND_RUN_S,
     FirstDescriptors,
+    Replayed,
     check_seed,
     clusters_with,
     first_fds,
@@ -50,7 +49,7 @@ def test_seeded_faults_among_silent_peers(
     seed: int,
     clusters: Callable[[int], ServiceProcess],
     first_fds: FirstDescriptors,
-    replayed: Callable[[int, Segments], dict[str, torch.Tensor]],
+    replayed: Replayed,
     tmp_path: Path,
 ) -> None:
     run = check_seed(seed, clusters(world_of(seed)), first_fds, replayed, tmp_path)

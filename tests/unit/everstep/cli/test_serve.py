@@ -42,6 +42,7 @@ GIVEN_FLAGS = {
     "--port": "9000",
     "--nodes": "4",
     "--cpus-per-node": "2",
+    "--node-return-s": "5",
     "--cluster-env": "HF_*",
     "--ray-address": "http://head:8265",
     "--database": "postgresql+psycopg://everstep:hidden@db/everstep",
@@ -61,6 +62,7 @@ def test_serve_becomes_the_service_with_the_same_options(
     assert arguments == [sys.executable, "-m", "service.process.serve"]
     read = ServeOptions.read(environ)
     assert (read.host, read.port, read.nodes, read.cpus_per_node) == ("0.0.0.0", 9000, 4, 2)
+    assert read.node_return_s == 5
     assert read.cluster_env == ("HF_*", "A") and read.storage_roots == ("/data/a,b",)
     assert (read.ray_address, read.storage_uri) == ("http://head:8265", "s3://b/p")
     assert read.database_url == GIVEN_FLAGS["--database"]

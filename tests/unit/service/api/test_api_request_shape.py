@@ -60,7 +60,7 @@ async def test_allow_names_the_methods_of_all_routes(api: ApiService) -> None:
     run_id = await api.create()
     for method, path, allowed in (
         ("PUT", "/v1/runs", "GET, HEAD, POST"),
-        ("POST", f"/v1/runs/{run_id}", "DELETE, GET, HEAD"),
+        ("POST", f"/v1/runs/{run_id}", "DELETE, GET, HEAD, PATCH"),
         ("GET", f"/v1/runs/{run_id}/cancel", "POST"),
         ("PATCH", "/v1/projects", "GET, HEAD, POST"),
     ):

@@ -28,6 +28,10 @@ from tests.support.reconciler_world import World
 pytest_plugins = ["tests.support.reconciler_fixtures"]
 
 NOW = 1_000_000.0
+NODES_FAULTS = (
+    *("node_lost", "worker_lost", "out_of_memory", "hang", "hardware"),
+    "silent_corruption",
+)
 RULE = CordonRule(runs=3, failures=5, window_s=3600.0)
 
 
@@ -78,7 +82,7 @@ def test_a_limit_of_zero_is_none() -> None:
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_only_what_may_be_the_node_s_fault_counts(verdict: Verdict) -> None:
-    counts = verdict in ("node_lost", "worker_lost", "out_of_memory", "hang", "hardware")
+    counts = verdict in NODES_FAULTS
     assert suspected([failure(verdict=verdict.value)] * 5) == (["n1"] if counts else [])
 
 
@@ -156,7 +160,7 @@ def test_the_rule_is_what_it_says_for_any_records(
             for each in failures
             if each.node_id == node
             and NOW - window_s < each.at <= NOW
-            and each.verdict in ("node_lost", "worker_lost", "out_of_memory", "hang", "hardware")
+            and each.verdict in NODES_FAULTS
         ]
         too_many = (runs and len({each.run_id for each in counted}) >= runs) or (
             limit and len(counted) >= limit

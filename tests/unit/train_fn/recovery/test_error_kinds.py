@@ -50,6 +50,8 @@ CLASSIFIED: dict[type[BaseException], ErrorKind] = {
     train_fn.errors.StorageNotShared: ErrorKind.STORAGE_NOT_SHARED,
     train_fn.errors.StepNotWhole: ErrorKind.EXCHANGE,
     train_fn.errors.StateNotWhole: ErrorKind.EXCHANGE,
+    train_fn.errors.NumericsChanged: ErrorKind.DEVICE,
+    train_fn.errors.RanksApart: ErrorKind.CORRUPTION,
     BaseException: ErrorKind.USER,
 }
 """Written down once more, by hand: what the table is compared with."""

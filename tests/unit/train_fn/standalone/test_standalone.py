@@ -131,12 +131,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     stopping = threading.Event()
     step_done = Reporter.step_done
 
-    def stop_at_four(
-        reporter: Reporter, values: dict[str, float | None], num_samples: int
-    ) -> float:
+    def stop_at_four(reporter: Reporter, *arguments: Any) -> float:
         if reporter._state.step == 4:
             stopping.set()
-        return step_done(reporter, values, num_samples)
+        return step_done(reporter, *arguments)
 
     monkeypatch.setattr(Reporter, "step_done", stop_at_four)
     place = Place(0, 1, 0, 1, "here", "first")
@@ -185,12 +183,10 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
     raising = threading.Event()
     step_done, loss = Reporter.step_done, LanguageModeling.loss
 
-    def break_at_four(
-        reporter: Reporter, values: dict[str, float | None], num_samples: int
-    ) -> float:
+    def break_at_four(reporter: Reporter, *arguments: Any) -> float:
         if reporter._state.step == 4:
             raising.set()
-        return step_done(reporter, values, num_samples)
+        return step_done(reporter, *arguments)
 
     def broken(task: LanguageModeling, model: torch.nn.Module, batch: Any) -> Any:
         if raising.is_set():
