@@ -19,6 +19,7 @@ from train_fn.recovery.unrecoverable import (
     device_error_follows,
     gpu_is_too_small,
     nodes_cannot_meet,
+    ranks_part_again,
     same_user_error,
     storage_is_not_shared,
     too_many_user_errors,
@@ -79,6 +80,7 @@ def decide(
         storage_is_not_shared(judgement)
         or gpu_is_too_small(judgement, past)
         or device_error_follows(judgement, past)
+        or ranks_part_again(judgement, past)
     )
     if end is not None:
         return _stop(judgement, end)

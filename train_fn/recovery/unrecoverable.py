@@ -14,6 +14,8 @@ from train_fn.recovery.past_failures import PastFailure, made_progress
 from train_fn.recovery.verdict import Judgement
 
 _START_PHASES = frozenset({"start", "restore"})
+_ABOUT_THE_SAME = 64
+"""Steps between two findings of one cause: weights that differ are found within so many."""
 _TOO_SMALL_STARTS = 3
 """So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
 
@@ -95,6 +97,29 @@ def device_error_follows(judgement: Judgement, past: Sequence[PastFailure]) -> R
         f"the same error of the device {judgement.place} on two nodes, and neither shows a "
         f"fault of its hardware; look for a kernel that reads or writes where it must not, "
         f"with CUDA_LAUNCH_BLOCKING=1 in env: {judgement.exception}",
+    )
+
+
+def ranks_part_again(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
+    """End a run whose ranks went apart again at about the same step, and not by one node alone. A
+    node that computes wrongly does so at any step; code that changes weights differently on each
+    rank does so at the same one."""
+    if judgement.verdict is not Verdict.SILENT_CORRUPTION:
+        return None
+    again = (
+        failure.verdict is Verdict.SILENT_CORRUPTION
+        and abs((failure.step or 0) - (judgement.step or 0)) <= _ABOUT_THE_SAME
+        and (failure.node_id is None or failure.node_id != judgement.node_id)
+        for failure in past
+    )
+    if not any(again):
+        return None
+    return RunEnd(
+        ReasonCode.USER_ERROR,
+        f"the ranks went apart twice {judgement.place} or near it, and not by one node: let only "
+        "the optimizer, after_step and on_epoch_end change the weights, and draw random numbers "
+        "from a generator with a fixed seed. If no code of yours does it, one of the nodes "
+        f"computes wrongly: {judgement.exception}",
     )
 
 

@@ -445,6 +445,34 @@ def test_an_error_of_the_device_is_the_hardware_s_until_it_follows_the_run() -> 
     assert "on two nodes" in str(followed.message)
 
 
+def apart(node_id: str | None, step: int = 100) -> Judgement:
+    """Return the judgement of ranks that went apart."""
+    of_one = of_the_device("n1", step=step)
+    return dataclasses.replace(of_one, verdict=Verdict.SILENT_CORRUPTION, node_id=node_id)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ends"),
+    [
+        (apart("n1"), apart("n2"), True),
+        (apart(None), apart(None), True),
+        (apart("n1"), apart(None, step=164), True),
+        (apart("n1"), apart("n1"), False),
+        (apart("n1"), apart("n2", step=165), False),
+        (of_the_device("n1", step=100), apart("n2"), False),
+    ],
+)
+def test_ranks_that_go_apart_again_at_the_same_step_do_so_by_the_task(
+    before: Judgement, now: Judgement, ends: bool
+) -> None:
+    assert weighed(before, []).restart
+    decision = weighed(now, [past_of(before)])
+    assert decision.restart is not ends
+    if ends:
+        assert decision.reason is ReasonCode.USER_ERROR
+        assert "went apart twice" in str(decision.message)
+
+
 def test_only_the_same_error_of_a_device_is_one_that_follows_the_run() -> None:
     first, second = past_of(of_the_device("n1")), of_the_device("n2")
     assert weighed(second, [dataclasses.replace(first, signature="another")]).restart
