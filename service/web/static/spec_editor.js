@@ -189,7 +189,7 @@
     if (part.description) {
       const words = document.createElement("span");
       words.className = "sub";
-      words.textContent = part.description.replace(/\s+/g, " ");
+      words.textContent = part.description.replaceAll("``", "").replace(/\s+/g, " ");
       item.append(words);
     }
     return item;
