@@ -12,6 +12,9 @@ from everstep.wire import Node
 
 OURS: Final = "Kubernetes: "
 """How the reason of every mark begins that these rules set. They end no other mark."""
+CORDONED_BEFORE: Final = "; cordoned before: "
+"""In the reason of a mark of ours that took the place of another's cordon, before that cordon's
+reason. When the notice is over the node stays cordoned."""
 LEAVING: Final = (
     "ToBeDeletedByClusterAutoscaler",
     "karpenter.sh/disrupted",
@@ -30,6 +33,8 @@ Everstep sees for itself which node answers; a pod that is evicted for it has a 
 """
 LONGEST_DEADLINE_S: Final = 30 * 24 * 3600.0
 """As far ahead as the service takes a deadline."""
+LONGEST_REASON: Final = 1000
+"""Characters of a reason that the service takes."""
 
 Act = Literal["cordon", "drain", "uncordon"]
 
@@ -92,9 +97,10 @@ def orders(
 ) -> tuple[Order, ...]:
     """Return what to ask of the service, so that its marks say what Kubernetes announces.
 
-    A pod and a node of Ray belong together if they have one address. What another has cordoned or
-    drained stays so. A mark of ours ends once its pod and that pod's node are there without a
-    notice: a pod that is gone is no sign that its node of Ray may take ranks again.
+    A pod and a node of Ray belong together if they have one address. What another has drained stays
+    so; what another has cordoned may be drained, and is cordoned afterwards. A mark of ours ends
+    once its pod and that pod's node are there without a notice: a pod that is gone is no sign that
+    its node of Ray may take ranks again.
     """
     notices: dict[str, Notice | None] = {}
     for pod in pods:
@@ -115,18 +121,37 @@ def _more_urgent(one: Notice | None, other: Notice | None) -> Notice | None:
 
 
 def _order(node: Node, notice: Notice | None, now: datetime) -> Order | None:
-    is_ours = node.mark is not None and (node.mark.reason or "").startswith(OURS)
+    marked = None if node.mark is None else node.mark.reason or ""
+    is_ours = marked is not None and marked.startswith(OURS)
+    before = _cordoned_before(node, marked)
+    drains = node.state in ("DRAINING", "DRAINED")
     if notice is None:
         if not is_ours:
             return None
-        return Order("uncordon", node.id, f"{OURS}the notice is over")
-    reason = f"{OURS}{notice.why}"
-    drains = node.state in ("DRAINING", "DRAINED")
+        reason = f"{OURS}the notice is over"
+        if not before:
+            return Order("uncordon", node.id, reason)
+        return Order("cordon", node.id, reason + before) if drains else None
+    reason = f"{OURS}{notice.why}{before}"[:LONGEST_REASON]
     if notice.act == "drain":
         return None if drains else Order("drain", node.id, reason, _deadline_s(notice, now))
     if node.state == "ALIVE" or (drains and is_ours):
         return Order("cordon", node.id, reason)
     return None
+
+
+def _cordoned_before(node: Node, marked: str | None) -> str:
+    """Return the part of our reason that keeps another's cordon of the node; "" if there is none.
+
+    Args:
+        marked: the reason of the node's mark; None if it has no mark.
+    """
+    if marked is None:
+        return ""
+    if marked.startswith(OURS):
+        _, separator, reason = marked.partition(CORDONED_BEFORE)
+        return separator + reason
+    return f"{CORDONED_BEFORE}{marked or 'no reason given'}" if node.state == "CORDONED" else ""
 
 
 def _deadline_s(notice: Notice, now: datetime) -> float | None:

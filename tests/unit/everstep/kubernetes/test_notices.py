@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.kubernetes.notices import LEAVING, OURS, Order, is_leaving, notice_of, orders
+from everstep.kubernetes.notices import (
+    CORDONED_BEFORE,
+    LEAVING,
+    LONGEST_REASON,
+    OURS,
+    Order,
+    is_leaving,
+    notice_of,
+    orders,
+)
 from everstep.kubernetes.objects import KubeNode, RayPod, Taint, Toleration
 from everstep.wire import Node, NodeMark
 
@@ -79,7 +88,9 @@ ray_nodes = st.lists(
         st.uuids().map(str),
         st.sampled_from(IPS),
         st.sampled_from(("ALIVE", "CORDONED", "DRAINING", "DRAINED", "DEAD")),
-        st.sampled_from((f"{OURS}x", "a disk fails", None, "")),
+        st.sampled_from(
+            (f"{OURS}x", f"{OURS}x{CORDONED_BEFORE}a disk fails", "a disk fails", None, "")
+        ),
     ),
     max_size=3,
 )
@@ -170,6 +181,34 @@ def test_a_cordon_of_kubernetes_comes_and_goes_and_an_eviction_names_its_deadlin
     [drain] = only(ray=cordoned, pod=ending, kube=KubeNode("a", unschedulable=True))
     assert (drain.act, drain.deadline_s) == ("drain", 60.0)
     assert "EvictionByEvictionAPI" in drain.reason
+
+
+LEAVES = KubeNode("a", taints=(Taint("ToBeDeletedByClusterAutoscaler", "NoSchedule"),))
+
+
+def marked(order: Order) -> Node:
+    return carried_out([node()], (order,))[0]
+
+
+@pytest.mark.parametrize("reason", ["a disk fails", None])
+def test_a_cordon_of_another_is_there_again_after_a_drain(reason: str | None) -> None:
+    [drain] = only(ray=node(state="CORDONED", reason=reason), kube=LEAVES)
+    assert drain.act == "drain"
+    cordoned = KubeNode("a", unschedulable=True)
+    for then in (KubeNode("a"), cordoned):  # the autoscaler lets the node stay
+        [cordon] = only(ray=marked(drain), kube=then)
+        assert cordon.act == "cordon" and (reason or "no reason given") in cordon.reason
+        assert only(ray=marked(cordon)) == only(ray=marked(cordon), kube=cordoned) == []
+        [again] = only(ray=marked(cordon), kube=LEAVES)
+        assert again.reason == drain.reason
+
+
+def test_a_long_reason_of_another_does_not_keep_a_node_from_its_drain() -> None:
+    cordoned = node(state="CORDONED", reason="a disk fails " * 77)
+    [drain] = only(ray=cordoned, kube=LEAVES)
+    assert len(drain.reason) == LONGEST_REASON and CORDONED_BEFORE in drain.reason
+    [cordon] = only(ray=marked(drain))
+    assert len(cordon.reason) <= LONGEST_REASON
 
 
 def test_a_toleration_for_a_while_is_none_for_good() -> None:
