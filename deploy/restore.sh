@@ -5,28 +5,33 @@
 #   docker compose up --detach --scale worker=3
 #
 # Stop the old deployment first: two on copies of one storage do not know of each other. Runs that were live are submitted again, and
-# resume from the newest checkpoint in the copy. API tokens of the copy stay valid, but for the local administrators' tokens of both replicas, which are new.
+# resume from the newest checkpoint in the copy. API tokens of the copy stay valid, but the local administrators' tokens are new.
 set -euo pipefail
 [ $# = 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 source=$(realpath "$1")
 cd "$(dirname "$0")/.."
+elsewhere="restore into a new deployment (another COMPOSE_PROJECT_NAME), or remove it by docker compose down --volumes"
 fail() { echo "$*" >&2; exit 1; }
 in_volume() { docker compose run --rm --no-deps -T --user 10001:10001 prepare "$@"; }
 query() { docker compose exec -T database psql --username=everstep --dbname=everstep --tuples-only --no-align --command "$1"; }
 
 (cd "$source" && sha256sum --check --quiet SHA256SUMS) || fail "$source is damaged or not a backup; use another one"
-[ -z "$(docker compose ps --quiet)" ] || fail "parts of the deployment run here; stop them first: docker compose down"
+# Each answer has a line of its own: a command that fails in [ ] would count as an empty answer.
+running=$(docker compose ps --quiet)
+[ -z "$running" ] || fail "parts of the deployment run here; stop them first: docker compose down"
 docker compose run --rm --no-deps -T prepare
-[ -z "$(in_volume find /data -mindepth 1 -not -name lost+found -print -quit)" ] ||
-    fail "the volume of the object store is not empty; restore into a new deployment (another COMPOSE_PROJECT_NAME), or remove it by docker compose down --volumes"
+held=$(in_volume find /data -mindepth 1 -not -name lost+found -print -quit)
+[ -z "$held" ] || fail "the volume of the object store is not empty; $elsewhere"
 docker compose up --detach --wait --no-deps database
-[ "$(query "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")" = 0 ] ||
-    fail "the database has tables already; restore into a new deployment (another COMPOSE_PROJECT_NAME), or remove it by docker compose down --volumes"
+tables=$(query "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")
+[ "$tables" = 0 ] || fail "the database has tables already; $elsewhere"
+trap 'echo "the restore has not finished; do not start this deployment. Remove it by docker compose down --volumes, and try again" >&2' EXIT
 echo "==> restoring the database"
-docker compose exec -T database pg_restore --username=everstep --dbname=everstep --no-owner --exit-on-error <"$source/everstep.dump"
+docker compose exec -T database pg_restore --username=everstep --dbname=everstep --no-owner --single-transaction <"$source/everstep.dump"
 echo "==> restoring the object store"
 in_volume tar --extract --directory=/data --no-overwrite-dir <"$source/objects.tar"
 docker compose up --detach --wait service-a
 # The database was copied first: the store's copy may have submissions that began in between.
 docker compose exec -T service-a everstep storage adopt
+trap - EXIT
 echo "restored; go on with: docker compose up --detach --scale worker=N"
