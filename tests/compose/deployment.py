@@ -165,8 +165,10 @@ class Deployment:
 
     def close(self) -> None:
         self._clients.close()
-        self.compose("down", "--volumes", "--timeout", "20")
-        self._disk.close()
+        try:
+            self.compose("down", "--volumes", "--timeout", "20")
+        finally:
+            self._disk.close()
         labelled = f"label=com.docker.compose.project={self.project}"
         for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")):
             left = run("docker", *kind, "--quiet", "--filter", labelled)
@@ -198,12 +200,12 @@ def deployed(workers: int) -> Iterator[Deployment]:
         directory = Path(base) / "everstep"
         _copy_repository(directory)
         deployment = Deployment(directory, base_images.settings())
-        run("deploy/secrets.sh", cwd=directory, env={**os.environ, **NETWORKS})
         began = time.monotonic()
-        deployment.compose("build", timeout_s=BUILD_S)
-        print(f"{time.monotonic() - began:6.1f} s  built", flush=True)
-        os.environ["SSL_CERT_FILE"] = str(deployment.certificate)
         try:
+            run("deploy/secrets.sh", cwd=directory, env={**os.environ, **NETWORKS})
+            deployment.compose("build", timeout_s=BUILD_S)
+            print(f"{time.monotonic() - began:6.1f} s  built", flush=True)
+            os.environ["SSL_CERT_FILE"] = str(deployment.certificate)
             deployment.up(workers)
             print(f"{time.monotonic() - began:6.1f} s  ready", flush=True)
             yield deployment

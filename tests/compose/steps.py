@@ -31,14 +31,18 @@ def go_on(trial: Trial[Deployment]) -> None:
 
 @contextmanager
 def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
-    """Ask for a run all the time, and yield the list of what went wrong."""
+    """Ask for a run all the time, and yield the list of what went wrong. Raises AssertionError if
+    nothing was asked."""
     problems: list[str] = []
+    num_asked = 0
     over = threading.Event()
 
     def ask() -> None:
+        nonlocal num_asked
         header = {"Authorization": f"Bearer {deployment.token}"}
         with deployment.http() as http:
             while not over.wait(0.1):
+                num_asked += 1
                 try:
                     answer = http.get(f"/v1/runs/{run_id}", headers=header)
                     if not answer.is_success:
@@ -53,3 +57,4 @@ def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
     finally:
         over.set()
         asking.join(90)
+    assert num_asked > 0 and not asking.is_alive()

@@ -43,14 +43,16 @@ def test_the_object_store_s_disk_is_full(deployment: Deployment) -> None:
     trial = Trial.begun(deployment, "disk-full", 3 * EPOCHS)
     (store,) = deployment.containers("object-store")
     inside = ["docker", "exec", store, "sh", "-c"]
-    run(*inside, "dd if=/dev/zero of=/data/filler bs=1M 2>/dev/null; df /data")
-    wait_for(
-        lambda: any(event.kind == "checkpoint_failed" for event in trial.run.events()),
-        300,
-        "a checkpoint that failed",
-        every_s=ASK_S,
-    )
-    go_on(trial)
-    run(*inside, "rm /data/filler")
+    try:
+        run(*inside, "dd if=/dev/zero of=/data/filler bs=1M 2>/dev/null; df /data")
+        wait_for(
+            lambda: any(event.kind == "checkpoint_failed" for event in trial.run.events()),
+            300,
+            "a checkpoint that failed",
+            every_s=ASK_S,
+        )
+        go_on(trial)
+    finally:
+        run(*inside, "rm -f /data/filler")
     record = trial.finish()
     assert (record["steps_lost"], record["failures"]) == (0, [])

@@ -75,6 +75,7 @@ def test_everything_is_taken_down_and_brought_up_again(deployment: Deployment) -
 def test_a_backup_is_restored_into_a_new_deployment(deployment: Deployment, tmp_path: Path) -> None:
     trial = Trial.begun(deployment, "restored", 2 * EPOCHS)
     wait_for(lambda: trial.run.checkpoints(), 120, "a checkpoint", every_s=ASK_S)
+    submission = trial.run.refresh().submission
     copy = str(tmp_path / "backup")
     follow(deployment, DAILY, "backup.sh", DIRECTORY=copy)
     go_on(trial)
@@ -83,3 +84,9 @@ def test_a_backup_is_restored_into_a_new_deployment(deployment: Deployment, tmp_
     deployment.up(WORKERS)
     trial.run = deployment.client().runs.get(trial.run.id)  # the administrator's token is new
     trial.finish()
+    later = [
+        event.data
+        for event in trial.run.events()
+        if event.kind == "restored" and event.submission > submission
+    ]
+    assert later[0]["source"] == "checkpoint" and later[0]["step"] > 0
