@@ -139,13 +139,16 @@ async def get_curves(
     run: WebRun,
     context: Context,
     all: Annotated[bool, Query()] = False,
+    system: Annotated[bool, Query()] = True,
     max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS,
 ) -> Response:
-    """Return charts, their series, the restarts, and the event after which the stream continues."""
+    """Return charts, their series, the restarts, and the event after which the stream continues.
+    Only with ``system`` there are charts of the hosts."""
     grouped = curves.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
-    names = await context.database_call(context.series.names, run.id)
-    shown = [*shown, *curves.system_charts(names)]
+    if system:
+        names = await context.database_call(context.series.names, run.id)
+        shown = [*shown, *curves.system_charts(names)]
     series = await thinned(
         context, run.id, [name for chart in shown for name in chart["names"]], max_points
     )

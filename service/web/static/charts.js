@@ -3,9 +3,12 @@
 (() => {
   const MOST_POINTS = 4500;
   const REDRAW_MS = 400;
+  const REREAD_MS = 600;
+  const REREAD_SYSTEM_MS = 10000;
   const root = document.getElementById("charts");
   const urls = root.dataset.curves.split(" ");
   const single = urls.length === 1;
+  const system = document.getElementById("system");
   const { readView, writeView, smoothed, unitOf, withUnit, short, toPicture, fileName } = window.everstep.curves;
   const state = { ...readView(), all: false, runs: [], plots: new Map() };
 
@@ -14,6 +17,7 @@
   // ---------------------------------------------------------------- reading
 
   async function read() {
+    readAt = performance.now();
     try {
       const answers = await Promise.all(urls.map(readOne));
       if (answers.includes(null)) return;
@@ -26,7 +30,8 @@
   }
 
   async function readOne(url) {
-    const answer = await fetch(state.all ? `${url}?all=1` : url, { headers: { Accept: "application/json" } });
+    const query = new URLSearchParams({ all: state.all, system: system !== null });
+    const answer = await fetch(`${url}?${query}`, { headers: { Accept: "application/json" } });
     if (answer.status === 401) {
       location.assign("/login");
       return null;
@@ -55,10 +60,8 @@
 
   // ---------------------------------------------------------------- figures
 
-  const system = document.getElementById("system");
-
   function charts() {
-    const all = state.runs.flatMap((run) => run.charts).filter((chart) => system || !chart.figure);
+    const all = state.runs.flatMap((run) => run.charts);
     return [...new Map(all.map((chart) => [chart.title, chart])).values()];
   }
 
@@ -94,9 +97,14 @@
     else showView();
   }
 
+  // The number of a run's charts of metrics that are not shown yet.
+  function numHidden(run) {
+    return run.num_charts - run.charts.filter((chart) => !chart.figure).length;
+  }
+
   function more() {
     root.querySelector(".more")?.remove();
-    const hidden = Math.max(...state.runs.map((run) => run.num_charts - run.charts.filter((chart) => !chart.figure).length));
+    const hidden = Math.max(...state.runs.map(numHidden));
     if (hidden <= 0) return;
     const button = document.createElement("button");
     button.type = "button";
@@ -325,11 +333,20 @@
 
   let redraw = null;
   let drawnAt = -REDRAW_MS;
+  let readAt = -Infinity;
   let reread = null;
+  let rereadAt = Infinity;
 
+  // Read everything again, at the earliest of the times that were asked for.
   function rereadIn(ms) {
+    const at = performance.now() + ms;
+    if (at >= rereadAt) return;
     clearTimeout(reread);
-    reread = setTimeout(read, ms);
+    rereadAt = at;
+    reread = setTimeout(() => {
+      rereadAt = Infinity;
+      read();
+    }, ms);
   }
 
   function add(name, step, at, value) {
@@ -352,19 +369,21 @@
         return add(shown, event.data.step, at, value) || isHidden(shown);
       });
     }
-    return !["failure", "restored", "rank_use", "gpu_use"].includes(event.kind);
+    return !["failure", "restored"].includes(event.kind);
   }
 
   // Whether a metric belongs to a hidden chart, whose points are ignored.
   function isHidden(name) {
     const run = state.runs[0];
-    return !run.series[name] && run.num_charts > run.charts.length;
+    return !run.series[name] && numHidden(run) > 0;
   }
 
   if (single) {
     document.addEventListener("everstep:event", ({ detail }) => {
       if (state.runs.length && detail.seq <= state.runs[0].seq) return;
-      if (!take(detail)) return rereadIn(600);
+      // Every rank of a large run reports its use: a read for each report would load all curves again and again.
+      if (["rank_use", "gpu_use"].includes(detail.kind)) return rereadIn(Math.max(REREAD_MS, readAt + REREAD_SYSTEM_MS - performance.now()));
+      if (!take(detail)) return rereadIn(REREAD_MS);
       // Immediately after a pause, and at a limited rate during a burst.
       redraw ??= setTimeout(() => {
         redraw = null;

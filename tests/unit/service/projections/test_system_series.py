@@ -64,3 +64,5 @@ async def test_they_are_kept_by_time_and_drawn_by_rank(tmp_path: Path) -> None:
         busy = drawn["series"]["system.gpu_busy_percent.rank0"]
         assert [value for _, _, value in busy] == [50.0, 50.0]
         assert drawn["num_charts"] == 1
+        compared = await browser.http.get(f"/runs/{run_id}/curves.json?system=false")
+        assert set(json.loads(compared.text)["series"]) == {"loss"}, "hosts are not compared"
