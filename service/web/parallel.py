@@ -69,16 +69,18 @@ Columns = list[tuple[str, list[Any]]]
 
 
 def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | None:
-    """Return parallel coordinates of these runs; None where they have fewer than two axes."""
-    columns = [
+    """Return parallel coordinates of these runs; None where they have fewer than two axes. Fields
+    that are too many make way for the metrics, which they are compared by."""
+    fields = [
         (path, [None if text is None else json.loads(text) for text in values])
         for path, values in differences(list(specs))
         if path.partition(".")[0] not in _LEFT_OUT
     ]
     names = sorted({name for run in runs for name in run.metrics}, key=_metric_rank)
-    columns += [(name, [run.metrics.get(name) for run in runs]) for name in names]
-    shown = columns[:MOST_AXES] if len(names) < MOST_AXES else columns[-MOST_AXES:]
-    return drawn(shown, [(run.id, run.name) for run in runs], len(columns) - len(shown))
+    metrics = [(name, [run.metrics.get(name) for run in runs]) for name in names[-MOST_AXES:]]
+    shown = fields[: MOST_AXES - len(metrics)] + metrics
+    num_left_out = len(fields) + len(names) - len(shown)
+    return drawn(shown, [(run.id, run.name) for run in runs], num_left_out)
 
 
 def drawn(shown: Columns, runs: Sequence[tuple[str, str]], num_left_out: int = 0) -> Picture | None:

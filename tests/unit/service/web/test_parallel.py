@@ -58,6 +58,7 @@ async def test_one_run_or_one_axis_is_no_picture(api: ApiService) -> None:
     many = [{f"a{number}": number + first for number in range(40)} for first in range(2)]
     drawn = picture(runs, many)
     assert drawn is not None and len(drawn.axes) == 16 and drawn.num_left_out == 25
+    assert [drawn.axes[0].title, drawn.axes[-1].title] == ["a0", "loss"]
 
 
 async def test_compared_runs_have_a_picture_and_differences(api: ApiService) -> None:
