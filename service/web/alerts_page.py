@@ -35,7 +35,10 @@ FORMATS: Final = {
     "email": "E-mail",
     "json": "JSON",
 }
-_FIELDS: Final = ("project", "name", "when", "more_than", "stalled_s", "format", "url")
+_FIELDS: Final = (
+    *("project", "name", "when", "more_than", "stalled_s", "format"),
+    *("url", "routing_key"),
+)
 
 
 @router.get("")
@@ -50,14 +53,10 @@ async def post_alert(
 ) -> Response:
     """Create an alert. With a fault, show the form again; the key and the URL are not repeated."""
     caller.require("admin")
-    given = {name: form[name].strip() for name in (*_FIELDS, "routing_key") if form.get(name)}
+    given = {name: form.get(name, "").strip() for name in _FIELDS}
     body: dict[str, object] = {name: value for name, value in given.items() if value}
     if addresses := form.get("addresses", "").replace(",", " ").split():
         body["addresses"] = addresses
-    for name in ("more_than", "stalled_s"):
-        number = given.get(name, "")
-        if number.replace(".", "", 1).isdigit():
-            body[name] = float(number) if "." in number else int(number)
     try:
         await alerts.add_alert(context, parse_model(AlertRequest, body), caller.token_id)
     except ProblemError as exc:

@@ -37,6 +37,9 @@ async def test_an_alert_is_made_tried_and_deleted(api: ApiService) -> None:
         fields |= {"format": "json", "url": url, "more_than": "x", "stalled_s": "", "addresses": ""}
         wrong = await browser.send("/alerts", "/alerts", **fields)
         assert wrong.status_code == 422 and "<code>more_than</code>" in wrong.text
+        for no_number in ("\N{SUPERSCRIPT TWO}", "2.5"):
+            told = await browser.send("/alerts", "/alerts", **fields | {"more_than": no_number})
+            assert told.status_code == 422 and "<code>more_than</code>" in told.text
         assert "s3cr3t" not in wrong.text and "&lt;b&gt;on-call&lt;/b&gt;" in wrong.text
         made = await browser.send("/alerts", "/alerts", **fields | {"more_than": "2"})
         assert (made.status_code, made.headers["location"]) == (303, "/alerts")
