@@ -10,11 +10,6 @@ from everstep.text import words
 from everstep.wire.sweep import Sweep, SweepProgress, SweepStatus
 
 
-def ended(progress: SweepProgress) -> int:
-    """Return the number of runs that have ended."""
-    return progress.succeeded + progress.failed + progress.cancelled
-
-
 def watch_to_the_end(found: SweepHandle) -> None:
     """Print a line whenever something changes, until the sweep ends."""
     out, before = terminal(), ""
@@ -35,8 +30,13 @@ def watch_to_the_end(found: SweepHandle) -> None:
 
 
 def progress_line(found: Sweep) -> str:
-    progress = found.progress
-    states = ("waiting", "active", "paused", "succeeded", "failed", "cancelled")
-    parts = [f"{getattr(progress, name)} {name}" for name in states if getattr(progress, name)]
+    """Return the status of a sweep, the states of its runs, and its best value."""
     best = f" · best {found.metric} {words.number(found.best.value)}" if found.best else ""
-    return f"{found.status}: {', '.join(parts)}{best}"
+    return f"{found.status}: {states_of_runs(found.progress)}{best}"
+
+
+def states_of_runs(progress: SweepProgress) -> str:
+    """Return how many runs have each state: ``1 active, 2 succeeded``."""
+    states = ("waiting", "active", "paused", "succeeded", "failed", "cancelled")
+    numbers = {name: getattr(progress, name) for name in states}
+    return ", ".join(f"{number} {name}" for name, number in numbers.items() if number)

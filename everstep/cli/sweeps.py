@@ -9,18 +9,15 @@ import typer
 from typer.core import TyperGroup
 
 from everstep.cli.completion import sweep_ids
-from everstep.cli.options import (
-    JsonOption,
-    UrlOption,
-)
+from everstep.cli.options import JsonOption, UrlOption
 from everstep.cli.sweep_submit import submit
-from everstep.cli.sweep_watch import ended, progress_line, watch_to_the_end
+from everstep.cli.sweep_watch import states_of_runs, watch_to_the_end
 from everstep.cli.terminal import command, terminal
 from everstep.errors import UsageError
 from everstep.spec.plain_text import printable
 from everstep.spec.trials import words_of
 from everstep.text import words
-from everstep.wire.sweep import Sweep, SweepRun
+from everstep.wire.sweep import Sweep, SweepRun, best_first
 
 _SUBMIT = "submit"
 
@@ -69,7 +66,7 @@ def show(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = No
     headers = ("number", "run", "status", "step", found.metric, "at step", "values")
     terminal().table(
         headers,
-        [_row(run) for run in _by_value(runs, found.mode)],
+        [_row(run) for run in best_first(runs, found.mode)],
         empty="no runs",
         text=("values",),
         dispensable=("at step", "number", "step"),
@@ -146,7 +143,7 @@ def sweeps(
             each.id,
             each.name,
             each.status,
-            f"{ended(each.progress)}/{each.progress.total}",
+            f"{each.progress.ended}/{each.progress.total}",
             each.metric,
             None if each.best is None else words.number(each.best.value),
             None if each.best is None else each.best.run_id,
@@ -168,7 +165,7 @@ def _fields(found: Sweep) -> list[tuple[str, object]]:
         ("status", found.status),
         ("reason", f"{found.reason.code}: {found.reason.message}" if found.reason else None),
         ("created", words.ago(found.created_at)),
-        ("runs", progress_line(found).partition(": ")[2].partition(" · ")[0]),
+        ("runs", states_of_runs(found.progress)),
         ("compares", f"{found.metric}, {found.mode}"),
         ("scheduler", found.scheduler),
         ("seed", found.seed),
@@ -181,12 +178,6 @@ def _fields(found: Sweep) -> list[tuple[str, object]]:
         ),
         ("page", found.links.dashboard),
     ]
-
-
-def _by_value(runs: list[SweepRun], mode: str) -> list[SweepRun]:
-    """Return runs with a value, the best first, then the others."""
-    sign = -1.0 if mode == "max" else 1.0
-    return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))
 
 
 def _row(run: SweepRun) -> tuple[object, ...]:

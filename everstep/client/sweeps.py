@@ -81,9 +81,9 @@ class SweepHandle(SweepFields):
 
     def __repr__(self) -> str:
         done = self.sweep.progress
-        ended = done.succeeded + done.failed + done.cancelled
         return (
-            f"<sweep {self.id} {self.sweep.name!r} {self.sweep.status} {ended}/{done.total} runs>"
+            f"<sweep {self.id} {self.sweep.name!r} {self.sweep.status} "
+            f"{done.ended}/{done.total} runs>"
         )
 
     def refresh(self) -> Self:
@@ -217,12 +217,13 @@ class Sweeps:
             "seed": seed,
             "name": name,
         }
+        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         response = self._transport.send(
             "POST",
             "/v1/sweeps",
             params={"create_project": "true"} if create_project else None,
             body=checked(body, "sweep"),
-            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            headers={"Idempotency-Key": key},
             repeatable=True,
         )
         return self._handle(self._transport.parse(response, Sweep))

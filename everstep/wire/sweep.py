@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -56,6 +57,11 @@ class SweepProgress(Answer):
     failed: int
     cancelled: int
     """Cancelled or deleted, by the sweep or by a user."""
+
+    @property
+    def ended(self) -> int:
+        """Return the number of runs that have ended."""
+        return self.succeeded + self.failed + self.cancelled
 
 
 class SweepBest(Answer):
@@ -137,3 +143,9 @@ class SweepRun(Answer):
     """Rungs of successive halving from which it went on."""
     results: tuple[RungResult, ...]
     """What it was judged by, for each rung that it has reached."""
+
+
+def best_first(runs: Iterable[SweepRun], mode: Literal["min", "max"]) -> list[SweepRun]:
+    """Return runs with a value, the best first, then the others by number."""
+    sign = -1.0 if mode == "max" else 1.0
+    return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from everstep.wire import RunStatus
-from everstep.wire.sweep import Sweep, SweepRun
+from everstep.wire.sweep import Sweep, SweepRun, best_first
 from service.api import sweeps
 from service.api.context import Context
 from service.api.sweep_answers import run_of_sweep
@@ -55,7 +55,7 @@ async def get_sweep(
     """Show one sweep."""
     [sweep] = await sweeps.sweep_answers(context, [row])
     runs = [run_of_sweep(trial) for trial in await sweeps.trials_of_sweep(context, row.id)]
-    ranked = by_value(runs, sweep.mode)
+    ranked = best_first(runs, sweep.mode)
     return page(
         request,
         "sweep.html",
@@ -85,12 +85,6 @@ async def post_action(
         return RedirectResponse("/sweeps", 303)
     await sweeps.cancel_sweep(row, context)
     return RedirectResponse(f"/sweeps/{row.id}", 303)
-
-
-def by_value(runs: Sequence[SweepRun], mode: Literal["min", "max"]) -> list[SweepRun]:
-    """Return runs with a value, the best first, then the others by number."""
-    sign = -1.0 if mode == "max" else 1.0
-    return sorted(runs, key=lambda run: (run.value is None, sign * (run.value or 0.0), run.number))
 
 
 def _parallel(sweep: Sweep, ranked: Sequence[SweepRun]) -> parallel.Picture | None:
