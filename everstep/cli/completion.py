@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from everstep.client.client import Client
+from everstep.client.runs import RunHandle
+from everstep.client.sweeps import SweepHandle
 from everstep.errors import EverstepError
 from everstep.spec.plain_text import printable
 from everstep.wire import RunStatus
 
 _TIMEOUT_S = 2.0
-_MOST_RUNS = 50
+_MOST = 50
 _SPEC_FILES = (".yaml", ".yml", ".json")
 
 
 def run_ids(incomplete: str) -> list[tuple[str, str]]:
     """Return the newest runs whose id begins so, each with its name and status. Nothing is offered
     while the service does not answer."""
-    try:
-        with Client(timeout_s=_TIMEOUT_S, max_tries=1) as client:
-            newest = [run for run, _ in zip(client.runs.list(), range(_MOST_RUNS), strict=False)]
-    except EverstepError:
-        return []
-    return [
-        (run.id, printable(f"{run.name} {run.status}"))
-        for run in newest
-        if run.id.startswith(incomplete)
-    ]
+    return _newest(lambda client: client.runs.list(), incomplete)
 
 
 def sweep_ids(incomplete: str) -> list[tuple[str, str]]:
-    """Return the newest sweeps whose id begins so, each with its name and status."""
+    """As ``run_ids``, for sweeps."""
+    return _newest(lambda client: client.sweeps.list(), incomplete)
+
+
+def _newest(
+    listed: Callable[[Client], Iterator[RunHandle | SweepHandle]], incomplete: str
+) -> list[tuple[str, str]]:
     try:
         with Client(timeout_s=_TIMEOUT_S, max_tries=1) as client:
-            newest = [
-                each for each, _ in zip(client.sweeps.list(), range(_MOST_RUNS), strict=False)
-            ]
+            newest = list(itertools.islice(listed(client), _MOST))
     except EverstepError:
         return []
     return [

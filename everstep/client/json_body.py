@@ -18,11 +18,10 @@ def spec_body(spec: RunSpec | Mapping[str, Any]) -> dict[str, Any]:
         return spec.model_dump(mode="json")
     raw = dict(spec)
     try:
-        json.dumps(raw, allow_nan=False)
-    except (TypeError, ValueError) as exc:
+        return checked(raw, "spec")
+    except InvalidSpec:
         parse_spec(raw)  # names the field if the spec itself is invalid
-        raise InvalidSpec((), f"the spec cannot be written as JSON: {exc}") from exc
-    return raw
+        raise
 
 
 def checked(body: dict[str, Any], what: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from everstep.spec.yaml_text import value_at
 from everstep.text.differences import differences, leaves
 from everstep.wire import Run
 from service.api.problems import invalid_request
@@ -92,11 +93,7 @@ def value_of(column: Column, run: Run, spec: Mapping[str, Any] | None) -> str | 
     kind, _, rest = column.key.partition(".")
     if kind == "metrics":
         return f"{run.metrics[rest]:.4g}" if rest in run.metrics else None
-    value: Any = spec
-    for part in rest.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
+    value = value_at(spec, rest.split("."))
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
