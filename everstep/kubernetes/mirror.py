@@ -13,6 +13,8 @@ from everstep.kubernetes.api import Change, Gone, KubernetesApi
 T = TypeVar("T")
 SHORT_WATCH_S: Final = 1.0
 """A watch that ends before that, without a change, counts as a failure: no loop without a pause."""
+_SHAPES: Final = (KeyError, TypeError, AttributeError, ValueError)
+"""What an object of another shape than Kubernetes's raises."""
 Say = Callable[[str], None]
 
 
@@ -78,7 +80,7 @@ class Mirror(Generic[T]):
             self._fail(exc.message)
         except EverstepError as exc:
             self._give_up(exc)
-        except (KeyError, TypeError, AttributeError) as exc:
+        except _SHAPES as exc:
             message = f"{self._path}: an answer that is none of Kubernetes's API ({exc!r})"
             self._give_up(ServiceError(message))
         else:
@@ -115,7 +117,7 @@ class Mirror(Generic[T]):
     def _object(self, raw: Mapping[str, Any]) -> T | None:
         try:
             return self._read(raw)
-        except (KeyError, TypeError, AttributeError) as exc:
+        except _SHAPES as exc:
             self._say(f"{self._path}: an object that cannot be read ({exc!r}) is left out")
             return None
 

@@ -15,7 +15,7 @@ from everstep.client.timing import Timing
 from everstep.errors import AuthError, ServiceError, Unavailable, UsageError
 from everstep.kubernetes.api import Access, Gone, KubernetesApi
 from everstep.kubernetes.mirror import Mirror
-from everstep.kubernetes.objects import KubeNode
+from everstep.kubernetes.objects import KubeNode, RayPod
 from everstep.kubernetes.watcher import NodeWatcher
 from tests.support.scripted_http import Answer, Handler, ScriptedServer, reply, scripted
 
@@ -170,6 +170,21 @@ def test_an_object_that_cannot_be_read_is_named_and_left_out(
     server.script[NODES] = [listed(7, raw("a", 1), broken), watched(bookmark(8))]
     world.mirror.turn()
     assert world.cordoned == {"a": False} and "left out" in world.said[0]
+
+
+def test_a_value_that_cannot_be_read_ends_no_thread(
+    server: ScriptedServer, api: KubernetesApi
+) -> None:
+    pod = {
+        "metadata": {"name": "odd"},
+        "spec": {"tolerations": [{"tolerationSeconds": "soon"}]},
+        "status": {"podIP": "10.0.0.1"},
+    }
+    server.script[PODS] = [listed(7, pod), watched(bookmark(8))]
+    said: list[str] = []
+    mirror = Mirror(api, PODS, RayPod.of, threading.Event(), say=said.append)
+    mirror.turn()
+    assert mirror.items == {} and mirror.problem is None and "left out" in said[0]
 
 
 def test_a_refusal_ends_the_mirror_and_names_the_right(
