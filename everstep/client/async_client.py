@@ -33,6 +33,8 @@ from everstep.client.runs import RunHandle
 from everstep.client.sweeps import SweepFields, SweepHandle, Sweeps
 from everstep.client.timing import Timing
 from everstep.client.transport import Transport
+from everstep.wire import Run
+from everstep.wire.sweep import Sweep
 
 
 class _AsyncOrder(Mirror):
@@ -65,14 +67,13 @@ class AsyncRun(RunFields, Mirror):
     ...     print(event.kind)
     """
 
-    def __init__(self, blocking: RunHandle, calls: Calls) -> None:
-        Mirror.__init__(self, blocking, calls)
-        self.run = blocking.run
-
     __repr__ = Mirror.__repr__
 
-    def _mirrored(self) -> None:
-        self.run = self._blocking.run
+    @property
+    def run(self) -> Run:
+        """Return the last response of the service."""
+        found: Run = self._blocking.run
+        return found
 
     refresh = returning_itself(RunHandle.refresh)
     spec = awaited(RunHandle.spec)
@@ -118,12 +119,11 @@ class AsyncRuns(Mirror):
 class AsyncSweep(SweepFields, Mirror):
     """One sweep, as ``SweepHandle``: its fields are those of the last response."""
 
-    def __init__(self, blocking: SweepHandle, calls: Calls) -> None:
-        Mirror.__init__(self, blocking, calls)
-        self.sweep = blocking.sweep
-
-    def _mirrored(self) -> None:
-        self.sweep = self._blocking.sweep
+    @property
+    def sweep(self) -> Sweep:
+        """Return the last response of the service."""
+        found: Sweep = self._blocking.sweep
+        return found
 
     refresh = returning_itself(SweepHandle.refresh)
     spec = awaited(SweepHandle.spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 from everstep.client.in_loop import Calls
 
@@ -26,8 +26,8 @@ class Mirror:
     def __repr__(self) -> str:
         return f"<async {repr(self._blocking).strip('<>')}>"
 
-    def _mirrored(self) -> None:
-        """Take over what a call has changed in the other object."""
+    def _alike(self, blocking: Any) -> Self:
+        return type(self)(blocking, self._calls)
 
 
 class Method(Protocol, Generic[P, R_co]):
@@ -46,79 +46,51 @@ def awaited(
     method: Callable[Concatenate[Any, P], R],
 ) -> Method[P, Coroutine[Any, Any, R]]:
     """Return a method whose result is awaited."""
-
-    @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> R:
-        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        self._mirrored()
-        return found
-
-    return cast("Method[P, Coroutine[Any, Any, R]]", call)
+    return cast("Method[P, Coroutine[Any, Any, R]]", _calling(method, lambda _self, found: found))
 
 
 def returning_itself(method: Callable[Concatenate[Any, P], Any]) -> OwnMethod[P]:
     """Return an awaited method that returns its own object."""
-
-    @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> Mirror:
-        try:
-            await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        finally:
-            self._mirrored()
-        return self
-
-    return cast("OwnMethod[P]", call)
+    return cast("OwnMethod[P]", _calling(method, lambda self, _found: self))
 
 
 def returning(
     kind: type[M], method: Callable[Concatenate[Any, P], Any]
 ) -> Method[P, Coroutine[Any, Any, M]]:
     """Return an awaited method whose result is mirrored as ``kind``."""
-
-    @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> M:
-        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        self._mirrored()
-        return kind(found, self._calls)
-
-    return cast("Method[P, Coroutine[Any, Any, M]]", call)
+    found = _calling(method, lambda self, found: kind(found, self._calls))
+    return cast("Method[P, Coroutine[Any, Any, M]]", found)
 
 
 def returning_another(method: Callable[Concatenate[Any, P], Any]) -> OwnMethod[P]:
     """Return an awaited method whose result is mirrored as its own kind."""
-
-    @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> Mirror:
-        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        return type(self)(found, self._calls)
-
-    return cast("OwnMethod[P]", call)
+    return cast("OwnMethod[P]", _calling(method, lambda self, found: self._alike(found)))
 
 
 def returning_others(
     method: Callable[Concatenate[Any, P], list[Any]],
 ) -> Method[P, Coroutine[Any, Any, list[Any]]]:
     """Return an awaited method whose results are mirrored as its own kind."""
-
-    @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
-        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        return [type(self)(each, self._calls) for each in found]
-
-    return cast("Method[P, Coroutine[Any, Any, list[Any]]]", call)
+    found = _calling(method, lambda self, found: [self._alike(each) for each in found])
+    return cast("Method[P, Coroutine[Any, Any, list[Any]]]", found)
 
 
 def returning_list(
     kind: type[M], method: Callable[Concatenate[Any, P], list[Any]]
 ) -> Method[P, Coroutine[Any, Any, list[M]]]:
     """Return an awaited method whose results are mirrored as ``kind``."""
+    found = _calling(method, lambda self, found: [kind(each, self._calls) for each in found])
+    return cast("Method[P, Coroutine[Any, Any, list[M]]]", found)
 
+
+def _calling(
+    method: Callable[..., Any], shown: Callable[[Mirror, Any], Any]
+) -> Callable[..., Coroutine[Any, Any, Any]]:
     @functools.wraps(method)
-    async def call(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> list[M]:
-        found = await self._calls.run(lambda: method(self._blocking, *args, **kwargs))
-        return [kind(each, self._calls) for each in found]
+    async def call(self: Mirror, *args: Any, **kwargs: Any) -> Any:
+        return shown(self, await self._calls.run(lambda: method(self._blocking, *args, **kwargs)))
 
-    return cast("Method[P, Coroutine[Any, Any, list[M]]]", call)
+    return call
 
 
 def iterated(

@@ -23,6 +23,8 @@ Which = int | Literal["latest", "best"]
 class RunCheckpoints(RunFields):
     """A run and its checkpoints."""
 
+    run: Run
+
     def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
         self.run = run
         self._transport = transport

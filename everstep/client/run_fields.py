@@ -59,14 +59,15 @@ class RunFields:
         sweep_id: str | None
         owner: str | None
         notes: str | None
+
+        @property
+        def run(self) -> Run: ...
     else:
 
         def __getattr__(self, name: str) -> Any:
             if name in Run.model_fields:
                 return getattr(self.run, name)
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    run: Run
 
     def __dir__(self) -> list[str]:
         """Return every name, for completion in a notebook."""

@@ -31,8 +31,6 @@ _POLL_FIRST_S, _POLL_MOST_S = 0.2, 2.0
 class SweepFields:
     """The fields of a sweep, as of the last response, which ``sweep`` holds."""
 
-    sweep: Sweep
-
     if TYPE_CHECKING:
         name: str
         project: str
@@ -47,6 +45,9 @@ class SweepFields:
         finished_at: datetime | None
         progress: SweepProgress
         links: SweepLinks
+
+        @property
+        def sweep(self) -> Sweep: ...
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -72,6 +73,8 @@ class SweepHandle(SweepFields):
     >>> sweep.wait().best().latest_metrics          # doctest: +SKIP
     {'loss': 0.02, 'val_accuracy': 0.98}
     """
+
+    sweep: Sweep
 
     def __init__(self, transport: Transport, sweep: Sweep, patience: Patience) -> None:
         self.sweep = sweep
