@@ -6,27 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from everstep.client.drill_handle import DrillHandle
-from everstep.client.event_files import RunEventFiles
 from everstep.client.follow import Follower, wait_until
 from everstep.client.notebook import Display, is_notebook
 from everstep.client.plot import plot
 from everstep.client.profile_handle import ProfileHandle
+from everstep.client.run_history import RunHistory
 from everstep.client.tables import Table, to_pandas
 from everstep.errors import RunFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.text import words
 from everstep.wire import (
     TERMINAL_STATUSES,
-    Attempt,
     Event,
-    Failure,
-    Goodput,
     LogLine,
-    MetricSeries,
     Run,
     RunStatus,
-    Samples,
-    StragglerReport,
 )
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import Profile
@@ -37,7 +31,7 @@ if TYPE_CHECKING:
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 
 
-class RunHandle(RunEventFiles):
+class RunHandle(RunHistory):
     """One run. Its fields (``run.status``, ``run.step``, …) are those of the last response, which
     ``run.run`` holds. ``refresh()`` updates them.
 
@@ -152,44 +146,7 @@ class RunHandle(RunEventFiles):
             patience=self._patience,
         )
 
-    # ------------------------------------------------------------ history
-
-    def metrics(
-        self, *names: str, max_points: int = 500
-    ) -> dict[str, list[tuple[int, float, float | None]]]:
-        """Return ``[(step, unix seconds, value), …]`` for each name, down-sampled to ``max_points``
-        with extremes kept. Values that were not finite are None. Without names, return every
-        metric."""
-        found = self._transport.get(
-            f"{self._path}/metrics",
-            MetricSeries,
-            names=",".join(names) if names else None,
-            max_points=max_points,
-        )
-        return found.series
-
-    def failures(self, *, lines: int = 10) -> list[Failure]:
-        """Return every failure, oldest first, with verdict, evidence and action. ``lines`` limits
-        the log lines of the first failing rank."""
-        return list(self._transport.pages(f"{self._path}/failures", Failure, {"lines": lines}))
-
-    def stragglers(self) -> StragglerReport:
-        """Return the step time of each rank, its wait for the others, and the ranks that were found
-        slow."""
-        return self._transport.get(f"{self._path}/stragglers", StragglerReport)
-
-    def attempts(self) -> list[Attempt]:
-        """Return every attempt with its ranks, oldest first."""
-        return list(self._transport.pages(f"{self._path}/attempts", Attempt))
-
-    def samples(self) -> Samples:
-        """Return for each finished epoch how many samples were used once, more than once or never,
-        over the committed lineage."""
-        return self._transport.get(f"{self._path}/samples", Samples)
-
-    def goodput(self) -> Goodput:
-        """Return how the run spent its wall time."""
-        return self._transport.get(f"{self._path}/goodput", Goodput)
+    # ------------------------------------------------------------ tables and plots
 
     def to_pandas(self, what: Table = "metrics", *, max_points: int = 10_000) -> DataFrame:
         """Return a history as a table of pandas.
