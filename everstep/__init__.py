@@ -6,7 +6,8 @@ checkpoint:
 >>> run.wait(timeout_s=600).download_checkpoint("latest", "out/") # doctest: +SKIP
 """
 
-from everstep.client.async_client import AsyncClient, AsyncDrill, AsyncProfile, AsyncRun, AsyncSweep
+from typing import TYPE_CHECKING, Any
+
 from everstep.client.client import Client
 from everstep.client.drill_handle import DrillHandle
 from everstep.client.follow import Patience
@@ -51,6 +52,15 @@ from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import AllReduce, Profile
 from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
+
+if TYPE_CHECKING:
+    from everstep.client.async_client import (
+        AsyncClient,
+        AsyncDrill,
+        AsyncProfile,
+        AsyncRun,
+        AsyncSweep,
+    )
 
 __version__ = "0.1.0"
 
@@ -108,3 +118,17 @@ __all__ = [
     "WaitTimeout",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client for asyncio when it is first used: scripts that block need no asyncio."""
+    if name.startswith("Async") and name in __all__:
+        from everstep.client import async_client
+
+        return getattr(async_client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return every name, for completion."""
+    return sorted({*globals(), *__all__})
