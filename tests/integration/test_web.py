@@ -208,6 +208,28 @@ async def test_the_view_of_curves_is_in_the_url_and_they_are_saved(
     await expect(hosts.filter(has_text="GPU temperature")).to_contain_text("64 °C")
 
 
+async def test_new_points_are_drawn_without_reading_the_curves_again(
+    api: ApiService, page: Page
+) -> None:
+    """Also where some charts of metrics are hidden, and those of hosts are shown."""
+    run_id, journal = await api.running()
+    values = {f"m{number}": 1.0 for number in range(8)}
+    use = {"cpu_cores": 1.5, "rss_bytes": 2, "net_in_bytes_per_s": 3, "net_out_bytes_per_s": 4}
+    steps = journal.steps(2, loss=1.0, **values)
+    host = journal.event(EventKind.RANK_USE, rank=0, node_id="node-1", seconds=60.0, **use)
+    api.apply(run_id, [steps, host])
+    reads: list[str] = []
+    page.on("request", lambda request: reads.append(request.url))
+    await page.goto(f"/runs/{run_id}")
+    await expect(page.locator("#system-charts figure.chart")).to_have_count(4)
+    chart = page.locator("figure.chart", has_text="loss").first.get_by_role("img")
+    for step in (3, 4, 5):
+        api.apply(run_id, [journal.steps(step, loss=1.0, **values)])
+        await expect(chart).to_have_attribute("aria-label", _has(f"at step {step},"))
+    await page.wait_for_timeout(1000)
+    assert len([url for url in reads if "/curves.json" in url]) == 1
+
+
 async def test_a_run_is_written_in_the_editor_and_submitted(
     api: ApiService, story: Story, page: Page
 ) -> None:
