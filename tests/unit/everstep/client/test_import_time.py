@@ -30,8 +30,8 @@ unwanted = {SERVER_ONLY + COMMAND_LINE_ONLY + WHEN_USED!r}
 print(json.dumps([seconds, [name for name in unwanted if name in sys.modules]]))
 """
 MOST = 5.0
-"""Times what the import of its two dependencies takes; it is 3.7 times that, and 0.45 s on a machine
-that does other things, too."""
+"""Times what the import of its two dependencies takes; it is 3.7 times that, and 0.45 s on a busy
+machine."""
 
 
 def test_import_is_fast_and_light() -> None:
