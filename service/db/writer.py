@@ -133,7 +133,8 @@ class RunWriter:
         check_legal(self.run.id, before, to)
         if to == RunStatus.PAUSED and preempted_by is not None:
             reason = preempted(self.visible_id(preempted_by))
-        if before == RunStatus.STOPPING and self.run.reason_code == BY_SWEEP.get(to):
+        kept = BY_SWEEP.get(to)
+        if before == RunStatus.STOPPING and kept is not None and self.run.reason_code == kept:
             reason = self.run.reason
         columns: dict[str, Any] = {
             "status": RunStatus(to),

@@ -315,6 +315,17 @@ def test_a_stopped_driver_ends_as_was_asked(
     assert ended.stop_requested == ("cancel" if stop == "cancel" else None)
 
 
+def test_a_run_that_fails_while_it_stops_says_why(stores: Stores) -> None:
+    run, journal = stores.submitted(), Journal()
+    stores.events.apply_journal(run.id, 1, [*journal.start(), journal.steps(1)], "a")
+    stores.runs.request_stop(run.id, "cancel")
+    reason = {"code": "user_error", "message": "KeyError: 'a'"}
+    finished = journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=1)
+    ended = stores.events.apply_journal(run.id, 1, [finished], "b")
+    assert ended.status == RunStatus.FAILED and ended.reason is not None
+    assert (ended.reason.code, ended.reason.message) == (ReasonCode.USER_ERROR, "KeyError: 'a'")
+
+
 def test_words_and_names_that_no_column_can_hold_stop_no_journal(
     stores: Stores, tmp_path: Path
 ) -> None:
