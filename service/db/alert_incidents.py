@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Final, TypeVar
 
+import structlog
 from sqlalchemy import Connection, delete, func, insert, select
 
 from everstep.wire import Failure, RunStatus, Straggler
+from everstep.wire.alerts import AlertEvent
 from everstep.wire.events import EventKind
 from service.db.alert_tables import alert_incidents, alerts
 from service.db.alerts import queue
@@ -23,7 +25,10 @@ from service.projections import failures as failure_fold
 from service.projections import stragglers as straggler_fold
 from service.projections.alert_messages import message_of
 from service.projections.alert_rules import HOUR_S, Changes, RunFacts, changes
+from service.projections.fitting import UNFIT
 from service.projections.work import WorkLedger
+
+T = TypeVar("T")
 
 TELLING_KINDS: Final = frozenset(
     {
@@ -36,6 +41,8 @@ TELLING_KINDS: Final = frozenset(
 """Events after which another alert may hold; so does the end of a run."""
 _OVER_TIME: Final = ("recovered", "stalled")
 """What may begin or end without an event."""
+
+log = structlog.get_logger(__name__)
 
 
 def apply_alerts(
@@ -61,21 +68,15 @@ def apply_alerts(
             place = {"alert_id": alert.id, "run_id": run.id, "subject": subject}
             connection.execute(insert(alert_incidents).values(**place, opened_at=now))
         if change.resolved:
-            ended = alert_incidents.c.subject.in_(change.resolved)
-            connection.execute(delete(alert_incidents).where(*key, ended))
-        for event, subjects in (("trigger", change.triggered), ("resolve", change.resolved)):
-            for subject in subjects:
-                message = message_of(
-                    alert,
-                    run,
-                    facts,
-                    failures,
-                    stragglers,
-                    event=event,  # type: ignore[arg-type]
-                    subject=subject,
-                    now=now,
-                )
-                queue(connection, alert.id, run.id, event, message, now)  # type: ignore[arg-type]
+            is_over = alert_incidents.c.subject.in_(change.resolved)
+            connection.execute(delete(alert_incidents).where(*key, is_over))
+        begun: list[tuple[AlertEvent, str]] = [("trigger", each) for each in change.triggered]
+        ended: list[tuple[AlertEvent, str]] = [("resolve", each) for each in change.resolved]
+        for event, subject in begun + ended:
+            message = message_of(
+                alert, run, facts, failures, stragglers, event=event, subject=subject, now=now
+            )
+            queue(connection, alert.id, run.id, event, message, now)
 
 
 class IncidentStore:
@@ -171,15 +172,29 @@ def _progressed_at(connection: Connection, run: RunRow) -> float | None:
 
 
 def failures_of(connection: Connection, run_id: str) -> list[Failure]:
-    """Return all failures of a run so far, in this transaction."""
-    return failure_fold.failures(_events(connection, run_id, failure_fold.KINDS))
+    """Return all failures of a run so far, in this transaction; none if its history is invalid."""
+    rows = _events(connection, run_id, failure_fold.KINDS)
+    return _folded(run_id, failure_fold.failures, rows) or []
 
 
 def _stragglers(connection: Connection, run: RunRow) -> tuple[Straggler, ...]:
     """Return the ranks that slow their peers down now."""
     rows = _events(connection, run.id, straggler_fold.KINDS, run.attempt)
-    found = straggler_fold.stragglers(rows, None).stragglers
+    report = _folded(run.id, lambda found: straggler_fold.stragglers(found, None), rows)
+    found = report.stragglers if report is not None else ()
     return tuple(each for each in found if each.ended_at is None)
+
+
+def _folded(run_id: str, fold: Callable[[list[EventRow]], T], rows: list[EventRow]) -> T | None:
+    """Return what events say together; None if one of them has invalid data.
+
+    User code can write anything into its journal. That must not keep the run from changing.
+    """
+    try:
+        return fold(rows)
+    except UNFIT as exc:
+        log.error("history_not_understood", run_id=run_id, error=repr(exc))
+        return None
 
 
 def _events(

@@ -209,6 +209,26 @@ async def test_a_run_that_makes_no_step_is_told_and_so_is_its_next_step(world: W
     assert world.events_sent() == ["trigger", "resolve"]
 
 
+async def test_invalid_events_of_user_code_keep_neither_the_run_nor_its_alerts_from_the_end(
+    world: World,
+) -> None:
+    world.alert("failed")
+    world.alert("straggler")
+    world.apply(
+        world.journal.event(EventKind.STRAGGLER, rank="?"),
+        world.journal.event(EventKind.FAILURE, verdict="bad luck"),
+        world.journal.event(EventKind.DRILL_REQUESTED),
+    )
+    reason = {"code": "user_error", "message": "KeyError: 'a'"}
+    world.apply(
+        world.journal.event(EventKind.FINISHED, outcome="failed", reason=reason, step=1),
+    )
+    await world.send()
+    [body] = world.bodies
+    assert (body["run"]["status"], body["failure"]) == ("FAILED", None)
+    assert "KeyError: 'a'" in body["summary"]
+
+
 async def test_what_leads_inside_is_not_called_and_the_way_out_is_said(world: World) -> None:
     alert = world.alert("finished")
     world.runs.request_stop(world.run_id, "cancel")
