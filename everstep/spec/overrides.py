@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,16 +37,21 @@ def apply_overrides(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, A
     return spec
 
 
-def set_field(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy of the spec ``raw`` with one field set. Raise InvalidSpec with the path for an
-    unknown field.
+def set_fields(raw: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the spec ``raw`` with the field at each path set. Raise InvalidSpec with the
+    path for an unknown field.
 
-    >>> set_field({"name": "a", "train": {"epochs": 3}}, "train.seed", 7)
+    >>> set_fields({"name": "a", "train": {"epochs": 3}}, {"train.seed": 7})
     {'name': 'a', 'train': {'epochs': 3, 'seed': 7}}
     """
     spec = copy.deepcopy(raw)
-    _put(spec, path.split("."), lambda _annotation, _parts: copy.deepcopy(value))
+    for path, value in values.items():
+        _put(spec, path.split("."), partial(_copied, value))
     return spec
+
+
+def _copied(value: Any, _annotation: Any, _parts: list[str]) -> Any:
+    return copy.deepcopy(value)
 
 
 def _put(spec: dict[str, Any], parts: list[str], value_of: Callable[[Any, list[str]], Any]) -> None:

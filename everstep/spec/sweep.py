@@ -188,3 +188,8 @@ class SweepSpec(Frozen):
     def grid_size(self) -> int:
         """Return the number of points of the grid; 1 without one."""
         return math.prod(len(values) for values in self.grid.values())
+
+    @property
+    def num_runs(self) -> int:
+        """Return the number of runs."""
+        return (self.max_runs or 0) if self.random else self.grid_size

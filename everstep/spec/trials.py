@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.field_errors import few
-from everstep.spec.overrides import set_field
+from everstep.spec.overrides import set_fields
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import ChoiceSpec, Distribution, IntSpec, LogSpec, SweepSpec
@@ -52,7 +52,7 @@ def params_of(sweep: SweepSpec) -> list[dict[str, Any]]:
             path: _drawn(distribution, f"{sweep.seed}:{number}:{path}")
             for path, distribution in sweep.random.items()
         }
-        for number in range(sweep.max_runs or 0)
+        for number in range(sweep.num_runs)
     ]
 
 
@@ -80,9 +80,7 @@ def trials_of(sweep: SweepSpec) -> list[Trial]:
         if isinstance(name, str):
             raw["name"] = f"{name}-{number:03d}"
         try:
-            for path, value in params.items():
-                raw = set_field(raw, path, value)
-            found.append(Trial(params, parse_spec(raw)))
+            found.append(Trial(params, parse_spec(set_fields(raw, params))))
         except InvalidSpec as exc:
             faults.add(number, params, exc.errors)
     faults.check()
@@ -110,14 +108,13 @@ class _Faults:
             raise InvalidSpec(few(found))
 
     def _located(self) -> Iterator[FieldError]:
-        num_runs = len(params_of(self._sweep))
         for error, numbers in self._runs.items():
             path = ".".join(map(str, error.loc))
             swept = [each for each in self._params[numbers[0]] if _is_within(path, each)]
             if swept:
                 for number in numbers:
                     yield self._of_value(swept[0], self._params[number][swept[0]], error)
-            elif len(numbers) == num_runs:
+            elif len(numbers) == self._sweep.num_runs:
                 yield FieldError(("spec", *error.loc), error.msg)
             else:
                 where = words_of(self._params[numbers[0]])

@@ -16,12 +16,14 @@ from everstep.spec.trials import Trial, trials_of, words_of
 from everstep.spec.user_code import CodeSpec
 from service.api.auth import Principal
 from service.api.context import ApiContext
-from service.api.spec_body import validated
+from service.api.spec_body import check_shape, validated
 from service.api.submission import allowed, check_reaches, confirmed, idempotency_of
 from service.db.engine import Guard
 from service.db.projects import UnknownProject
 from service.model.sweep_rows import SweepRow
 
+MAX_VALUES = 500_000
+"""Maximum number of values in the runs of a sweep together: each run is validated and stored."""
 _SEED_BITS = 31
 
 
@@ -76,6 +78,7 @@ def _parsed(raw: Any) -> tuple[SweepSpec, list[Trial]]:
         raise InvalidSpec(field_errors(SweepSpec, raw, exc)) from exc
     if faults := plain_text.faults(raw):
         raise InvalidSpec(few(faults))
+    _check_size(sweep, raw)
     sweep = sweep.model_copy(
         update={
             "seed": secrets.randbits(_SEED_BITS) if sweep.seed is None else sweep.seed,
@@ -85,6 +88,17 @@ def _parsed(raw: Any) -> tuple[SweepSpec, list[Trial]]:
     trials = trials_of(sweep)
     _check_rungs(sweep, trials)
     return sweep, trials
+
+
+def _check_size(sweep: SweepSpec, raw: Any) -> None:
+    """Refuse a sweep whose runs take long to validate: many of them, each with a long spec."""
+    num_values = check_shape(raw)
+    if num_values * sweep.num_runs > MAX_VALUES:
+        message = (
+            f"has {num_values} values for each of {sweep.num_runs} runs, more than "
+            f"{MAX_VALUES} together; submit fewer runs, or a shorter spec"
+        )
+        raise InvalidSpec((FieldError(("spec",), message),))
 
 
 def _check_rungs(sweep: SweepSpec, trials: list[Trial]) -> None:

@@ -113,8 +113,9 @@ async def _read_limited(request: Request) -> bytes:
     return bytes(body)
 
 
-def check_shape(value: Any) -> None:
-    """Raise 400 for a value that is nested too deeply, 413 for one with too many values.
+def check_shape(value: Any) -> int:
+    """Return the number of values in a body. Raise 400 if it is nested too deeply, 413 if it has
+    too many of them.
 
     Validation time depends on the number of values, so a limit on the body's size is not enough.
     """
@@ -132,7 +133,7 @@ def check_shape(value: Any) -> None:
                 413, "body_too_large", f"the body has more than {MAX_VALUES} values; send fewer"
             )
         if not level:
-            return
+            return num_values
     raise _too_deep()
 
 

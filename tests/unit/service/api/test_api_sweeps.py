@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.spec import overrides
+from everstep.spec.sweep import SweepSpec
+from everstep.spec.trials import trials_of
 from everstep.wire.team import Quotas
 from tests.support.api_service import ApiService, spec
 from tests.support.sweep_runs import advance, create_sweep, sweep_body
@@ -66,6 +71,32 @@ async def test_every_run_is_checked_before_the_first_and_the_value_is_named(
 
 def _micro_64() -> dict[str, Any]:
     return spec(train={"micro_batch_size": 64})
+
+
+async def test_many_runs_of_a_long_spec_are_refused_before_they_are_validated(
+    api: ApiService,
+) -> None:
+    long = spec(code={"task": "a:b", "args": {f"k{number}": number for number in range(10_000)}})
+    random = {"code.args.k0": {"name": "int", "low": 0, "high": 9}}
+    began = time.monotonic()
+    found = await faults(api, spec=long, grid={}, random=random, max_runs=500)
+    assert "for each of 500 runs" in found["spec"] and "submit fewer runs" in found["spec"]
+    assert time.monotonic() - began < 5
+
+
+def test_a_run_of_a_sweep_copies_its_spec_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {f"k{number}": number for number in range(100)}
+    code = {"task": "a:b", "archive": f"sha256:{'0' * 64}", "args": args}
+    random = {f"code.args.k{n}": {"name": "int", "low": 0, "high": 9} for n in range(50)}
+    body = {"spec": {"name": "a", "code": code}, "metric": "loss", "random": random}
+    sweep = SweepSpec.model_validate({**body, "max_runs": 3})
+    copied: list[object] = []
+    copy_of = copy.deepcopy
+    monkeypatch.setattr(
+        overrides.copy, "deepcopy", lambda each: (copied.append(each), copy_of(each))[1]
+    )
+    assert len(trials_of(sweep)) == 3
+    assert sum(isinstance(each, dict) for each in copied) == 3
 
 
 async def test_what_the_service_does_not_allow_is_found_too(api: ApiService) -> None:
