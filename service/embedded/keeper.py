@@ -10,7 +10,6 @@ The keeper watches processes by pid, not through Ray's handles. If it is killed,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -25,18 +24,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from service.cluster.cluster_note import ClusterNote, NodeNote, read_note, write_note
 from service.embedded import cluster_parts
+from service.embedded.keeper_arguments import parse
 from service.embedded.node_returns import NodeReturns
 from service.embedded.patience import start_patiently
 from service.embedded.precedence import Precedence
 from service.embedded.processes import (
     end_members,
+    end_node,
     kill_all,
     lives,
-    members,
     reap_children,
     started_at,
     wait_for_end,
@@ -96,7 +94,10 @@ class Keeper:
         log.info("cluster is ready after %.1f s", time.monotonic() - began)
 
     def adopt(self) -> None:
-        """Take over the cluster of a keeper that died."""
+        """Take over the cluster of a keeper that died. Slots without a node get one later."""
+        for slot in self._free_slots():
+            end_node(self._note.temp_dir, slot)  # The other keeper may have begun to start it.
+            self._returns.died(slot)
         self._publish()
         log.info("took over the cluster at %s", self._note.address)
 
@@ -145,10 +146,10 @@ class Keeper:
         if not lives(note.fork_server_pid, note.temp_dir) and not self._stopping:
             log.warning("the fork server is gone; starting another")
             self._start_fork_server()
-        due = range(1, note.num_nodes + 1) if self._refill else self._returns.due()
-        if due and not self._stopping:
+        if not self._stopping:
+            slots = self._free_slots() if self._refill else self._returns.due()
             self._refill = False
-            self._fill(due)
+            self._fill(slots)
         return True
 
     def end(self) -> None:
@@ -222,18 +223,18 @@ class Keeper:
             self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=()
         )
 
-    def _fill(self, slots: Collection[int] | None = None) -> None:
-        """Start a node in every free slot, in parallel. Those that do not start are tried later.
+    def _free_slots(self) -> list[int]:
+        taken = {node.slot for node in self._note.nodes}
+        return [slot for slot in range(1, self._note.num_nodes + 1) if slot not in taken]
 
-        Args:
-            slots: only these; None for all.
+    def _fill(self, slots: Collection[int] | None = None) -> None:
+        """Start a node in every free slot, or those of ``slots``, in parallel. Those that do not
+        start are tried later.
 
         Nodes that start side by side delay each other, and each of them has 60 s. So once one
         was late, half as many are started at once, and the ports of their agents are named.
         """
-        taken = {node.slot for node in self._note.nodes}
-        every = range(1, self._note.num_nodes + 1)
-        free = [slot for slot in every if slot not in taken and slot in (slots or every)]
+        free = [slot for slot in self._free_slots() if slots is None or slot in slots]
         if not free or self._stopping:
             return
         with ThreadPoolExecutor(min(len(free), self._at_once)) as pool:
@@ -258,12 +259,7 @@ class Keeper:
             return self._start_node(slot)
         except Exception:
             log.exception("the node in slot %d did not start", slot)
-        for process in list(members(self._note.temp_dir, without=(os.getpid(),))):
-            with contextlib.suppress(psutil.Error):
-                if any(f"/n{slot}." in part for part in process.cmdline()):
-                    kill_all(
-                        [process.pid, *(child.pid for child in process.children(recursive=True))]
-                    )
+        end_node(self._note.temp_dir, slot)
         return None
 
     def _start_node(self, slot: int) -> NodeNote:
@@ -273,24 +269,9 @@ class Keeper:
         return node
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m service.embedded.keeper", description=__doc__)
-    parser.add_argument("home", type=Path, help="the service's home directory")
-    parser.add_argument(
-        "--temp-dir", required=True, help="the cluster's own directory, which exists"
-    )
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--cpus-per-node", type=int, required=True)
-    parser.add_argument("--node-return-s", type=float, default=0.0)
-    parser.add_argument(
-        "--adopt", action="store_true", help="take over the running cluster of cluster.json"
-    )
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Keep the cluster until SIGTERM (exit code 0) or the loss of the head (exit code 1)."""
-    args = _parse(argv)
+    args = parse(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )

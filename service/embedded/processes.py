@@ -100,6 +100,14 @@ def end_members(temp_dir: str, *, grace_s: float, without: Sequence[int] = ()) -
     return len(ended)
 
 
+def end_node(temp_dir: str, slot: int) -> None:
+    """Kill whatever was started for the node in a slot."""
+    for process in list(members(temp_dir, without=(os.getpid(),))):
+        with contextlib.suppress(psutil.Error):
+            if any(f"/n{slot}." in part for part in process.cmdline()):
+                kill_all([process.pid, *(child.pid for child in process.children(recursive=True))])
+
+
 def _is_member(process: psutil.Process, temp_dir: str) -> bool | None:
     """Like ``belongs``, or None in the middle of an ``execve``.
 

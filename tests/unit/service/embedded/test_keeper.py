@@ -187,6 +187,18 @@ def test_a_node_that_does_not_start_takes_no_other_along_and_is_tried_again(
     assert slow._note.coming_back == () and slow._returns.next_in_s() == float("inf")
 
 
+def test_a_keeper_that_takes_over_brings_back_what_was_dead_before_it(slow: Slow) -> None:
+    now = 1000.0
+    slow._returns = NodeReturns(15.0, lambda: now)
+    slow._note = replace(slow._note, nodes=(node(0), node(1), node(3)))
+    slow.adopt()
+    note = read_note(slow._note_path)
+    assert note is not None and len(note.coming_back) == 1
+    assert slow.tick() and [each.slot for each in slow._note.nodes] == [0, 1, 3]
+    now += 15
+    assert slow.tick() and [each.slot for each in slow._note.nodes] == [0, 1, 2, 3]
+
+
 def test_a_dead_node_comes_back_after_a_while_and_not_while_the_cluster_ends(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
