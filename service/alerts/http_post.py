@@ -15,10 +15,11 @@ from typing import Any, Final
 import httpx
 
 TIMEOUT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S: Final = 3600.0
 SIGNATURE_HEADER: Final = "Everstep-Signature"
 DELIVERY_HEADER: Final = "Everstep-Delivery"
 _MOST_ANSWER_BYTES: Final = 2000
-_LONGEST_WAIT_S: Final = 3600.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,17 @@ class Outcome:
     """First characters of the answer."""
     wait_s: float = 0.0
     """How long the receiver wants to be left alone."""
+
+
+def retry_pause_s(num_tries: int, wait_s: float = 0.0) -> float:
+    """Return the seconds until a message that failed is sent again.
+
+    Args:
+        num_tries: Tries before the one that failed; each doubles the pause, up to an hour.
+        wait_s: How long the receiver wants to be left alone.
+    """
+    pause_s = _FIRST_PAUSE_S * 2.0 ** min(num_tries, 16)
+    return min(_LONGEST_PAUSE_S, max(pause_s, wait_s))
 
 
 def signature(secret: str, at: int, body: bytes) -> str:
@@ -105,4 +117,4 @@ async def _beginning(answer: httpx.Response) -> str:
 
 def _seconds(retry_after: str | None) -> float:
     known = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
-    return min(float(retry_after), _LONGEST_WAIT_S) if known and retry_after else 0.0
+    return min(float(retry_after), _LONGEST_PAUSE_S) if known and retry_after else 0.0

@@ -23,6 +23,7 @@ from service.alerts.http_post import (
     Outcome,
     client,
     post,
+    retry_pause_s,
     signature,
 )
 from service.alerts.mail import send
@@ -32,8 +33,6 @@ from service.model.alert_rows import AlertRow, DeliveryRow
 from service.model.mail_server import MailServer
 from service.submission_rules.webhooks import NotifyRule
 
-FIRST_PAUSE_S: Final = 2.0
-LONGEST_PAUSE_S: Final = 3600.0
 OVER_TIME_S: Final = 5.0
 """Interval of the check of what begins and ends as time passes."""
 PRUNE_S: Final = 3600.0
@@ -107,8 +106,7 @@ class AlertSender:
         elif now >= delivery.give_up_at:
             values |= {"state": "failed", "finished_at": now}
         else:
-            pause_s = FIRST_PAUSE_S * 2.0 ** min(delivery.num_tries, 16)
-            values["next_at"] = now + min(LONGEST_PAUSE_S, max(pause_s, outcome.wait_s))
+            values["next_at"] = now + retry_pause_s(delivery.num_tries, outcome.wait_s)
         if outcome.error is not None:
             log.warning(
                 "a message of an alert was not delivered",

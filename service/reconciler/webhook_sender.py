@@ -11,12 +11,17 @@ from typing import Final
 import httpx
 import structlog
 
-from service.alerts.http_post import DELIVERY_HEADER, SIGNATURE_HEADER, client, post, signature
+from service.alerts.http_post import (
+    DELIVERY_HEADER,
+    SIGNATURE_HEADER,
+    client,
+    post,
+    retry_pause_s,
+    signature,
+)
 from service.db.notifications import Notification, NotificationStore
 from service.submission_rules.webhooks import NotifyRule
 
-FIRST_PAUSE_S: Final = 2.0
-LONGEST_PAUSE_S: Final = 3600.0
 GIVE_UP_S: Final = 24 * 3600.0
 
 log = structlog.get_logger(__name__)
@@ -77,7 +82,7 @@ class Notifier:
             )
             await asyncio.to_thread(self._store.forget, notification)
         else:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(notification.num_tries, 16))
+            pause_s = retry_pause_s(notification.num_tries)
             log.info(
                 "a webhook failed; trying again",
                 run_id=notification.run_id,
