@@ -94,6 +94,7 @@ class Ranking:
         self._trials = trials
         self._factor = reduction_factor
         self._sign = -1.0 if larger_is_better else 1.0
+        self._best: dict[int, frozenset[int]] = {}
 
     def may_go_on(self, trial: TrialFacts) -> bool:
         """Return whether a run at a rung is among the best there."""
@@ -101,6 +102,11 @@ class Ranking:
 
     def best_at(self, rung: int) -> frozenset[int]:
         """Return the numbers of the runs that may go on from a rung."""
+        if rung not in self._best:
+            self._best[rung] = self._found_best(rung)
+        return self._best[rung]
+
+    def _found_best(self, rung: int) -> frozenset[int]:
         reached = [trial for trial in self._trials if len(trial.results) > rung]
         running = [
             trial for trial in reached if not trial.is_lost and is_finite(trial.results[rung])
