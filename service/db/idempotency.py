@@ -33,6 +33,15 @@ def is_used(connection: Connection, idempotency: IdempotencyKey) -> bool:
     return connection.execute(query).one_or_none() is not None
 
 
+def check_same_body(idempotency: IdempotencyKey, body_sha256: str) -> None:
+    """Raise IdempotencyConflict if the key was used with another body."""
+    if body_sha256 != idempotency.body_sha256:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
+            "new request"
+        )
+
+
 def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
     """Return the run that was created with this key, or None. Raise IdempotencyConflict."""
     if idempotency is None:
@@ -44,11 +53,7 @@ def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> Run
     found = connection.execute(query).one_or_none()
     if found is None:
         return None
-    if found.body_sha256 != idempotency.body_sha256:
-        raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
-            "new request"
-        )
+    check_same_body(idempotency, found.body_sha256)
     run = find_run(connection, found.run_id)
     if run is None:
         raise IdempotencyConflict(

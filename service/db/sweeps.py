@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.run_spec import RunSpec
@@ -16,17 +16,16 @@ from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.audit import note_target
 from service.db.engine import Database, Guard
 from service.db.errors import DatabaseError
-from service.db.idempotency import IdempotencyConflict, IdempotencyKey
+from service.db.idempotency import IdempotencyKey, check_same_body
 from service.db.ids import new_sweep_id
 from service.db.projects import ensure_project
 from service.db.run_lookup import Place
+from service.db.series import SeriesStore
 from service.db.sweep_tables import UNENDED, sweep_runs, sweeps
-from service.db.tables import metrics, runs
-from service.model.rows import MetricPoint
+from service.db.tables import runs
 from service.model.sweep_rows import SweepRow, TrialRow
 
 _CREATE_ATTEMPTS: Final = 5
-_LIVE: Final = (SweepStatus.RUNNING.value, SweepStatus.STOPPING.value)
 _OF_RUN: Final = {
     name: runs.c[name]
     for name in ("status", "step", "total_steps", "stop_requested", "row_version")
@@ -56,6 +55,7 @@ class SweepStore:
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
+        self.series = SeriesStore(database)
 
     def create(
         self,
@@ -154,17 +154,6 @@ class SweepStore:
         with self._database.autocommit() as connection:
             return RunSpec.model_validate(connection.execute(query).scalar_one())
 
-    def points(self, run_id: str, metric: str, after: int, limit: int) -> list[MetricPoint]:
-        """Return the first points of a metric after a step."""
-        query = (
-            select(metrics.c.name, metrics.c.step, metrics.c.at, metrics.c.value)
-            .where(metrics.c.run_id == run_id, metrics.c.name == metric, metrics.c.step > after)
-            .order_by(metrics.c.step)
-            .limit(limit)
-        )
-        with self._database.autocommit() as connection:
-            return [MetricPoint(*row) for row in connection.execute(query)]
-
     def metric_names(self, run_id: str) -> list[str]:
         """Return the names of the metrics of a run."""
         query = select(runs.c.metrics).where(runs.c.id == run_id)
@@ -183,20 +172,20 @@ class SweepStore:
 
     def set_reason(self, sweep_id: str, reason: SweepReason | None) -> None:
         """Set or clear what a running sweep waits for or has met. Does nothing once it stops."""
-        self._change(sweep_id, (SweepStatus.RUNNING,), _reason_columns(reason))
+        is_running = sweeps.c.status == SweepStatus.RUNNING.value
+        self._change(sweep_id, is_running, _reason_columns(reason))
 
     def end(self, sweep_id: str, status: SweepStatus, reason: SweepReason | None) -> None:
         """End a sweep. Does nothing if it has ended."""
         values = {"status": status.value, "finished_at": self._clock(), **_reason_columns(reason)}
-        self._change(sweep_id, _LIVE, values)
+        self._change(sweep_id, UNENDED, values)
 
-    def _change(self, sweep_id: str, expected: Sequence[str], values: Mapping[str, Any]) -> None:
+    def _change(
+        self, sweep_id: str, condition: ColumnElement[bool], values: Mapping[str, Any]
+    ) -> None:
+        mine = sweeps.c.id == sweep_id
         with self._database.write() as connection:
-            connection.execute(
-                update(sweeps)
-                .where(sweeps.c.id == sweep_id, sweeps.c.status.in_(expected))
-                .values(**values)
-            )
+            connection.execute(update(sweeps).where(mine, condition).values(**values))
 
     def request_cancel(self, sweep_id: str) -> SweepRow:
         """Let a sweep stop: it submits no run any more, and cancels those that have not ended.
@@ -263,11 +252,7 @@ def _known(connection: Connection, idempotency: IdempotencyKey | None) -> SweepR
     found = connection.execute(query).one_or_none()
     if found is None:
         return None
-    if found.body_sha256 != idempotency.body_sha256:
-        raise IdempotencyConflict(
-            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
-            "new request"
-        )
+    check_same_body(idempotency, found.body_sha256)
     return _find(connection, found.id)
 
 

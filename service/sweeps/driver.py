@@ -123,7 +123,7 @@ class SweepDriver:
         was read."""
         assert row.run_id is not None
         after = -1 if row.seen_step is None else row.seen_step
-        points = self._sweeps.points(row.run_id, spec.metric, after, _POINTS)
+        points = self._sweeps.series.behind(row.run_id, spec.metric, after, _POINTS)
         if not points:
             return {}, True
         best = (row.best_value, row.best_step)
@@ -147,7 +147,7 @@ class SweepDriver:
         has_all = row.status is not None and row.status == "SUCCEEDED"
         while has_all or len(results) <= row.rung:
             step = rung_step(spec.scheduler, len(results), row.total_steps)
-            found = step and self._sweeps.points(row.run_id, spec.metric, step - 1, 1)
+            found = step and self._sweeps.series.behind(row.run_id, spec.metric, step - 1, 1)
             if not found:
                 break
             results.append([found[0].step, found[0].value])
