@@ -8,25 +8,10 @@ target=$(realpath --canonicalize-missing "${1:-out/kubernetes}")
 if [ -x "$target/kube-apiserver" ] && [ -x "$target/etcd" ]; then exit 0; fi
 work=$(mktemp -d)
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
-mkdir -p "$work"/lists/partial "$work"/cache/archives/partial "$work"/home
-chmod 755 "$work"
-touch "$work/status"
-mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources)
-for kind in deb deb-src; do
-    echo "$kind [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main"
-done >"$work/bookworm.list"
-cat >"$work/apt.conf" <<CONF
-Dir::Etc::sourcelist "$work/bookworm.list";
-Dir::Etc::sourceparts "-";
-Dir::Etc::preferencesparts "-";
-Dir::State::lists "$work/lists";
-Dir::State::status "$work/status";
-Dir::Cache "$work/cache";
-APT::Sandbox::User "root";
-CONF
+mkdir "$work/home"
+scripts/apt-of-release.sh "$work" bookworm deb deb-src
 cd "$work"
 export APT_CONFIG=$work/apt.conf
-apt-get update -qq
 apt-get download -qq golang-1.19-go golang-1.19-src etcd-server rsync libpopt0 golang-github-modern-go-reflect2-dev
 for package in *.deb; do dpkg-deb --extract "$package" "$work/root"; done
 apt-get source -qq --download-only kubernetes
