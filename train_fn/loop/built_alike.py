@@ -76,11 +76,9 @@ def require_same_sums(
     names = sorted({name for other in sums for name in replica.trained.differing(sums[0], other)})
     if not names:
         return
-    sketches = replica.peers.gather(replica.trained.sketches(names))
-    is_users = ctx is None or (ctx.spec.code is not None and bool(_unlike(names, sketches)))
-    if ctx is not None and replica.must_agree and not is_users:
+    if ctx is not None and replica.must_agree:
         raise_apart(ctx, replica, [tuple(each) for each in sums], f"weights {few(names)}")
-    _require_alike(source, names, sketches)
+    _require_alike(source, names, replica.peers.gather(replica.trained.sketches(names)))
 
 
 def require_same_after_step(replica: Replica) -> None:
@@ -107,7 +105,12 @@ def require_same_after_step(replica: Replica) -> None:
 def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketch]]) -> None:
     """Raise BadTask if the named tensors differ between ranks by more than other hardware
     explains."""
-    if unlike := _unlike(names, sketches):
+    unlike = [
+        name
+        for name in names
+        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
+    ]
+    if unlike:
         raise BadTask(
             f"{source} left different values on the ranks: {few(unlike)}. Every rank must change "
             "the model in the same way: let only the optimizer and on_epoch_end change it, and "
@@ -119,15 +122,6 @@ def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketc
         "differently",
         few(names),
     )
-
-
-def _unlike(names: list[str], sketches: list[dict[str, Sketch]]) -> list[str]:
-    """Return the names of tensors that differ by more than other hardware explains."""
-    return [
-        name
-        for name in names
-        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
-    ]
 
 
 def check_weights(replica: Replica, *, fresh: bool) -> None:

@@ -1,0 +1,71 @@
+"""Ranks whose weights differ when all of them are compared: whoever wrote the task, the states that
+may be wrong are struck, and only kernels that may round differently are excused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.spec.user_code import CodeSpec
+from storage.run_control import Distrust
+from tests.support.saves import make_context
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask, PeerApart, RanksApart
+from train_fn.loop.built_alike import require_same_sums
+from train_fn.node import node_dir
+from train_fn.snapshots import store as snapshot_module
+from train_fn.state.trained_parameters import TrainedParameters
+
+STEP, BEGUN_AT = 200, 40
+ODD = 1
+"""The rank whose weights differ, by far more than rounding explains."""
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (snapshot_module, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path)
+
+
+def compare(ctx: WorkerContext | None, *, must_agree: bool = True) -> None:
+    """Compare the weights of three ranks."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        models[ODD].weight[2, 2] = 1e30
+    ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
+    replica: Any = SimpleNamespace(
+        trained=ranks[0],
+        peers=SimpleNamespace(gather=lambda own: [each.sketches(["weight"]) for each in ranks]),
+        must_agree=must_agree,
+        state=SimpleNamespace(step=STEP),
+        begun_at=BEGUN_AT,
+    )
+    require_same_sums(replica, "Mine.loss", [each.sums() for each in ranks], ctx)
+
+
+@pytest.mark.parametrize("code", [None, CodeSpec.model_construct()])
+@pytest.mark.parametrize(("rank", "error"), [(0, PeerApart), (ODD, RanksApart)])
+def test_a_high_bit_is_a_fault_of_the_node_also_beside_a_users_code(
+    code: CodeSpec | None, rank: int, error: type[Exception], tmp_path: Path
+) -> None:
+    ctx = make_context(tmp_path, rank)
+    ctx = dataclasses.replace(ctx, spec=ctx.spec.model_copy(update={"code": code}))
+    with pytest.raises(error, match="rank 1 differs from the others in weights weight"):
+        compare(ctx)
+    assert ctx.run_dir.distrusted() == (Distrust(ctx.submission, ctx.attempt, STEP - 64),)
+
+
+def test_right_after_a_users_hook_it_is_the_hooks_doing(tmp_path: Path) -> None:
+    with pytest.raises(BadTask, match="left different values on the ranks: weight"):
+        compare(None)
+    with pytest.raises(BadTask):
+        compare(make_context(tmp_path), must_agree=False)
