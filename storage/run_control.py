@@ -7,12 +7,13 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from everstep.spec import plain_text
 from everstep.wire.drills import DrillKind
+from everstep.wire.events import WRONG_BITS
 from storage.errors import CorruptFile, InvalidStorage, StorageNotFound
 from storage.files.protocol import Files
 
@@ -60,6 +61,22 @@ class Distrust:
     def covers(self, origin: tuple[int, int], step: int) -> bool:
         """Return whether a state of this submission and attempt, and of this step, is meant."""
         return origin <= (self.submission, self.attempt) and step > self.step
+
+    @property
+    def problem(self) -> str:
+        """Return why such a state is not used."""
+        return (
+            f"ranks of attempt {self.attempt} went apart: states after step {self.step} "
+            f"{WRONG_BITS}"
+        )
+
+
+def struck_by(
+    distrusted: Iterable[Distrust], origin: tuple[int, int], step: int
+) -> Distrust | None:
+    """Return the entry that forbids to begin from a state of this submission and attempt, and of
+    this step; None if none does."""
+    return next((entry for entry in distrusted if entry.covers(origin, step)), None)
 
 
 @dataclass(frozen=True)

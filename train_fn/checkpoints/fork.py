@@ -16,7 +16,7 @@ from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.reading import load_trusted
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
 from train_fn.state.contents import few
@@ -65,17 +65,17 @@ def read_origin(
         adopted: returns the state as the initial one of this run.
 
     Raises:
-        ForkRefused: the checkpoint is missing or damaged, or its model or optimizer does not match
-            this run's.
+        ForkRefused: the checkpoint is missing, damaged or struck, or its model or optimizer does
+            not match this run's.
         StorageError: the storage could not be read.
     """
     run_dir = RunDir(ctx.run_dir.storage, resume_from.run_id)
     candidates = _candidates(run_dir, resume_from)
     _check_groups(run_dir, ctx.spec)
-    problems = []
+    problems, distrusted = [], run_dir.distrusted()
     for manifest in candidates:
         try:
-            state = load_checkpoint(run_dir, manifest)
+            state = load_trusted(run_dir, manifest, distrusted)
         except (CorruptCheckpoint, StorageNotFound) as exc:
             problems.append(str(exc))
             continue

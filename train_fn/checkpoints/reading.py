@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,10 +11,29 @@ import torch
 
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
+from storage.errors import CorruptCheckpoint
+from storage.run_control import Distrust, struck_by
 from storage.run_dir import RunDir
 from train_fn.checkpoints.files import EMA_FILE, MODEL_FILE, STATE_FILE
 
 _LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
+
+
+def load_trusted(
+    run_dir: RunDir, manifest: Manifest, distrusted: Iterable[Distrust]
+) -> dict[str, Any]:
+    """Like ``load_checkpoint``, but raise CorruptCheckpoint also for a state that may hold wrong
+    bits.
+
+    Args:
+        distrusted: ``RunDir.distrusted``.
+    """
+    entry = struck_by(distrusted, (manifest.submission, manifest.attempt), manifest.step)
+    if entry is not None:
+        raise CorruptCheckpoint(
+            manifest.name, STATE_FILE, "a state from before ranks went apart", entry.problem
+        )
+    return load_checkpoint(run_dir, manifest)
 
 
 def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:

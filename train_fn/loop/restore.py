@@ -17,7 +17,7 @@ from storage.run_control import Distrust
 from storage.run_names import CheckpointName
 from train_fn.checkpoints.files import STATE_FILE
 from train_fn.checkpoints.fork import Origin, adopt, read_origin
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.reading import load_trusted
 from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.loop.built_alike import check_data, check_weights
@@ -28,7 +28,6 @@ from train_fn.snapshots.election import (
     Elected,
     Offer,
     Rejection,
-    apart,
     elect,
     in_lineage,
     snapshot_name,
@@ -259,12 +258,7 @@ def _load_sound(
 ) -> dict[str, Any]:
     """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
     from."""
-    for entry in distrusted:
-        if entry.covers((manifest.submission, manifest.attempt), manifest.step):
-            raise CorruptCheckpoint(
-                manifest.name, STATE_FILE, "a state from before ranks went apart", apart(entry)
-            )
-    state = load_checkpoint(ctx.run_dir, manifest)
+    state = load_trusted(ctx.run_dir, manifest, distrusted)
     try:
         kept.require_sound(state)
     except (StateNotWhole, NonFiniteWeights) as exc:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.wire.events import WRONG_BITS
 from storage.checkpoints.lineage import RestorePoint, voided_by
-from storage.run_control import Distrust
+from storage.run_control import Distrust, struck_by
 from storage.run_names import CheckpointName
 from train_fn.snapshots.store import Label, Origin
 
@@ -99,27 +98,20 @@ def in_lineage(
 
 
 def trusted(
-    offers: list[Offer], distrusted: Sequence[Distrust]
+    offers: Sequence[Offer], distrusted: Sequence[Distrust]
 ) -> tuple[list[Offer], tuple[Rejection, ...]]:
     """Return the offers that no entry covers, and rejections of the others."""
     standing: list[Offer] = []
     rejected: dict[str, Rejection] = {}
     for offer in offers:
         label = offer.label
-        entry = next((each for each in distrusted if each.covers(label.origin, label.step)), None)
+        entry = struck_by(distrusted, label.origin, label.step)
         if entry is None:
             standing.append(offer)
         else:
             name = snapshot_name(label)
-            rejected[name] = Rejection(name, apart(entry))
+            rejected[name] = Rejection(name, entry.problem)
     return standing, tuple(rejected.values())
-
-
-def apart(entry: Distrust) -> str:
-    """Return why a state is not used."""
-    return (
-        f"ranks of attempt {entry.attempt} went apart: states after step {entry.step} {WRONG_BITS}"
-    )
 
 
 def snapshot_name(label: Label) -> str:

@@ -18,7 +18,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointExists
 from storage.run_dir import RunDir
 from train_fn.checkpoints.files import manifest_facts, write_files
-from train_fn.snapshots.election import Offer, elect, in_lineage
+from train_fn.snapshots.election import Offer, elect, in_lineage, trusted
 from train_fn.snapshots.store import Label, SnapshotStore
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,10 @@ def save_last(
 
     If a snapshot cannot be read, the next one is tried. Raises nothing.
     """
-    left, unreadable = list(offers), None
-    step = max((offer.label.step for offer in left), default=0)
+    unreadable: LastSave | None = None
+    step = max((offer.label.step for offer in offers), default=0)
     try:
+        left, _ = trusted(offers, run_dir.distrusted())
         starts, durable = attempt_starts(run_dir), newest_durable(run_dir)
         while (
             offer := elect(in_lineage(left, starts)[0], submission).offer

@@ -18,6 +18,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import Storage, open_storage
+from storage.run_control import Distrust
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
@@ -344,6 +345,13 @@ def test_another_optimizer_or_global_batch_is_refused(parent: RunDir, child: Run
     assert "train.global_batch_size" in refusal(
         child, fork_of(parent, train={"global_batch_size": 15})
     )
+
+
+def test_a_checkpoint_that_may_hold_wrong_bits_is_refused(parent: RunDir, child: RunDir) -> None:
+    parent.distrust(Distrust(1, 1, FORK_STEP - 4))
+    assert "states after step 8 may hold wrong bits" in refusal(child, fork_of(parent))
+    [restored] = run(child, fork_of(parent, FORK_STEP - 4)).of_kind(EventKind.RESTORED)
+    assert restored["step"] == FORK_STEP - 4
 
 
 def test_a_damaged_or_missing_checkpoint_is_refused_and_not_replaced_by_an_older_one(

@@ -16,6 +16,7 @@ from storage.errors import StorageFull
 from storage.filesystem import open_storage
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
+from storage.run_control import Distrust
 from storage.run_dir import RunDir
 from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import record_restored
@@ -102,6 +103,17 @@ def test_a_state_that_a_later_attempt_went_on_without_is_not_saved(tmp_path: Pat
     record_restored(ctx.run_dir, 2, 5, "checkpoint")
     later = dataclasses.replace(ctx, submission=2)
     assert saved(later) is None
+
+
+def test_a_state_that_may_hold_wrong_bits_is_not_saved(tmp_path: Path) -> None:
+    """A publisher may have left it after the ranks struck what they had."""
+    ctx = left(tmp_path, 6, 8)
+    ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, 6))
+    found = saved(ctx)
+    assert found is not None and found.manifest is not None and found.step == 6
+    ctx = left(tmp_path / "other", 9)
+    ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, 0))
+    assert saved(ctx) is None
 
 
 def test_a_storage_that_takes_nothing_is_the_problem_and_the_state_stays(
