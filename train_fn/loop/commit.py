@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from train_fn.errors import BadTask, NonFiniteLoss, StepNotWhole
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Training
+from train_fn.samples.ledger import Count
 from train_fn.state.chain import Link
 from train_fn.state.optim import drop_gradients, lr_factor
 from train_fn.state.sound_state import not_finite
@@ -73,8 +76,9 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
             state.ema.update(state.step + 1)
         if state.scheduler is not None:
             replica.learning_rates.tick()
-        state.ledger.commit(state.step, totals.counted)
-        state.chain.add(_link(replica, totals))
+        counted = cache(totals.counted)  # both enter it, in groups of steps
+        state.ledger.commit(state.step, counted)
+        state.chain.add(_link(replica, totals, counted))
     replica.learning_rates.check()
     replica.learning_rates.note_options()
     if skipped:
@@ -86,7 +90,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     return values
 
 
-def _link(replica: Replica, totals: StepTotals) -> Link:
+def _link(replica: Replica, totals: StepTotals, counted: Callable[[], Count]) -> Link:
     """Return what the step that is being committed adds to the chain."""
     gradient, weights = replica.fingerprints.gradient, replica.fingerprints.weights
     record = {
@@ -94,9 +98,8 @@ def _link(replica: Replica, totals: StepTotals) -> Link:
         for name, value in (("gradient", gradient), ("weights", weights))
         if value is not None
     }
-    return Link(
-        replica.state.step + 1, gradient, totals.loss_sum, totals.weight, totals.counted, record
-    )
+    step = replica.state.step + 1
+    return Link(step, gradient, totals.loss_sum, totals.weight, counted, record)
 
 
 def set_rates(training: Training) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from train_fn.samples.randomness import MASK64
-from train_fn.step.word_sums import bytes_of, words_in
+from train_fn.step.word_sums import bytes_of, totals_in
 
 MOST_PARTS = 63
 """Parts of the weights of a large model. One is digested at each step and compared at the next."""
@@ -53,13 +53,10 @@ class Fingerprints:
     def take(self, step: int, *, gradient: bool = True) -> None:
         """Digest the gradients, and the part of the weights that is due after ``step`` steps
         done."""
-        self.gradient = self._of_gradients() & MASK64 if gradient else None
-        total = 0
-        for number, begin, end in self._parts[step % len(self._parts)]:
-            data = _in_memory(self._parameters[number])
-            words = words_in(data if end - begin == data.numel() else data[begin:end])
-            total += words.whole + words.rest
-        self.weights = total & MASK64
+        gradients = self._gradients() if gradient else []
+        totals = totals_in([*gradients, *self._weights(step)])
+        self.gradient = sum(totals[: len(gradients)]) & MASK64 if gradient else None
+        self.weights = sum(totals[len(gradients) :]) & MASK64
 
     @property
     def header(self) -> int:
@@ -70,22 +67,20 @@ class Fingerprints:
         mixed = (self.weights * _SPREAD + (self.gradient or 0)) * _SPREAD & MASK64
         return mixed >> (64 - HEADER_BITS)
 
-    def _of_gradients(self) -> int:
-        """Return the sum of the words of all gradients. Small ones of a dtype are taken together,
-        one after the other."""
-        total = 0
-        for parameters in self._small:
-            gradients = [each.grad for each in parameters]
-            dense = [each for each in gradients if each is not None and not each.is_sparse]
-            if dense:
-                words = words_in(bytes_of(torch._C._nn.flatten_dense_tensors(dense)))
-                total += words.whole + words.rest
-        for parameter in self._large:
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse:
-                words = words_in(_in_memory(gradient))
-                total += words.whole + words.rest
-        return total
+    def _weights(self, step: int) -> list[torch.Tensor]:
+        """Return the bytes of the part of the weights that is due."""
+        found = []
+        for number, begin, end in self._parts[step % len(self._parts)]:
+            data = _in_memory(self._parameters[number])
+            found.append(data if end - begin == data.numel() else data[begin:end])
+        return found
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return the bytes of all dense gradients. Small ones of a dtype are together, one after
+        the other."""
+        small = [dense for parameters in self._small if (dense := _dense_gradients(parameters))]
+        together = [bytes_of(torch._C._nn.flatten_dense_tensors(dense)) for dense in small]
+        return [*together, *map(_in_memory, _dense_gradients(self._large))]
 
 
 def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
@@ -105,6 +100,11 @@ def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
                 pieces.append((number, (begin - start) * _WORD, end_byte))
             start += count
     return parts
+
+
+def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    gradients = [each.grad for each in parameters]
+    return [each for each in gradients if each is not None and not each.is_sparse]
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,11 @@ fast as memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 
 class Words(NamedTuple):
@@ -29,12 +31,30 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def words_in(data: torch.Tensor) -> Words:
     """Return the words of a part of ``bytes_of``. Only the last part may end within a word."""
     whole = data.numel() // 8 * 8
-    if whole and data.storage_offset() % 8:
+    if data.storage_offset() % 8:
         data = data.clone()  # torch reads words only where they are aligned
     if whole == data.numel():
         return Words(int(data.view(torch.int64).sum()), 0)
     words = int(data[:whole].view(torch.int64).sum()) if whole else 0
     return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
+
+
+def totals_in(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each part the sum of both numbers of ``words_in``, modulo 2**64. Waits for a GPU
+    once, not for each part."""
+    if not parts or not parts[0].is_cuda:
+        return [sum(words_in(data)) for data in parts]
+    totals: list[int] = torch.stack(list(map(total_on_device, parts))).tolist()
+    return totals
+
+
+def total_on_device(data: torch.Tensor) -> torch.Tensor:
+    """Return the sum of both numbers of ``words_in`` where the data is: shape (), int64."""
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    rest = pad(data[whole:], (0, whole + 8 - data.numel()))
+    return data[:whole].view(torch.int64).sum() + rest.view(torch.int64)[0]
 
 
 def joined(words: Words) -> int:

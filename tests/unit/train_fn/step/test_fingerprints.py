@@ -15,6 +15,7 @@ from train_fn.step.carrier import Carrier
 from train_fn.step.fingerprints import HEADER_BITS, MOST_PARTS, Fingerprints, parts_of
 from train_fn.step.peers import Peers
 from train_fn.step.step_totals import StepTotals
+from train_fn.step.word_sums import total_on_device, totals_in
 
 CPU = torch.device("cpu")
 
@@ -97,6 +98,16 @@ def test_a_gradient_that_begins_within_a_word_has_the_same_digest() -> None:
         taken.take(0)
         digests.add(taken.gradient)
     assert len(digests) == 1
+
+
+@given(st.binary(max_size=40), st.integers(0, 9))
+def test_words_are_added_alike_on_the_host_and_where_the_data_is(data: bytes, begin: int) -> None:
+    flat = torch.tensor(list(bytes(begin) + data), dtype=torch.uint8)
+    words = [data[at : at + 8] for at in range(0, len(data), 8)]
+    expected = sum(int.from_bytes(word, "little") for word in words)
+    part = flat[begin:]
+    for found in (*totals_in([part]), int(total_on_device(part))):
+        assert (found - expected) % (1 << 64) == 0
 
 
 def test_without_parameters_or_gradients_there_is_a_digest_too() -> None:
