@@ -188,6 +188,10 @@ class StateNotWhole(TrainError):
         self.step = step
 
 
+FOUND_WITHIN = 64
+"""Steps within which ranks find that their weights differ."""
+
+
 class RanksApart(TrainError):
     """Ranks that must be equal have other weights or gradients. ``step`` counts the steps done;
     states after ``trusted_step`` may hold wrong bits. ``ranks`` differ from most others; empty if

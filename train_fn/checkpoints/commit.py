@@ -22,8 +22,7 @@ from storage.process_nonce import process_nonce
 from train_fn.checkpoints.files import manifest_facts, write_files
 from train_fn.checkpoints.save_slot import Save
 from train_fn.context import WorkerContext
-from train_fn.errors import Replaced
-from train_fn.step.fingerprints import FOUND_WITHIN
+from train_fn.errors import FOUND_WITHIN, Replaced
 
 CONFIRM_S = 2.0
 """Longest wait for a journal that has not answered for a while, before old checkpoints are

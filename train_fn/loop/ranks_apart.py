@@ -15,11 +15,10 @@ from collections.abc import Hashable, Sequence
 from storage.errors import StorageError
 from storage.run_control import Distrust
 from train_fn.context import WorkerContext
-from train_fn.errors import PeerApart, RanksApart
+from train_fn.errors import FOUND_WITHIN, PeerApart, RanksApart
 from train_fn.loop.replica import Replica
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.contents import few
-from train_fn.step.fingerprints import FOUND_WITHIN
 from train_fn.step.step_totals import StepTotals
 
 logger = logging.getLogger(__name__)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from everstep.spec.sections import RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
-from train_fn.errors import NumericsChanged
+from train_fn.errors import FOUND_WITHIN, NumericsChanged
 from train_fn.recovery.links import ENDED_AFTER, WHAT_TO_CHECK, times_in_a_row, words
 from train_fn.recovery.past_failures import PastFailure, made_progress
 from train_fn.recovery.verdict import Judgement
 
 _START_PHASES = frozenset({"start", "restore"})
-_ABOUT_THE_SAME = 64
-"""Steps between two findings of one cause: weights that differ are found within so many."""
 _TOO_SMALL_STARTS = 3
 """So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
 
@@ -108,7 +106,7 @@ def ranks_part_again(judgement: Judgement, past: Sequence[PastFailure]) -> RunEn
         return None
     again = (
         failure.verdict is Verdict.SILENT_CORRUPTION
-        and abs((failure.step or 0) - (judgement.step or 0)) <= _ABOUT_THE_SAME
+        and abs((failure.step or 0) - (judgement.step or 0)) <= FOUND_WITHIN
         and (failure.node_id is None or failure.node_id != judgement.node_id)
         for failure in past
     )

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from train_fn.errors import FOUND_WITHIN
 from train_fn.samples.randomness import MASK64
 from train_fn.step.word_sums import bytes_of, totals_in
 
-MOST_PARTS = 63
+MOST_PARTS = FOUND_WITHIN - 1
 """Parts of the weights of a large model. One is digested at each step and compared at the next."""
 PART_BYTES = 1 << 16
 """A smaller part costs little less, so that of a small model is larger than one of 63."""
-FOUND_WITHIN = MOST_PARTS + 1
-"""Steps within which a difference of the weights is found."""
 _WORD = 8
 _SMALL_BYTES = 1 << 16
 """Tensors below it are concatenated: a call for each would cost more than the copy."""
