@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from train_fn.samples.randomness import MASK64
 from train_fn.step.word_sums import word_sum
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 4096}
@@ -29,7 +30,7 @@ class Product:
 
     def compute(self) -> None:
         """Multiply the matrices. Raise ValueError if the product is another one than before."""
-        digest = f"{word_sum(self._matrix @ self._matrix) & (1 << 64) - 1:016x}"
+        digest = f"{word_sum(self._matrix @ self._matrix) & MASK64:016x}"
         if self.digest not in (None, digest):
             raise ValueError("a product of matrices is another one when it is computed again")
         self.digest = digest
