@@ -90,12 +90,11 @@ class Exchange:
 
     def exchange_values(self, likes: Sequence[torch.Tensor]) -> None:
         """Also sum other tensors from now on: ``add_values`` is given one for each of ``likes``."""
-        self._of_values = Bucket(likes, self._peers.world_size) if likes else None
-        is_large = likes and self._of_values.layout.num_bytes > SMALL_BYTES  # type: ignore[union-attr]
-        self._send_values = None
-        if is_large and not self._peers.alone:
-            assert self._of_values is not None
-            self._send_values = sliced(self._of_values, self._peers, 0)
+        self._of_values = self._send_values = None
+        if likes:
+            self._of_values = bucket = Bucket(likes, self._peers.world_size)
+            if bucket.layout.num_bytes > SMALL_BYTES and not self._peers.alone:
+                self._send_values = sliced(bucket, self._peers, 0)
         self._message = self._new_message()
 
     # -- a step
@@ -170,13 +169,10 @@ class Exchange:
         if self.is_small or not self._peers.on_cpu:
             self._launch_message()
         headers = self._message.wait()
-        values = [self._send_values] if self._send_values is not None else []
-        sums = finish_all([*self._slices, *values])
+        large = self._large()
+        sums = finish_all(large)
         sums_of = dict(zip(map(id, self._message.buckets), self._message.sums(), strict=True))
-        sums_of |= {
-            id(each.bucket): found
-            for each, found in zip([*self._slices, *values], sums, strict=True)
-        }
+        sums_of |= {id(each.bucket): found for each, found in zip(large, sums, strict=True)}
         self._require_arrived(sums)
         self._adopt(sums_of)
         return totals_of([self._code.decode(header) for header in headers])
@@ -186,17 +182,16 @@ class Exchange:
         """Return the bytes that this rank sent in the last step."""
         if self._peers.alone:
             return 0
-        slices = [*self._slices, *([self._send_values] if self._send_values is not None else [])]
-        return self._message.num_bytes_sent + sum(each.num_bytes_sent for each in slices)
-
-    def bucket_sizes(self) -> list[int]:
-        """Return the bytes of the gradient buckets, in the order in which backward fills them."""
-        return [bucket.layout.num_bytes for bucket in self.buckets]
+        return self._message.num_bytes_sent + sum(each.num_bytes_sent for each in self._large())
 
     # -- parts of it
 
     def _all_buckets(self) -> list[Bucket]:
         return [*self.buckets, *([self._of_values] if self._of_values is not None else [])]
+
+    def _large(self) -> list[SlicedBucket]:
+        """Return all buckets that are exchanged in slices."""
+        return [*self._slices, *([self._send_values] if self._send_values is not None else [])]
 
     def _new_message(self) -> Message:
         small = list(self.buckets) if self.is_small else []

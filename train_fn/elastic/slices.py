@@ -151,7 +151,7 @@ class CollectiveSlices:
         self._received = self._sent.new_empty(sum(counts))
         sizes = [len(nodes) * layout.slice_numel] * self._peers.world_size
         self._work = self._peers.start_all_to_all(self._received, self._sent, counts, sizes)
-        self.num_bytes_sent = self._sent.nbytes - len(nodes) * _bytes_of_slice(self.bucket)
+        self.num_bytes_sent = self._sent.nbytes - sizes[rank] * self._sent.element_size()
 
     def complete(self) -> None:
         assert self._work is not None
@@ -171,10 +171,6 @@ class CollectiveSlices:
 
 def _slice(flat: torch.Tensor, rank: int, numel: int) -> torch.Tensor:
     return flat[rank * numel : (rank + 1) * numel]
-
-
-def _bytes_of_slice(bucket: Bucket) -> int:
-    return bucket.layout.num_bytes // max(1, bucket.layout.numel // bucket.layout.slice_numel)
 
 
 def finish_all(buckets: Sequence[SlicedBucket]) -> list[list[torch.Tensor]]:
