@@ -13,10 +13,9 @@ import torch.distributed as dist
 from tests.integration import moving_buffers, trainees
 from tests.integration.model_kinds import clip_task
 from train_fn.elastic import exchange
-from train_fn.elastic.slices import MessageSlices
+from train_fn.elastic.slices import CollectiveSlices, MessageSlices
 from train_fn.loop import first_pass, replica
 from train_fn.state.numerics import Numerics
-from train_fn.step.peers import Peers
 
 KILLED_RANK, KILLED_STEP = 1, 3
 
@@ -31,23 +30,26 @@ def killed_between_slices() -> None:
     """As ``by_slices``. Rank 1 ends itself with SIGKILL in the exchange of its fourth step: its
     header and its nodes are sent, its part of the result is not."""
     by_slices()
-    complete, steps = MessageSlices.complete, 0
+    exchange.sliced = DyingSlices
 
-    def complete_or_die(self: MessageSlices) -> None:
-        nonlocal steps
-        if dist.get_rank() == KILLED_RANK and self._number == 1:
-            steps += 1
-            if steps > KILLED_STEP:
-                os.kill(os.getpid(), signal.SIGKILL)
-        complete(self)
 
-    MessageSlices.complete = complete_or_die  # type: ignore[method-assign]
+class DyingSlices(MessageSlices):
+    """Slices of a rank that dies before it sends its part of the result."""
+
+    _steps = 0
+
+    def complete(self) -> None:
+        self._steps += 1
+        is_last = self._number == 1 and self._steps > KILLED_STEP
+        if is_last and dist.get_rank() == KILLED_RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().complete()
 
 
 def by_collectives() -> None:
     """As over NCCL: no messages between two ranks."""
     by_slices()
-    Peers.has_cheap_messages = False  # type: ignore[assignment, method-assign]
+    exchange.sliced = lambda bucket, peers, number: CollectiveSlices(bucket, peers)
 
 
 class Spread:

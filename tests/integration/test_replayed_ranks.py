@@ -68,8 +68,9 @@ def test_a_replay_is_equal_also_after_a_death_and_a_change_shows(tmp_path: Path)
     assert (restored["source"], restored["step"]) == ("fork", FROM)
     found = compare(first, recorded(broken[0], whole), replay)
     assert (found.result, found.compared) == ("equal", TO - FROM), found
-    ended = CheckpointStore(child).lineage()[-1]
-    assert ended.step == TO and ended.chain == first.of(TO).proof["chain"]  # type: ignore[union-attr, index]
+    ended, record = CheckpointStore(child).lineage()[-1], first.of(TO)
+    assert record is not None and record.proof is not None
+    assert ended.step == TO and ended.chain == record.proof["chain"]
 
     other = RunDir(run_dir.storage, f"{run_dir.run_id}-other")
     changed = spec(replay=section, optimizer={"name": "adamw", "lr": 0.002})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,9 @@ from train_fn.samples.ledger import Count
 from train_fn.step.step_totals import StepTotals
 
 
-def rank_header(step: int, number: int, *losses: float, **votes: object) -> Header:
+def rank_header(step: int, number: int, *losses: float, **votes: Any) -> Header:
     samples = Count(10 * len(losses), 0, 0, (1 << 63) + number)
-    return Header(step, samples, [(loss, 10.0) for loss in losses], **votes)  # type: ignore[arg-type]
+    return Header(step, samples, [(loss, 10.0) for loss in losses], **votes)
 
 
 def sent(*headers: Header) -> StepTotals:
