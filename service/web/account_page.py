@@ -93,10 +93,8 @@ async def post_rights(
     return RedirectResponse("/account", 303)
 
 
-async def _tokens_of(
-    context: ApiContext, session: TokenRow, kind: TokenKind
-) -> list[TokenRow]:
-    """Return the tokens of a session's user; none if it began with an administrator's token."""
+async def _tokens_of(context: ApiContext, session: TokenRow, kind: TokenKind) -> list[TokenRow]:
+    """Return the tokens of a session's user; none if an administrator made its token."""
     if session.user_id is None:
         return []
     return await context.database_call(context.tokens.of_user, session.user_id, kind)
