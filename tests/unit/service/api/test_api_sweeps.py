@@ -218,6 +218,8 @@ async def test_sweeps_are_listed_newest_first_by_page_and_status(api: ApiService
     assert [each["id"] for each in (await api.get("/v1/sweeps?status=STOPPING"))["items"]] == made[
         :1
     ]
+    several = await api.get("/v1/sweeps?status=stopping,running&status=FAILED")
+    assert len(several["items"]) == 3, "in the forms that lists of runs take"
     answer = await api.http.get("/v1/sweeps?status=PAUSED")
     assert answer.status_code == 422 and "the statuses are RUNNING" in answer.text
     assert (await api.http.get("/v1/sweeps?cursor=xyz")).status_code == 422
