@@ -14,8 +14,10 @@ TrainError
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
 ├── RanksApart         ranks that must be equal have other weights or gradients; none took the step
+├── Miscomputed        an audit found that this rank computes other bits than others
 ├── PeersGone          what all ranks do together did not come about
-│   └── PeerApart      another rank has other weights or gradients than most
+│   ├── PeerApart      another rank has other weights or gradients than most
+│   └── PeerMiscomputed  an audit found that another rank computes other bits
 ├── Replaced           a newer submission of the run has begun
 ├── CheckpointFailed   the final checkpoint could not be committed
 └── StorageNotShared   the run's storage is not the same on all nodes
@@ -216,6 +218,26 @@ class RanksApart(TrainError):
         self.trusted_step = trusted_step
 
 
+class Miscomputed(TrainError):
+    """An audit found results that differ. ``step`` counts the steps done, and the next one was not
+    taken. ``ranks`` computed wrongly; empty if it could not be decided."""
+
+    def __init__(self, step: int, ranks: Sequence[int], what: str) -> None:
+        named = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} computed"
+        super().__init__(
+            f"an audit of step {step + 1} found that {named} wrongly: {what}. The step was not "
+            "taken, and the run goes on from the state before it. A processor, its memory or a "
+            "link gave wrong bits. Check the node"
+            if ranks
+            else f"an audit of step {step + 1} found results that differ, and cannot decide which "
+            f"are wrong: {what}. The step was not taken. Either one of the nodes computes wrongly, "
+            "or the loss or the data set uses more than the weights, the sample's index and the "
+            "global random generators: check the task, or set train.audit_fraction to 0"
+        )
+        self.step = step
+        self.ranks = tuple(ranks)
+
+
 class PeersGone(TrainError):
     """A barrier was given up, because another rank will not come."""
 
@@ -227,6 +249,10 @@ class PeerApart(PeersGone):
     def __init__(self, message: str, trusted_step: int) -> None:
         super().__init__(message)
         self.trusted_step = trusted_step
+
+
+class PeerMiscomputed(PeersGone):
+    """An audit found that another rank computes wrongly."""
 
 
 class Replaced(TrainError):

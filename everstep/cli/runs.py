@@ -155,6 +155,13 @@ def _fields(run: Run) -> list[tuple[str, object]]:
             "exactness",
             "elastic: the same bits at any number of ranks" if run.exactness == "elastic" else None,
         ),
+        (
+            "audits",
+            f"in a share of {words.number(run.audit_fraction)} of the steps, ranks compute "
+            "micro-batches of each other again"
+            if run.audit_fraction
+            else None,
+        ),
         ("samples", run.guarantee),
         ("goodput", f"{run.goodput:.0%}" if run.goodput is not None else None),
         ("Ray job", run.links.ray_job),

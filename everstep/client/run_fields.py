@@ -55,6 +55,7 @@ class RunFields:
         replay_of: Replay | None
         chain: str | None
         exactness: Literal["world_size", "elastic"]
+        audit_fraction: float
         guarantee: str | None
         sweep_id: str | None
         owner: str | None

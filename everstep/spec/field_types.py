@@ -17,6 +17,7 @@ NonNegativeFiniteFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 PositiveFiniteFloat = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)

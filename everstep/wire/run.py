@@ -217,6 +217,9 @@ class Run(Answer):
     exactness: Literal["world_size", "elastic"] = "world_size"
     """What `train.exactness` of the spec says: the same bits at equal numbers of ranks, or at any.
     A user's own loop decides itself."""
+    audit_fraction: float = 0.0
+    """What `train.audit_fraction` of the spec says: the share of steps in which ranks compute
+    micro-batches of each other again."""
     guarantee: str | None = None
     """How samples are used over restarts and changes of the world size, in words; null before the
     first step."""

@@ -128,6 +128,7 @@ def run_json(
         ],
         "forked_from": origin and origin.model_dump(),
         "exactness": run.exactness,
+        "audit_fraction": run.audit_fraction,
         "replay_of": run.replay_of,
         "progress": progress_of(run, now),
         "usage": usage_of(run, now, prices),

@@ -170,6 +170,11 @@ class RunRow(RunSummary):
         return self.stored_spec.train.exactness
 
     @property
+    def audit_fraction(self) -> float:
+        """Return ``train.audit_fraction`` of the spec."""
+        return self.stored_spec.train.audit_fraction
+
+    @property
     def max_system_failures(self) -> int:
         return self.stored_spec.recovery.max_system_failures
 
@@ -180,6 +185,7 @@ class ListedRun(RunSummary):
 
     resume_from: ResumeFrom | None
     exactness: str | None
+    audit_fraction: float | None
     max_system_failures: int | None
 
     @classmethod
@@ -188,6 +194,7 @@ class ListedRun(RunSummary):
         parts = {
             "resume_from": spec["resume_from"],
             "exactness": spec["train", "exactness"].as_string(),
+            "audit_fraction": spec["train", "audit_fraction"].as_float(),
             "max_system_failures": spec["recovery", "max_system_failures"].as_integer(),
         }
         names = cls.__dataclass_fields__
@@ -202,6 +209,8 @@ class ListedRun(RunSummary):
             object.__setattr__(run, "resume_from", origin)
         if run.exactness is None:  # a spec from before there was a choice
             object.__setattr__(run, "exactness", "world_size")
+        if run.audit_fraction is None:
+            object.__setattr__(run, "audit_fraction", 0.0)
         return run
 
 

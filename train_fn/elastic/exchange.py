@@ -75,6 +75,7 @@ class Exchange:
         self.values: list[torch.Tensor] = []
         """The sums of what ``add_values`` was given, after ``take``."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._last: int | None = None
 
     def watch(self) -> None:
         """Launch buckets from now on while the last backward pass still runs. Call it after every
@@ -87,12 +88,6 @@ class Exchange:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
                 for number, parameter in enumerate(self._parameters)
             ]
-
-    def remove_hooks(self) -> None:
-        """Launch nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def exchange_values(self, likes: Sequence[torch.Tensor]) -> None:
         """Also sum other tensors from now on: ``add_values`` is given one for each of ``likes``."""
@@ -120,7 +115,7 @@ class Exchange:
         self._measured: list[tuple[torch.Tensor, torch.Tensor | float]] = []
         self._votes: tuple[Any, ...] = ()
         self._num_launched = 0
-        self._last: int | None = None
+        self._last = None
 
     def add(
         self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None

@@ -56,6 +56,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     replica, reporter, progress = training.replica, training.reporter, training.progress
     state, progress.phase = replica.state, "step"
     training.profiler.boundary(state.step)
+    if training.audit is not None:
+        training.audit.begin()
     # A collective: it returns on every rank or on none.
     if replica.exchange is not None:
         totals = elastic_step(training, replica.exchange)
@@ -65,7 +67,10 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
         totals = forward_backward(training)
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     require_together(training.ctx, replica, totals)
-    training.flips.flip(replica)
+    audit = training.audit
+    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
+    if audit is not None:
+        audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
     if progress.rescue is not None:
         progress.rescue.step_committed()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import nn
 
 from everstep.wire.drills import DrillKind
 from train_fn.context import WorkerContext
@@ -24,22 +25,33 @@ class BitFlips:
         self._ctx = ctx
         self._done: str | None = None
 
-    def flip(self, replica: Replica) -> None:
+    def flip(self, replica: Replica, *, is_audited: bool) -> None:
         """Flip the bit that the newest drill asks for. Call it between the exchange of a step and
-        its commit."""
+        its commit. In a step that is audited, the audit flips bits of gradients."""
+        for kind in (DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS):
+            if (is_audited and kind is DrillKind.CORRUPT_GRADIENT) or not self.take(kind):
+                continue
+            parameter = self.chosen(replica)
+            tensor = parameter.grad if kind is DrillKind.CORRUPT_GRADIENT else parameter.data
+            if tensor is None or tensor.layout is not torch.strided:
+                logger.warning("drill %s: there is no gradient in which to flip a bit", kind)
+                return
+            flip_low_bit(tensor)
+            logger.warning("drill %s flipped a bit at step %d", kind, replica.state.step)
+
+    def take(self, kind: DrillKind) -> bool:
+        """Return whether this rank is to flip a bit now, in a drill of this kind. It is then done
+        with that drill."""
         order = self._ctx.flip_ordered()
-        if order is None or order.id == self._done:
-            return
+        if order is None or order.id == self._done or order.kind is not kind:
+            return False
         self._done = order.id
-        if (order.rank, order.attempt) != (self._ctx.world_rank, self._ctx.attempt):
-            return
-        chosen = replica.parameters[len(replica.parameters) // 2]
-        tensor = chosen.grad if order.kind is DrillKind.CORRUPT_GRADIENT else chosen.data
-        if tensor is None or tensor.layout is not torch.strided:
-            logger.warning("drill %s: there is no gradient in which to flip a bit", order.kind)
-            return
-        flip_low_bit(tensor)
-        logger.warning("drill %s flipped a bit at step %d", order.kind, replica.state.step)
+        return (order.rank, order.attempt) == (self._ctx.world_rank, self._ctx.attempt)
+
+    @staticmethod
+    def chosen(replica: Replica) -> nn.Parameter:
+        """Return the parameter in which a bit is flipped."""
+        return replica.parameters[len(replica.parameters) // 2]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
     replica, progress = training.replica, training.progress
     state, volatile = replica.state, replica.volatile
     num_samples, share, hashes, expected = replica.plans.of(state.step)
-    scale = 1.0 / (num_samples * replica.weight_per_sample)
+    scale = replica.loss_scale(num_samples)
     exchange.begin(state.step, state.k, expected.samples, replica.fingerprints.header)
     volatile.begin(num_samples, len(share))
     for position, micro in enumerate(share):
@@ -26,13 +26,14 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
         if position:
             volatile.rewind()
         replica.seed(state.step, micro.number)
-        loss_sum, weight = replica.forward(batch)
-        volatile.passed(len(micro.indices), micro.number)
-        exchange.add(loss_sum, weight, differs)
-        loss = state.scaler.scale(loss_sum * scale)
-        if position == len(share) - 1:
-            _send(training, exchange, micro.number)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with training.watched(micro.number):
+            loss_sum, weight = replica.forward(batch)
+            volatile.passed(len(micro.indices), micro.number)
+            exchange.add(loss_sum, weight, differs)
+            loss = state.scaler.scale(loss_sum * scale)
+            if position == len(share) - 1:
+                _send(training, exchange, micro.number)
+            loss.backward()  # type: ignore[no-untyped-call]
         exchange.fold(micro.number)
     if not share:
         _send(training, exchange, None)

@@ -22,8 +22,7 @@ def forward_backward(training: Training) -> StepTotals:
     replica, loader, progress = training.replica, training.loader, training.progress
     state, volatile, carrier = replica.state, replica.volatile, replica.carrier
     num_samples, share, hashes, expected = replica.plans.of(state.step)
-    # DDP divides by world_size
-    scale = training.ctx.world_size / (num_samples * replica.weight_per_sample)
+    scale = replica.loss_scale(num_samples)
     carrier.begin(state.step, expected, replica.fingerprints.header)
     num_passes = replica.num_passes(len(share))
     volatile.begin(num_samples, num_passes)
@@ -34,7 +33,7 @@ def forward_backward(training: Training) -> StepTotals:
             batch, differs = load_next(training, micro, hashes[position])
             number, own_samples = micro.number, len(micro.indices)
         last = position == num_passes - 1
-        with replica.synchronising(last):
+        with replica.synchronising(last), training.watched(number):
             if position:
                 volatile.rewind()
             replica.seed(state.step, number)

@@ -57,7 +57,11 @@ def require_together(ctx: WorkerContext, replica: Replica, totals: StepTotals) -
 
 
 def raise_apart(
-    ctx: WorkerContext, replica: Replica, of_ranks: Sequence[Hashable], what: str
+    ctx: WorkerContext,
+    replica: Replica,
+    of_ranks: Sequence[Hashable],
+    what: str,
+    odd: tuple[int, ...] | None = None,
 ) -> None:
     """Strike the states that may be wrong, then raise RanksApart on the ranks that differ from most
     others, and PeerApart on these. Without a majority all ranks raise RanksApart.
@@ -65,10 +69,11 @@ def raise_apart(
     Args:
         of_ranks: by rank, what is equal on ranks that agree.
         what: what differs, in words.
+        odd: the ranks that are wrong, if that is known by other means.
     """
     step = replica.state.step
     trusted_step = max(replica.begun_at, step - FOUND_WITHIN)
-    odd = odd_ranks(of_ranks)
+    odd = odd_ranks(of_ranks) if odd is None else odd
     strike(ctx, trusted_step)
     error = RanksApart(step, odd, what, trusted_step)
     if odd and ctx.world_rank not in odd:

@@ -3,6 +3,7 @@ attempt got."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,13 @@ from train_fn.checkpoints.safetensors_file import require_safetensors
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
+from train_fn.loop.audit import NOT_WATCHED, Audit
 from train_fn.loop.best import require_best_metric
 from train_fn.loop.bit_flip import BitFlips
 from train_fn.loop.evaluate import try_evaluation
-from train_fn.loop.newest_checkpoint import Restored
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
-from train_fn.loop.restore import restore
-from train_fn.loop.survivor import Survivor, take
+from train_fn.loop.restore import Restored, restore
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.forgotten import sweep_forgotten
@@ -50,8 +50,6 @@ class Progress:
     """Seconds of this rank's own work in the last step."""
     rescue: Rescue | None = None
     """Keeps the state where this thread cannot."""
-    survivor: Survivor | None = None
-    """What an earlier attempt of this process has kept, until the state of this one counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +67,17 @@ class Training:
     """On rank 0 of several ranks only."""
     profiler: StepProfiler
     flips: BitFlips
+    audit: Audit | None
+    """None if no step is audited."""
     loader: Loader
     saver: Saver
     publisher: Publisher
     grad_clip_norm: float | None
     """From the spec; read here once because every step asks for it."""
+
+    def watched(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of this rank's pass over micro-batch ``number``."""
+        return NOT_WATCHED if self.audit is None else self.audit.watched(number)
 
 
 def prepare(ctx: WorkerContext, progress: Progress) -> Training:
@@ -82,14 +86,13 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
     """
     sweep_forgotten(ctx)
-    progress.survivor = survivor = take(ctx)
-    replica = progress.replica = build_replica(ctx, None if survivor is None else survivor.parts)
+    replica = progress.replica = build_replica(ctx)
     require_best_metric(ctx, replica)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
-    restored = restore(ctx, replica, survivor)
-    progress.is_restored, progress.survivor = True, None
+    restored = restore(ctx, replica)
+    progress.is_restored = True
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
@@ -108,7 +111,8 @@ def _build(
 ) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
     state, sampler = replica.state, replica.sampler
-    copies = BoundaryCopies(state)
+    copies, flips = BoundaryCopies(state), BitFlips(ctx)
+    audit = audit_of(ctx, replica, flips)
     return Training(
         ctx=ctx,
         progress=progress,
@@ -118,7 +122,8 @@ def _build(
         clock=StepClock([*replica.parameters, *replica.idle_parameters], ctx.device),
         stragglers=watch_stragglers(ctx, replica),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
-        flips=BitFlips(ctx),
+        flips=flips,
+        audit=audit,
         loader=Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
@@ -127,9 +132,25 @@ def _build(
             ctx.device,
         ),
         saver=Saver(ctx, state, copies),
-        publisher=Publisher(ctx, state, copies, insures=restored.is_kept),
+        publisher=Publisher(ctx, state, copies),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
     )
+
+
+def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> Audit | None:
+    """Return what audits the steps of this attempt, after a rehearsal; None if nothing does. A
+    collective."""
+    if not ctx.spec.train.audit_fraction:
+        return None
+    audit = Audit(ctx, replica, flips)
+    if not replica.must_agree:
+        replica.warn(
+            "no step of this attempt is audited (train.audit_fraction): the ranks' processors, "
+            "libraries or settings differ, so their last bits may, too. Use one kind of node"
+        )
+        return None
+    audit.rehearse()
+    return audit
 
 
 def watch_stragglers(ctx: WorkerContext, replica: Replica) -> StragglerWatch | None:

@@ -21,6 +21,7 @@ from everstep.wire import ErrorKind, Verdict
 from storage.errors import StorageError
 from train_fn.errors import (
     CheckpointFailed,
+    Miscomputed,
     NumericsChanged,
     PeersGone,
     RanksApart,
@@ -151,6 +152,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.USER, RuntimeError, _DEVICE_MISUSE_WORDS),
     _Row(ErrorKind.DEVICE, RuntimeError, _DEVICE_WORDS),
     _Row(ErrorKind.CORRUPTION, RanksApart),
+    _Row(ErrorKind.CORRUPTION, Miscomputed),
     _Row(ErrorKind.EXCHANGE, StepNotWhole),
     _Row(ErrorKind.EXCHANGE, StateNotWhole),
     _Row(ErrorKind.STORAGE, StorageError),

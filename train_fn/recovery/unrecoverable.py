@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from everstep.spec.sections import RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
-from train_fn.errors import FOUND_WITHIN, NumericsChanged
+from train_fn.errors import FOUND_WITHIN, Miscomputed, NumericsChanged
 from train_fn.recovery.links import ENDED_AFTER, WHAT_TO_CHECK, times_in_a_row, words
 from train_fn.recovery.past_failures import PastFailure, made_progress
 from train_fn.recovery.verdict import Judgement
@@ -101,24 +101,39 @@ def device_error_follows(judgement: Judgement, past: Sequence[PastFailure]) -> R
 def ranks_part_again(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
     """End a run whose ranks went apart again at about the same step, and not by one node alone. A
     node that computes wrongly does so at any step; code that changes weights differently on each
-    rank does so at the same one."""
+    rank does so at the same one.
+
+    Audits that cannot be decided may be far apart: two of them end the run.
+    """
     if judgement.verdict is not Verdict.SILENT_CORRUPTION:
         return None
+    is_undecided = judgement.node_id is None and _is_of_audit(judgement)
     again = (
         failure.verdict is Verdict.SILENT_CORRUPTION
-        and abs((failure.step or 0) - (judgement.step or 0)) <= FOUND_WITHIN
+        and (
+            abs((failure.step or 0) - (judgement.step or 0)) <= FOUND_WITHIN
+            or (is_undecided and failure.node_id is None and _is_of_audit(failure))
+        )
         and (failure.node_id is None or failure.node_id != judgement.node_id)
         for failure in past
     )
     if not any(again):
         return None
-    return RunEnd(
-        ReasonCode.USER_ERROR,
-        f"the ranks went apart twice {judgement.place} or near it, and not by one node: let only "
-        "the optimizer, after_step and on_epoch_end change the weights, and draw random numbers "
-        "from a generator with a fixed seed. If no code of yours does it, one of the nodes "
-        f"computes wrongly: {judgement.exception}",
-    )
+    if is_undecided:
+        message = f"two audits could not be decided: {judgement.exception}"
+    else:
+        message = (
+            f"the ranks went apart twice {judgement.place} or near it, and not by one node: let "
+            "only the optimizer, after_step and on_epoch_end change the weights, and draw random "
+            "numbers from a generator with a fixed seed. If no code of yours does it, one of the "
+            f"nodes computes wrongly: {judgement.exception}"
+        )
+    return RunEnd(ReasonCode.USER_ERROR, message)
+
+
+def _is_of_audit(failure: Judgement | PastFailure) -> bool:
+    """Return whether an audit found it."""
+    return (failure.signature or "").startswith(f"{Miscomputed.__name__}|")
 
 
 def nodes_cannot_meet(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:

@@ -88,11 +88,6 @@ class VolatileBuffers:
         return [self._places[number] for number in self._moving]
 
     @property
-    def ignored(self) -> list[Place]:
-        """Return the places of the tensors that depend on the batch alone."""
-        return [self._places[number] for number in sorted(self._ignored)]
-
-    @property
     def has_news(self) -> bool:
         """Return whether this rank saw a tensor change that the ranks have not agreed on."""
         return bool(self._late.found)
@@ -149,7 +144,7 @@ class VolatileBuffers:
         self._own_samples += num_samples
         if not self._tensors:
             return
-        now = self._now()
+        now = self.now()
         if not self._is_plain:
             self._values.add(now, num_samples, is_first=is_first, number=number)
 
@@ -166,7 +161,7 @@ class VolatileBuffers:
 
     def adopt(self) -> None:
         """Write the step's committed values into the model."""
-        now = self._now() if self._is_plain else []
+        now = self.now() if self._is_plain else []
         self._put_own_in_place()
         if self._is_plain:
             replaced = [
@@ -214,7 +209,23 @@ class VolatileBuffers:
         self._is_kept = False
         return [self._places[number].name for number in torn + self._late.unnoticed()]
 
-    def _now(self) -> list[torch.Tensor]:
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Repeat a forward pass of the present step inside the block, from the values at its
+        beginning. Afterwards everything is as it was before the block."""
+        slots = [(holder, key, holder[key]) for holder, key in self._slots]
+        now = [tensor.detach().clone() for tensor in self.now()]
+        self._put_own_in_place()
+        copy_all(self._tensors, self._before)
+        try:
+            yield
+        finally:
+            for holder, key, tensor in slots:
+                holder[key] = tensor
+            copy_all(self.now(), now)
+            self._late.put_back_new()
+
+    def now(self) -> list[torch.Tensor]:
         """Return the tensors that are in place now. Where the shape has changed, return the one
         from the beginning of the step instead.
 

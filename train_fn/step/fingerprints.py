@@ -57,6 +57,10 @@ class Fingerprints:
         self.gradient = sum(totals[: len(gradients)]) & MASK64 if gradient else None
         self.weights = sum(totals[len(gradients) :]) & MASK64
 
+    def of_gradients(self) -> int:
+        """Return the digest of the present gradients."""
+        return sum(totals_in(self._gradients())) & MASK64
+
     @property
     def header(self) -> int:
         """Return both digests in ``HEADER_BITS`` bits, to compare between ranks; 0 before the first

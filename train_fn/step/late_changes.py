@@ -160,6 +160,21 @@ class LateChanges:
         torn = [number for number, kept in self._unfit.items() if self._is_torn(number, kept)]
         return unknown + torn
 
+    def put_back_new(self) -> list[int]:
+        """Undo changes of tensors that had not changed before. Return the numbers of their places.
+
+        Raise BadTask if no copy of one was kept.
+        """
+        moved = self._watch.moved()
+        if torn := [
+            self._places[number].name for number in moved if not self._watch.put_back(number)
+        ]:
+            raise BadTask(
+                f"a forward pass that an audit repeats changes {', '.join(torn)}, of which no copy "
+                "is kept. Let every forward pass change it, or set train.audit_fraction to 0"
+            )
+        return moved
+
     # -- between two steps
 
     def has_any(self) -> bool:

@@ -22,15 +22,8 @@ class UsedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers) -> None:
         self._parameters, self._peers = parameters, peers
         self._used: set[int] = set()
-        self._hooks = [
+        for number, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
-            for number, parameter in enumerate(parameters)
-        ]
-
-    def remove_hooks(self) -> None:
-        """Note nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _note(self, number: int, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # the hook also runs where a backward gives nothing
@@ -39,11 +32,15 @@ class UsedParameters:
     def __len__(self) -> int:
         return len(self._used)
 
+    def forget(self) -> None:
+        """Forget what was used since the last ``drop_unused``."""
+        self._used.clear()
+
     def drop_unused(self) -> None:
         """Remove the gradients of parameters that no rank used. A collective."""
         flags = torch.zeros(len(self._parameters), dtype=torch.int32)
         flags[list(self._used)] = 1
-        self._used.clear()
+        self.forget()
         flags = flags.to(self._peers.device)
         work = self._peers.start_sum(flags)
         if work is not None:

@@ -43,6 +43,7 @@ CONTRACT: dict[str, Any] = {
         "loader": {"num_workers": "auto", "prefetch_factor": 4},
         "unused_parameters": "zero",
         "exactness": "world_size",
+        "audit_fraction": 0.0,
         "ema_decay": None,
     },
     "scaling": {
@@ -202,13 +203,16 @@ def test_the_best_is_the_smallest_where_the_metric_s_name_says_so(
         ), "as it was resolved"
 
 
-def test_elastic_exactness_makes_auto_strict_and_is_the_only_thing_that_does() -> None:
-    for exactness, wanted, found in (
-        ("elastic", "auto", True),
-        ("elastic", True, True),
-        ("world_size", "auto", "auto"),
-        ("world_size", False, False),
+def test_only_elastic_exactness_and_audits_make_auto_strict() -> None:
+    for exactness, fraction, wanted, found in (
+        ("elastic", 0, "auto", True),
+        ("elastic", 0, True, True),
+        ("world_size", 0.001, "auto", True),
+        ("world_size", 0, "auto", "auto"),
+        ("world_size", 0, False, False),
     ):
-        train = TrainSpec.model_validate({"exactness": exactness, "deterministic": wanted})
+        train = TrainSpec.model_validate(
+            {"exactness": exactness, "audit_fraction": fraction, "deterministic": wanted}
+        )
         assert train.wants_determinism == found
     assert not TrainSpec(exactness="elastic").compile

@@ -77,6 +77,16 @@ def test_all_faults_are_found_at_once() -> None:
             "deterministic is false, and exactness elastic needs true",
         ),
         (
+            spec(train={"audit_fraction": 0.5, "compile": True}),
+            "train.compile",
+            "compile is true, and audit_fraction 0.5 needs false",
+        ),
+        (
+            spec(train={"audit_fraction": 1.5}),
+            "train.audit_fraction",
+            "less than or equal to 1",
+        ),
+        (
             spec(optimizer={"name": "adm"}),
             "optimizer.name",
             "'adm' is not known; choose one of 'adamw', 'adam', 'sgd'",

@@ -52,6 +52,7 @@ CLASSIFIED: dict[type[BaseException], ErrorKind] = {
     train_fn.errors.StateNotWhole: ErrorKind.EXCHANGE,
     train_fn.errors.NumericsChanged: ErrorKind.DEVICE,
     train_fn.errors.RanksApart: ErrorKind.CORRUPTION,
+    train_fn.errors.Miscomputed: ErrorKind.CORRUPTION,
     BaseException: ErrorKind.USER,
 }
 """Written down once more, by hand: what the table is compared with."""

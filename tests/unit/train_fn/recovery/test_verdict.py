@@ -451,6 +451,19 @@ def apart(node_id: str | None, step: int = 100) -> Judgement:
     return dataclasses.replace(of_one, verdict=Verdict.SILENT_CORRUPTION, node_id=node_id)
 
 
+def audited(node_id: str | None, step: int = 100) -> Judgement:
+    """Return the judgement of an audit."""
+    return dataclasses.replace(apart(node_id, step), signature="Miscomputed|an audit|audit.py:9")
+
+
+def test_two_audits_that_cannot_be_decided_end_the_run() -> None:
+    first, second = audited(None), audited(None, step=9000)
+    assert weighed(first, []).restart
+    decision = weighed(second, [past_of(first)])
+    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
+    assert "two audits could not be decided" in str(decision.message)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "ends"),
     [
@@ -460,6 +473,9 @@ def apart(node_id: str | None, step: int = 100) -> Judgement:
         (apart("n1"), apart("n1"), False),
         (apart("n1"), apart("n2", step=165), False),
         (of_the_device("n1", step=100), apart("n2"), False),
+        (audited("n1"), audited(None, step=9000), False),
+        (audited("n1"), audited("n1", step=9000), False),
+        (apart(None), audited(None, step=9000), False),
     ],
 )
 def test_ranks_that_go_apart_again_at_the_same_step_do_so_by_the_task(

@@ -1,0 +1,267 @@
+"""Audits: in some steps every rank computes a micro-batch of another rank again, and the ranks
+compare digests before anyone takes the step. This finds a processor whose wrong numbers enter the
+sum of all ranks, so that no comparison of the sums can show them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from everstep.wire.drills import DrillKind
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed
+from train_fn.loop.bit_flip import BitFlips, flip_low_bit
+from train_fn.loop.ranks_apart import odd_ranks, raise_apart
+from train_fn.loop.replica import Replica
+from train_fn.samples.randomness import generators_kept, key
+from train_fn.samples.sampler import MicroBatch
+from train_fn.samples.stream_set import StreamSet
+from train_fn.state.contents import few
+from train_fn.step.audit_rules import (
+    Computed,
+    Dispute,
+    audited_place,
+    audited_rank,
+    is_audited,
+    settled,
+)
+from train_fn.step.pass_record import PassRecord
+from train_fn.step.step_totals import StepTotals
+from train_fn.tasks.checks import where
+
+_WAY_OUT = "or set train.audit_fraction to 0"
+NOT_WATCHED: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class _Finding(NamedTuple):
+    """What one rank has to say in an audit."""
+
+    own: Computed | None
+    """Of its own micro-batch, as it went into the step; None if its share is empty."""
+    audited: Computed | None
+    """Of the micro-batch of another rank."""
+    gradient: int
+    """Digest of the summed gradient."""
+    weights: tuple[int, int]
+    """Digests of the weights when the step began, and now."""
+
+
+class Audit:
+    """Audit the steps that are due. A step calls ``begin``; ``watched`` around each pass; and
+    ``check`` between its exchange and its commit.
+
+    Raises BadTask if the task's micro-batches cannot be computed again.
+    """
+
+    def __init__(self, ctx: WorkerContext, replica: Replica, flips: BitFlips) -> None:
+        self._ctx, self._replica, self._flips = ctx, replica, flips
+        self._fraction = ctx.spec.train.audit_fraction
+        _require_repeatable(replica)
+        self.is_due = False
+        """Whether the present step is audited."""
+        self._own: MicroBatch | None = None
+        self._record: PassRecord | None = None
+        self._weights: list[int] = []
+        """Sums of the weights when the step began."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        replica = self._replica
+        self.is_due = is_audited(replica.sampler.seed, replica.state.step, self._fraction)
+        if self.is_due:
+            self._own, self._record = self._micro_of(replica.peers.rank), None
+            self._weights = replica.trained.sums()
+
+    def watched(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of this rank's pass over micro-batch ``number``."""
+        if not self.is_due or self._own is None or self._own.number != number:
+            return NOT_WATCHED
+        return self._watch()
+
+    def check(self, totals: StepTotals) -> None:
+        """Compare what the ranks computed, if this step is due. A collective in such a step, which
+        leaves no trace.
+
+        Raise Miscomputed on ranks that computed wrongly, or on all if it cannot be decided, and
+        PeerMiscomputed on the others.
+        """
+        if not self.is_due or totals.facts.num_with_news:
+            return  # with news, ranks have yet to agree on a tensor that forward passes change
+        replica = self._replica
+        rank, world_size = replica.peers.rank, replica.peers.world_size
+        audited = self._micro_of(self._audited_by(rank))
+        finding = _Finding(
+            None if self._record is None else self._record.computed(),
+            None if audited is None else self._computed(audited),
+            replica.fingerprints.of_gradients(),
+            (key(*self._weights), key(*replica.trained.sums())),
+        )
+        found: list[_Finding] = replica.peers.gather(finding)
+        if len({digest for each in found for digest in each.weights}) > 1:
+            self._raise_for_weights()
+        disputes = []
+        for auditor in range(world_size):
+            owner = self._audited_by(auditor)
+            own, again, micro = found[owner].own, found[auditor].audited, self._micro_of(owner)
+            if own is not None and again is not None and micro is not None and own != again:
+                disputes.append(Dispute(micro.number, owner, auditor, own, again))
+        gradients = [each.gradient for each in found]
+        if disputes or len(set(gradients)) > 1:
+            self._settle(disputes, gradients)
+
+    def rehearse(self) -> None:
+        """Compute a micro-batch of the next step twice. Raise BadTask if results differ on one
+        rank: an audit would blame a node for what the task does. A collective."""
+        replica = self._replica
+        if replica.state.step >= replica.last_step:
+            return
+        [micro, *_] = replica.sampler.share(replica.state.epoch, replica.state.k, 0, 1)
+        first, second = self._computed(micro), self._computed(micro)
+        differing = [each for each in replica.peers.gather(first.differing(second)) if each]
+        if differing:
+            raise BadTask(
+                f"{' and '.join(differing[0])} differ when one micro-batch is computed twice. "
+                "train.audit_fraction compares results between ranks. Let "
+                f"{where(replica.task, 'loss')} and the data set draw from the global generators "
+                f"of torch, numpy and Python only, and depend on nothing else, {_WAY_OUT}"
+            )
+
+    # -- parts of it
+
+    def _audited_by(self, rank: int) -> int:
+        replica = self._replica
+        return audited_rank(
+            replica.sampler.seed, replica.state.step, rank, replica.peers.world_size
+        )
+
+    def _micro_of(self, rank: int) -> MicroBatch | None:
+        """Return the micro-batch of a rank that is audited; None if it has none in this step."""
+        replica = self._replica
+        state, sampler = replica.state, replica.sampler
+        share = sampler.share(state.epoch, state.k, rank, replica.peers.world_size)
+        if not share:
+            return None
+        return share[audited_place(sampler.seed, state.step, rank, len(share))]
+
+    def _new_record(self) -> PassRecord:
+        replica = self._replica
+        return PassRecord(replica.step_module, replica.gradient_parameters, replica.volatile.now)
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        handle = None
+        if self._flips.take(DrillKind.CORRUPT_GRADIENT):
+            chosen = self._flips.chosen(self._replica)
+            handle = chosen.register_hook(_flipped)  # type: ignore[no-untyped-call]
+        self._record = self._new_record()
+        try:
+            with self._record:
+                yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _computed(self, micro: MicroBatch) -> Computed:
+        """Compute a micro-batch once more, and leave no trace of it."""
+        replica = self._replica
+        state = replica.state
+        with generators_kept(replica.peers.device), _gradients_kept(replica):
+            batch = replica.load(micro).batch
+            with replica.volatile.repeated(), self._new_record() as record:
+                replica.seed(state.step, micro.number)
+                loss_sum, _ = replica.step_module(batch)
+                loss = loss_sum * replica.loss_scale(replica.sampler.size_of(state.k))
+                state.scaler.scale(loss).backward()
+        return record.computed()
+
+    def _settle(self, disputes: Sequence[Dispute], gradients: Sequence[int]) -> None:
+        """Find out who is wrong: all ranks compute the disputed micro-batches once more. Raises."""
+        replica = self._replica
+        again = [self._computed(self._micro(dispute)) for dispute in disputes]
+        found = replica.peers.gather(again)
+        ranks, what = set[int](), list[str]()
+        for place, dispute in enumerate(disputes):
+            ranks.update(settled(dispute, [results[place] for results in found]))
+            what.append(
+                f"{' and '.join(dispute.own.differing(dispute.audited))} of micro-batch "
+                f"{dispute.number} differ between ranks {dispute.owner} and {dispute.auditor}"
+            )
+        if len(set(gradients)) > 1:
+            ranks.update(odd_ranks(gradients))
+            what.append("the summed gradient differs between ranks")
+        error = Miscomputed(replica.state.step, sorted(ranks), ", and ".join(what))
+        if ranks and replica.peers.rank not in ranks:
+            raise PeerMiscomputed(str(error))
+        raise error
+
+    def _raise_for_weights(self) -> None:
+        """Raise RanksApart or PeerApart: weights are wrong, so the state of this step is not to be
+        trusted. A collective."""
+        replica = self._replica
+        found = replica.peers.gather((replica.trained.sums(), self._weights))
+        pairs = [pair for now, before in found for pair in ((now, before), (now, found[0][0]))]
+        names = {name for now, other in pairs for name in replica.trained.differing(now, other)}
+        sums = [tuple(now) for now, _ in found]
+        changed = tuple(rank for rank, (now, before) in enumerate(found) if now != before)
+        what = f"weights {few(sorted(names))}"
+        raise_apart(self._ctx, replica, sums, what, changed or odd_ranks(sums))
+
+    def _micro(self, dispute: Dispute) -> MicroBatch:
+        micro = self._micro_of(dispute.owner)
+        assert micro is not None
+        return micro
+
+
+def _flipped(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with one wrong bit, for a drill."""
+    wrong = gradient.detach().clone()
+    flip_low_bit(wrong)
+    return wrong
+
+
+@contextmanager
+def _gradients_kept(replica: Replica) -> Iterator[None]:
+    """Let a backward pass in the block begin without gradients, and put back those of the step."""
+    parameters = list(replica.step_module.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if replica.used is not None:
+            replica.used.forget()
+
+
+def _require_repeatable(replica: Replica) -> None:
+    """Raise BadTask if another rank cannot compute this rank's micro-batches again."""
+    if replica.own_updates is not None:
+        raise BadTask(
+            f"{replica.own_updates.source} makes its own steps, which an audit cannot repeat "
+            f"without a change. Let the task return a loss instead, {_WAY_OUT}"
+        )
+    if replica.exchanges_in_forward:
+        raise BadTask(
+            f"{where(replica.task, 'build_model')} returned a model that exchanges in its forward "
+            "pass, so no rank can repeat a pass of another one alone. Use layers that see one "
+            f"micro-batch only, as BatchNorm for SyncBatchNorm, {_WAY_OUT}"
+        )
+    if isinstance(replica.train_set, StreamSet):
+        raise BadTask(
+            f"{where(replica.task, 'build_datasets')} returned iterable data, which another rank "
+            f"cannot read again at any place. Use a map-style data set, {_WAY_OUT}"
+        )
+    if replica.changed_by_pass:
+        raise BadTask(
+            f"a pass changes {few(replica.changed_by_pass)}, so its result may depend on the "
+            "passes before it, and another rank cannot repeat it. Keep what passes change in "
+            "buffers of the model, and take the count of steps from the parameter step of loss, "
+            f"{_WAY_OUT}"
+        )
