@@ -46,6 +46,7 @@ from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
+from service.embedded import worker_start
 from service.embedded.cluster import ClusterError
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
@@ -56,6 +57,7 @@ from service.process.arguments import settings_of
 from service.process.backends import opened, reach, running_cluster
 from service.process.home import HomeError, HomeLock, published_url
 from service.process.logs import configure_logging
+from service.reconciler.entrypoint import DRIVER, driver_entrypoint
 from service.reconciler.leadership import Leadership
 from service.reconciler.loop import Reconciler
 from service.reconciler.scrub import ScrubRule
@@ -130,7 +132,8 @@ async def serve(
         RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
     )
     endpoint = supervisor.endpoint if supervisor else lambda: existing
-    async with RayJobs(endpoint) as ray, RayDashboard(endpoint) as ray_dashboard:
+    make_way = supervisor.make_way if supervisor else None
+    async with RayJobs(endpoint, make_way) as ray, RayDashboard(endpoint) as ray_dashboard:
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()
@@ -217,6 +220,9 @@ def made_reconciler(
         ),
         sweeps=SweepStore(mine),
         public_url=public_url,
+        entrypoint=driver_entrypoint(
+            storage.uri, worker_start.DRIVER if settings.embedded else DRIVER
+        ),
     )
 
 
