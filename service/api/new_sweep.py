@@ -16,6 +16,7 @@ from everstep.spec.trials import Trial, trials_of, words_of
 from everstep.spec.user_code import CodeSpec
 from service.api.auth import Principal
 from service.api.context import ApiContext
+from service.api.origins import Origins
 from service.api.spec_body import check_shape, validated
 from service.api.submission import allowed, check_reaches, confirmed, idempotency_of
 from service.db.engine import Guard
@@ -117,11 +118,17 @@ async def _checked(context: ApiContext, caller: Principal, trials: list[Trial]) 
     checked: list[Trial] = []
     faults: dict[FieldError, str] = {}
     seen: set[object] = set()
+    origins = Origins()
     for number, trial in enumerate(trials):
         shape = _shape(trial.spec.code)
         try:
             spec = await allowed(
-                context, caller, trial.spec, keep=not faults, look_at_code=shape not in seen
+                context,
+                caller,
+                trial.spec,
+                keep=not faults,
+                origins=origins,
+                look_at_code=shape not in seen,
             )
             checked.append(Trial(trial.params, spec))
         except InvalidSpec as exc:

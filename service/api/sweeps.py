@@ -17,7 +17,8 @@ from service.api.context import ApiContext, Context
 from service.api.new_sweep import submitted_sweep
 from service.api.openapi import SWEEP_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, parse_sweep_cursor, sweep_cursor
-from service.api.problems import invalid_request, not_found
+from service.api.problems import not_found
+from service.api.run_list import statuses
 from service.api.runs import delete_run
 from service.api.spec_body import read_json
 from service.api.sweep_answers import run_of_sweep, sweep_answer
@@ -168,22 +169,19 @@ async def page_of_sweeps(
     context: ApiContext,
     caller: Principal,
     project: str | None,
-    statuses: Sequence[str],
+    status: Sequence[str],
     limit: int,
     cursor: str | None,
 ) -> tuple[list[Sweep], str | None]:
     """Return a page of the sweeps that the caller may see, and the cursor after it."""
     before = parse_sweep_cursor(cursor)
-    unknown = next((each for each in statuses if each not in set(SweepStatus)), None)
-    if unknown is not None:
-        known = ", ".join(SweepStatus)
-        raise invalid_request(
-            "status", msg=f"{unknown[:40]!r} is not a status; the statuses are {known}"
-        )
+    wanted_statuses = statuses(status, SweepStatus)
     if caller.project is not None and project not in (None, caller.project):
         return [], None
     wanted = caller.project or project
-    rows = await context.database_call(context.sweeps.page, wanted, statuses, limit + 1, before)
+    rows = await context.database_call(
+        context.sweeps.page, wanted, wanted_statuses, limit + 1, before
+    )
     last = rows[limit - 1] if len(rows) > limit else None
     after = None if last is None else sweep_cursor(last.created_at, last.id)
     return await sweep_answers(context, rows[:limit]), after
