@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from tests.integration.ranks import (
     run_attempt,
 )
 from tests.support.rank_processes import DEADLINE_S
-
-Call = Callable[[], Any]
 
 
 class StayingRanks:
@@ -57,23 +54,30 @@ class StayingRanks:
         deadline = time.monotonic() + DEADLINE_S
         return [self._answer(name, deadline) for name in names]
 
-    def call(self, name: str, function: Call) -> Any:
-        """Return what a function of a module returns in that process."""
+    def call(self, name: str, function: Callable[[], Any], job: Job) -> Any:
+        """Return what a function of a module returns in that process, which is started for the job
+        if it is not there yet."""
+        if name not in self.processes:
+            self._start(name, job)
         self._pipes[name].send(function)
-        answer = self._answer(name, time.monotonic() + DEADLINE_S)
-        return answer
+        return self._answer(name, time.monotonic() + DEADLINE_S)
 
     def _start(self, name: str, job: Job) -> None:
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, replace(job)))
+        process = self._context.Process(target=_serve, args=(theirs, job))
         process.start()
         theirs.close()
         self.processes[name], self._pipes[name] = process, mine
 
     def _answer(self, name: str, deadline: float) -> Any:
         pipe, process = self._pipes[name], self.processes[name]
+        left_s = max(0.0, deadline - time.monotonic())
+        ready = wait([pipe, process.sentinel], left_s)
+        assert ready, f"{name} does not answer"
+        if pipe not in ready:
+            process.join()
+            return Outcome(process.exitcode)
         try:
-            assert pipe.poll(max(0.0, deadline - time.monotonic())), f"{name} does not answer"
             return pickle.loads(pipe.recv())
         except (EOFError, ConnectionResetError):
             process.join(10)
@@ -96,6 +100,8 @@ def staying_ranks(tmp_path: Path) -> Iterator[StayingRanks]:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
+    # As in Ray's workers: a loader process is a child of its rank, and dies with it.
+    multiprocessing.set_start_method("fork", force=True)
     prepare_process(job)
     while True:
         try:
