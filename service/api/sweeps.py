@@ -14,7 +14,7 @@ from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 from service.api.answers import as_json
 from service.api.auth import Caller, CallerToConfirm, Principal, visible_run
 from service.api.context import ApiContext, Context
-from service.api.new_sweep import submitted_sweep
+from service.api.new_sweep import submitted_sweep, validated_sweep
 from service.api.openapi import SWEEP_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, parse_sweep_cursor, sweep_cursor
 from service.api.problems import not_found
@@ -83,6 +83,25 @@ async def create_sweep(
     )
     [answer] = await sweep_answers(context, [sweep])
     return as_json(answer, 201 if is_new else 200, {"Location": f"/v1/sweeps/{sweep.id}"})
+
+
+@router.post(
+    "/validate",
+    summary="Check a sweep",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=SWEEP_BODY,
+)
+async def validate_sweep(
+    context: Context,
+    caller: CallerToConfirm,
+    raw: Annotated[Any, Depends(read_json)],
+    create_project: CreateProject = False,
+) -> SweepSpec:
+    """Checks a sweep with all of its runs as a submission does, and responds with it, and with the
+    seed that it drew. Nothing is recorded. Submitted, the response makes the runs that were
+    checked."""
+    confirm = partial(caller.confirm, context)
+    return await validated_sweep(context, caller, raw, confirm, create_project=create_project)
 
 
 @router.get("", summary="List sweeps", responses=problem_answers(422))

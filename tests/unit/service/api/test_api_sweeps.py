@@ -225,6 +225,21 @@ async def test_sweeps_are_listed_newest_first_by_page_and_status(api: ApiService
     assert (await api.http.get("/v1/sweeps?cursor=xyz")).status_code == 422
 
 
+async def test_a_check_records_nothing_and_names_what_a_submission_would(api: ApiService) -> None:
+    random = {"optimizer.lr": {"name": "log", "low": 1e-4, "high": 0.1}}
+    body = sweep_body(grid={}, random=random, max_runs=3, spec=spec(project="fresh"))
+    refused = await api.http.post("/v1/sweeps/validate", json=body)
+    assert refused.status_code == 422 and "project" in refused.json()["errors"][0]["loc"]
+    answer = await api.http.post("/v1/sweeps/validate?create_project=true", json=body)
+    assert answer.status_code == 200 and answer.json()["seed"] is not None, answer.text
+    assert (await api.get("/v1/sweeps"))["items"] == []
+    assert "fresh" not in {each["name"] for each in (await api.get("/v1/projects"))["items"]}
+    made = await create_sweep(api, **(answer.json() | {"spec": spec()}))
+    runs = (await api.get(f"/v1/sweeps/{made['id']}/runs"))["items"]
+    trials = trials_of(SweepSpec.model_validate(answer.json()))
+    assert [run["params"] for run in runs] == [dict(trial.params) for trial in trials]
+
+
 async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiService) -> None:
     parent, journal = await api.running(train={"epochs": 3})
     api.apply(parent, [journal.checkpoint(10)])
