@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
@@ -34,6 +35,16 @@ class ClusterSupervisor:
     def start(self) -> None:
         """Adopt or start the cluster, and wait until it is ready. Raises ClusterError."""
         self._note = self._cluster.ensure_running()
+
+    async def _start_unless(self, stopping: asyncio.Event) -> None:
+        """Like ``start``, but give up at a stop. Raises ClusterError, also then."""
+        starting = asyncio.create_task(asyncio.to_thread(self.start))
+        ending = asyncio.create_task(stopping.wait())
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            self._cluster.give_up()
+        ending.cancel()
+        await starting
 
     def note(self) -> ClusterNote | None:
         """Return the keeper's newest note, or None while there is no cluster."""
@@ -75,12 +86,27 @@ class ClusterSupervisor:
                 log.info("a node of the embedded cluster is up", node=node_id, slot=slot)
         self._note = note
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Check the cluster every second until ``stopping``, and restart it if it is gone.
+    async def run(self, stopping: asyncio.Event, on_ready: Callable[[int], None]) -> None:
+        """Wait until the cluster is ready. Then check it every second until ``stopping``, and
+        restart it if it is gone.
 
         Runs continue in the new cluster from their newest checkpoints.
+
+        Args:
+            stopping: Set when the service ends.
+            on_ready: Called with the number of nodes.
+
+        Raises ClusterError if the first start fails.
         """
         retry_s = FIRST_RETRY_S
+        try:
+            await self._start_unless(stopping)
+        except ClusterError:
+            if stopping.is_set():
+                return
+            raise
+        if self._note is not None:
+            on_ready(len(self._note.nodes) - 1)
         while not stopping.is_set():
             pause_s = WATCH_INTERVAL_S
             self._log_changes()
@@ -88,7 +114,7 @@ class ClusterSupervisor:
                 self._note = None
                 log.error("the embedded Ray cluster is gone; restarting it")
                 try:
-                    await asyncio.to_thread(self.start)
+                    await self._start_unless(stopping)
                     retry_s = FIRST_RETRY_S
                 except ClusterError as exc:
                     log.error(
