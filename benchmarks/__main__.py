@@ -7,7 +7,6 @@ import sys
 
 NAMES = (
     "main_job",
-    "start",
     "throughput",
     "recovery",
     "faults",

@@ -1,10 +1,12 @@
-"""What ``train.exactness: elastic`` costs: its steps over those of ``world_size``, by turns.
+"""What ``train.exactness: elastic`` and audits cost: steps over those of ``world_size``, by turns.
 
     python -m benchmarks elastic
 
 Two or three processes exchange gradients over gloo. Each has the same model once in each mode, and
 takes steps of one and of the other in turn, so that what drifts falls on both. A ratio is that of
 the medians of two turns beside each other. Memory is the peak of a rank that knows one mode only.
+
+Audits are measured with every step audited. ``train.audit_fraction`` of the steps costs that share.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import resource
 import statistics
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import summary, write
 
 MODES = ("world_size", "elastic")
+AUDITED = ("world_size", "audited")
+AUDIT_FRACTION = 0.001
+"""For which the cost of audits is reported."""
+AUDIT_CASES = ("mini_resnet", "gpt_3m")
 NUM_MICRO = 8
 TEXT = "".join(f"{number} bottles of beer on the wall, " for number in range(4000))
 
@@ -52,10 +59,9 @@ CASES = {
 }
 
 
-def _spec(case: Case, base: str, exactness: str) -> Any:
+def _spec(case: Case, base: str, mode: str) -> Any:
     from everstep.spec.run_spec import RunSpec
 
-    Path(base, "text.txt").write_text(TEXT)
     images = {
         "name": "image_classification",
         "model": {"name": "mini_resnet", "args": case.model},
@@ -71,11 +77,12 @@ def _spec(case: Case, base: str, exactness: str) -> Any:
         "global_batch_size": NUM_MICRO * case.micro_batch_size,
         "micro_batch_size": case.micro_batch_size,
         "eval_every_epochs": 10_000,
-        "exactness": exactness,
+        "exactness": "elastic" if mode == "elastic" else "world_size",
+        "audit_fraction": 1.0 if mode == "audited" else 0.0,
     }
     return RunSpec.model_validate(
         {
-            "name": exactness,
+            "name": mode,
             "task": text if "num_layers" in case.model else images,
             "train": train,
             "scaling": {"max_workers": case.world_size},
@@ -96,7 +103,7 @@ class _Silent:
         return True
 
 
-def _prepared(case: Case, base: str, rank: int, exactness: str) -> Any:
+def _prepared(case: Case, base: str, rank: int, mode: str) -> Any:
     import torch
 
     from storage.filesystem import open_storage
@@ -106,8 +113,8 @@ def _prepared(case: Case, base: str, rank: int, exactness: str) -> Any:
 
     return prepare(
         WorkerContext(
-            spec=_spec(case, base, exactness),
-            run_dir=RunDir(open_storage(f"{base}/storage"), f"bench-{exactness}-{os.getppid()}"),
+            spec=_spec(case, base, mode),
+            run_dir=RunDir(open_storage(f"{base}/storage"), f"bench-{mode}-{os.getppid()}"),
             submission=1,
             attempt=1,
             world_rank=rank,
@@ -153,11 +160,16 @@ def _rank(rank: int, case: Case, modes: tuple[str, ...], base: str) -> None:
     replica = trainings[modes[-1]].replica
     gradient_bytes = sum(parameter.nbytes for parameter in replica.parameters)
     sent = replica.exchange.num_bytes_sent if replica.exchange is not None else None
+    audit = trainings[modes[-1]].audit
+    begin_s = None
+    if audit is not None:
+        audit._fraction = AUDIT_FRACTION  # so that nearly no step is due
+        begin_s = timeit.timeit(audit.begin, number=1000) / 1000
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ranks: list[Any] = [None] * case.world_size
     dist.all_gather_object(ranks, (turns, sent, peak_bytes))
     if rank == 0:
-        found = {"ranks": ranks, "gradient_bytes": gradient_bytes}
+        found = {"ranks": ranks, "gradient_bytes": gradient_bytes, "audit_begin_s": begin_s}
         Path(base, "found.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # loaders and savers of two trainings need no orderly end
@@ -166,6 +178,7 @@ def _rank(rank: int, case: Case, modes: tuple[str, ...], base: str) -> None:
 def _run(case: Case, modes: tuple[str, ...]) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="bench-") as base:
+        Path(base, "text.txt").write_text(TEXT)
         ranks = [
             context.Process(target=_rank, args=(rank, case, modes, base))
             for rank in range(case.world_size)
@@ -180,19 +193,46 @@ def _run(case: Case, modes: tuple[str, ...]) -> dict[str, Any]:
         return found
 
 
-def results_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Compare each pair of turns beside each other."""
-    ranks, gradient_bytes = found["ranks"], found["gradient_bytes"]
+def _ratios(found: dict[str, Any], modes: tuple[str, str]) -> tuple[list[float], list[float]]:
+    """Return the wall time and the CPU time of the second mode over those of the first, of each
+    pair of turns beside each other."""
+    ranks = found["ranks"]
     turns = ranks[0][0]
     ratios, cpu_ratios = [], []
     for at in range(0, len(turns) - 1, 2):
         of_mode = {turns[place][0]: place for place in (at, at + 1)}
-        plain, elastic = (of_mode[mode] for mode in MODES)
-        ratios.append(statistics.median(turns[elastic][1]) / statistics.median(turns[plain][1]))
-        plain_cpu, elastic_cpu = (
-            sum(sum(rank[0][place][2]) for rank in ranks) for place in (plain, elastic)
+        first, second = (of_mode[mode] for mode in modes)
+        ratios.append(statistics.median(turns[second][1]) / statistics.median(turns[first][1]))
+        first_cpu, second_cpu = (
+            sum(sum(rank[0][place][2]) for rank in ranks) for place in (first, second)
         )
-        cpu_ratios.append(elastic_cpu / plain_cpu)
+        cpu_ratios.append(second_cpu / first_cpu)
+    return ratios, cpu_ratios
+
+
+def audits_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what audits cost: a step with one over a step without, and what follows for
+    ``AUDIT_FRACTION``."""
+    ratios, cpu_ratios = _ratios(found, AUDITED)
+    plain_s = statistics.median(
+        s for mode, walls, _ in found["ranks"][0][0] if mode == AUDITED[0] for s in walls
+    )
+    schedule = found["audit_begin_s"] / plain_s
+    return {
+        "audited_wall_ratio": summary(ratios),
+        "audited_cpu_ratio": summary(cpu_ratios),
+        "schedule_of_step": round(schedule, 6),
+        f"cpu_ratio_at_{AUDIT_FRACTION}": round(
+            1 + schedule + AUDIT_FRACTION * (statistics.median(cpu_ratios) - 1), 5
+        ),
+    }
+
+
+def results_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Compare elastic steps with others."""
+    ranks, gradient_bytes = found["ranks"], found["gradient_bytes"]
+    turns = ranks[0][0]
+    ratios, cpu_ratios = _ratios(found, MODES)
     world_size = len(ranks)
     ring_bytes = 2 * (world_size - 1) / world_size * gradient_bytes
     return {
@@ -226,6 +266,9 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     names = options.cases.split(",")
     results = {name: results_of(_run(CASES[name], MODES)) for name in names}
+    for name in AUDIT_CASES:
+        if name in names:
+            results[name]["audits"] = audits_of(_run(CASES[name], AUDITED))
     if "gpt_25m" in names:
         results["gpt_25m"]["memory"] = _memory(CASES["gpt_25m"])
     write("elastic", results)

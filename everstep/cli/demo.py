@@ -1,4 +1,5 @@
-"""``everstep demo``: train on three local nodes, kill one, and show that the run continues."""
+"""``everstep demo``: train on three local nodes, kill one, show that the run continues, and prove
+by a replay that it has the bits of a run on one worker."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from everstep.client.runs import RunHandle
 from everstep.errors import EverstepError
 from everstep.wire import Event, Run
 from everstep.wire.events import EventKind
+from everstep.wire.replays import Replay
 
+PROOF_TIMEOUT_S = 300.0
 KILL_AT = 0.4
 """Share of the steps after which the node is killed."""
 SPEC: dict[str, Any] = {
@@ -36,6 +39,7 @@ SPEC: dict[str, Any] = {
         "global_batch_size": 128,
         "micro_batch_size": 16,
         "grad_clip_norm": 1.0,
+        "exactness": "elastic",
     },
     "scaling": {"min_workers": 1, "max_workers": 3},
     "checkpoint": {"every_steps": 20, "best_metric": "val_accuracy"},
@@ -59,7 +63,10 @@ def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> in
             if service.pid is None:
                 _cancel_quietly(run)
             raise
-        return _print_summary(terminal, service, run.refresh(), story, Path(out), keep)
+        if exit_code_of_status(run.refresh().status) != Exit.SUCCEEDED:
+            raise _failed(service, run)
+        proof = _proof(terminal, service, run)
+        return _print_summary(terminal, service, run, story, proof, Path(out), keep)
 
 
 @dataclass
@@ -115,31 +122,62 @@ def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
     return story
 
 
+def _proof(terminal: Terminal, service: Service, run: RunHandle) -> Replay:
+    """Train all steps of the run again on one worker. Return the comparison of each."""
+    terminal.note(f"training the same {run.step} steps again, on one worker, to compare every bit")
+    replay = run.replay(0, run.step, workers=1)
+    try:
+        found = replay.wait(PROOF_TIMEOUT_S).replay_of
+    except BaseException:
+        if service.pid is None:
+            _cancel_quietly(replay)
+        raise
+    assert found is not None, "the run is a replay"
+    return found
+
+
 def _print_summary(
-    terminal: Terminal, service: Service, run: RunHandle, story: Story, out: Path, keep: bool
+    terminal: Terminal,
+    service: Service,
+    run: RunHandle,
+    story: Story,
+    proof: Replay,
+    out: Path,
+    keep: bool,
 ) -> int:
     """Print the summary; return the exit code."""
-    code = exit_code_of_status(run.status)
-    if code != Exit.SUCCEEDED:
-        raise _failed(service, run)
+    code, headline, style = _conclusion(proof)
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
-    result = _result(run, story, out)
+    result = {**_result(run, story, out), "proof": proof}
     if terminal.as_json:
         terminal.json({**result, **(_how_to_go_on(service) if keep or not service.pid else {})})
         return code
     terminal.line()
-    terminal.line("The run continued.", style="bold green")
+    terminal.line(headline, style=style)
     weights = (out / "model.pt").absolute()
     terminal.fields(
         [
             *_summary(run, story, result),
+            ("proof", f"a replay on one worker: {proof.message}"),
             ("checkpoint", f"{weights} (step {checkpoint.step}, verified)"),
         ]
     )
     if keep or service.pid is None:
         _print_next_commands(terminal, service, run.run)
     return code
+
+
+def _conclusion(proof: Replay) -> tuple[Exit, str, str]:
+    """Return the exit code, the headline, and its style."""
+    if proof.result == "equal":
+        return (
+            Exit.SUCCEEDED,
+            "The run continued: the same bits as a run on one worker.",
+            "bold green",
+        )
+    what = "OTHER bits than" if proof.result == "differs" else "NOT PROVEN to have the bits of"
+    return Exit.FAILED, f"The run continued: {what} a run on one worker.", "bold red"
 
 
 def _failed(service: Service, run: RunHandle) -> DemoFailed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 
@@ -13,17 +13,14 @@ Entrypoint = Callable[[str, int], str]
 """(run id, submission) -> the shell command of its Ray job."""
 
 
-DRIVER = ("python", "-m", "train_fn.driver")
-"""The driver, with the ``python`` of the nodes."""
-
-
-def driver_entrypoint(storage_uri: str, program: Sequence[str] = DRIVER) -> Entrypoint:
-    """Return the command that starts a submission's driver. The embedded cluster has a ``program``
-    of its own for that."""
+def driver_entrypoint(storage_uri: str) -> Entrypoint:
+    """Return the command that starts a submission's driver, with the ``python`` of the nodes."""
 
     def command(run_id: str, submission: int) -> str:
         words = [
-            *program,
+            "python",
+            "-m",
+            "train_fn.driver",
             "--storage",
             storage_uri,
             "--run-id",

@@ -64,11 +64,10 @@ class HangWatch:
     def overdue_s(self, progress: Progress, now: float) -> float | None:
         """Return the seconds without progress if they exceed the limit, else None.
 
-        Call it with every reply of the journal. While the journal cannot write what ranks tell, no
-        time counts: they may train on, and no later attempt could begin.
+        Call it with every reply of the journal.
         """
         seen = (progress.attempt, progress.num_signs)
-        if now - self._looked_at > self._silence_s or not progress.is_written:
+        if now - self._looked_at > self._silence_s:
             self._seen, self._moved_at = seen, now
         elif seen != self._seen:
             self._seen, self._moved_at = seen, now - progress.quiet_s

@@ -18,12 +18,13 @@ import pytest
 
 from everstep import Event, UsageError
 from everstep.cli import demo_service
-from everstep.cli.demo import SPEC, Story, run_demo
+from everstep.cli.demo import SPEC, Story, _conclusion, run_demo
 from everstep.cli.demo_node import Victim, choose_victim, is_process, kill, kill_all_of
 from everstep.cli.demo_service import DemoFailed
-from everstep.cli.terminal import Terminal
+from everstep.cli.terminal import Exit, Terminal
 from everstep.spec.parsing import parse_spec
 from everstep.wire import WorkerInfo
+from everstep.wire.replays import Replay
 from tests.support.scripted_http import event
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -137,6 +138,23 @@ def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_n
     )
     take(story, "metrics", attempt=3, points=[{"step": 54, "at": 20.0, "values": {}}])
     assert (story.next_step_at, story.world_size_after, story.killed_step) == (12.5, 2, 50)
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "words"),
+    [
+        ("equal", Exit.SUCCEEDED, "the same bits as a run on one worker"),
+        ("differs", Exit.FAILED, "OTHER bits than a run on one worker"),
+        ("not_proven", Exit.FAILED, "NOT PROVEN"),
+        (None, Exit.FAILED, "NOT PROVEN"),
+    ],
+)
+def test_it_claims_the_same_bits_only_if_the_replay_says_so(
+    result: Any, code: Exit, words: str
+) -> None:
+    proof = Replay(run_id="run_1", from_step=0, to_step=240, result=result)
+    found, headline, _ = _conclusion(proof)
+    assert found is code and words in headline
 
 
 @pytest.fixture
