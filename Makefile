@@ -32,11 +32,13 @@ serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="-
 
 test: $(STAMP)  ## Checks, documentation, unit and integration tests, the short part of the chaos suite; prints the slowest 20
 	@$(MAKE) --no-print-directory check docs
+	@scripts/get-test-tools.sh || true
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(SLOWEST) $(ARGS)
 	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
 	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
 
 test-unit: $(STAMP)  ## Unit tests only
+	@scripts/get-test-tools.sh || true
 	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(ARGS)
 
 test-one: $(STAMP)  ## One file or folder of unit tests, in seconds (T=tests/unit/train_fn/step)

@@ -7,6 +7,7 @@ import sys
 
 NAMES = (
     "main_job",
+    "start",
     "throughput",
     "recovery",
     "faults",

@@ -168,7 +168,7 @@ def main() -> int:
     if not known:
         not_run.append("KubeRay's own schema: set KUBERNETES_CRDS to the crds of its chart")
     try:
-        for _, manifests in rendered(not_run):
+        for manifests in rendered(not_run):
             for manifest in manifests:
                 checked += 1
                 found += [*faults(manifest), *custom_faults(manifest, known)]
@@ -183,22 +183,22 @@ def main() -> int:
     return 1 if found else 0
 
 
-def rendered(not_run: list[str]) -> Iterator[tuple[str, list[Manifest]]]:
+def rendered(not_run: list[str]) -> Iterator[list[Manifest]]:
     """Yield the manifests of the kustomization and of the chart with each of its values. Note in
     ``not_run`` what there is no tool for. Raises ToolFailed."""
     if tool("kubectl"):
-        yield "kustomization", kustomized()
+        yield kustomized()
     else:
         not_run.append("kustomize: no kubectl (scripts/get-kubernetes-tools.sh)")
         listed = yaml.safe_load((KUSTOMIZATION / "kustomization.yaml").read_text())["resources"]
         for name in listed:
-            yield name, documents((KUSTOMIZATION / name).read_text())
+            yield documents((KUSTOMIZATION / name).read_text())
     if not tool("helm"):
         not_run.append("the chart: no helm (scripts/get-kubernetes-tools.sh)")
         return
     for values in values_files():
         output_of("helm", "lint", "--strict", "--quiet", str(CHART), "--values", str(values))
-        yield values.stem, charted("--values", str(values))
+        yield charted("--values", str(values))
 
 
 if __name__ == "__main__":

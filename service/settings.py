@@ -81,9 +81,15 @@ class Settings(ServeOptions):
                 "by commas"
             ) from exc
         if origins and len(self.notify_secret) < MIN_NOTIFY_SECRET_CHARS:
+            found = (
+                f"has fewer than {MIN_NOTIFY_SECRET_CHARS} characters"
+                if self.notify_secret
+                else "is not set"
+            )
             raise SettingsError(
-                f"{OPTIONS['notify_secret'].variable} has fewer than {MIN_NOTIFY_SECRET_CHARS} "
-                f"characters; {OPTIONS['notify_origins'].variable} needs a longer one"
+                f"{OPTIONS['notify_secret'].variable} {found}; "
+                f"{OPTIONS['notify_origins'].variable} needs one of at least "
+                f"{MIN_NOTIFY_SECRET_CHARS} characters, to sign webhooks"
             )
         return NotifyRule(origins, self.notify_secret)
 

@@ -77,6 +77,11 @@ class WorkerContext:
     is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
+    in_process: bool = False
+    """Whether the rank may keep its state in its process when it leaves, for the next attempt."""
+    yields: Callable[[], bool] = lambda: False
+    """Return whether the controller has asked this rank to exit, so that another group follows. Its
+    peers may not know yet."""
     on_replaced: Callable[[str], None] = lambda why: None
     """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
     ends the process."""

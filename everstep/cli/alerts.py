@@ -67,6 +67,7 @@ def add_alert(
     if target == "-" and routing_key == "-":
         raise UsageError("only one of --target and --routing-key can be -; give the other one")
     out = terminal()
+    # The service checks the choices and lists the valid ones.
     made = out.client().alerts.create(
         name,
         when=when,  # type: ignore[arg-type]

@@ -17,9 +17,12 @@ from everstep.cli.options import (
 from everstep.cli.sweep_watch import watch_to_the_end
 from everstep.cli.terminal import command, terminal
 from everstep.cli.vary import grid_of, random_of
+from everstep.client.sweeps import SweepArguments
 from everstep.code.source import with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
+from everstep.spec.sweep import SweepSpec
+from everstep.spec.trials import params_of, words_of
 from everstep.spec.yaml_file import read_spec
 from everstep.text import words
 
@@ -90,6 +93,14 @@ def submit(
     create_project: Annotated[
         bool, typer.Option("--create-project", help="Create the project if it does not exist.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Let the service check the sweep, print the values of each run, and submit "
+            "nothing. Code is uploaded all the same: the service checks it, too.",
+        ),
+    ] = False,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -102,19 +113,22 @@ def submit(
     if archive is not None:
         project = str(raw.get("project", "default"))
         client.code.upload_packed(archive, project=project, create_project=create_project)
+    asked: SweepArguments = {
+        "metric": metric,
+        "grid": grid_of(grid or []),
+        "random": random_of(random or []),
+        "max_runs": max_runs,
+        "max_parallel": max_parallel,
+        "mode": mode,  # type: ignore[typeddict-item]  # the service names its values
+        "scheduler": _scheduler(scheduler, min_steps, reduction_factor),
+        "seed": seed,
+        "name": name,
+    }
+    if dry_run:
+        _show_checked(client.sweeps.validate(raw, **asked, create_project=create_project))
+        return
     made = client.sweeps.create(
-        raw,
-        metric=metric,
-        grid=grid_of(grid or []),
-        random=random_of(random or []),
-        max_runs=max_runs,
-        max_parallel=max_parallel,
-        mode=mode,  # type: ignore[arg-type]  # the service names its values
-        scheduler=_scheduler(scheduler, min_steps, reduction_factor),
-        seed=seed,
-        name=name,
-        idempotency_key=idempotency_key,
-        create_project=create_project,
+        raw, **asked, idempotency_key=idempotency_key, create_project=create_project
     )
     if watch:
         watch_to_the_end(made)
@@ -124,6 +138,19 @@ def submit(
         terminal().line(made.id)
         total = words.count(made.progress.total, "run")
         terminal().note(f"{made.name} has {total}; `everstep sweep show {made.id}` shows them")
+
+
+def _show_checked(sweep: SweepSpec) -> None:
+    """Print the runs of a sweep that was not submitted."""
+    params = params_of(sweep)
+    if terminal().as_json:
+        terminal().json({**sweep.model_dump(mode="json"), "runs": params})
+        return
+    rows = [(number, words_of(values)) for number, values in enumerate(params)]
+    terminal().table(("number", "values"), rows, empty="no runs", text=("values",))
+    drawn = f"; add --seed {sweep.seed} to submit these" if sweep.random else ""
+    count = words.count(len(params), "run")
+    terminal().note(f"{sweep.name} is valid, with {count}; nothing was submitted{drawn}")
 
 
 def _scheduler(name: str, min_steps: int | None, reduction_factor: int | None) -> dict[str, Any]:

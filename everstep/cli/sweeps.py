@@ -31,11 +31,6 @@ class SweepGroup(TyperGroup):
             args = [_SUBMIT, *args]
         return super().parse_args(ctx, args)
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
-            args = [_SUBMIT, *args]
-        return super().resolve_command(ctx, args)
-
 
 sweep = typer.Typer(
     cls=SweepGroup,

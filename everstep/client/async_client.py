@@ -139,6 +139,7 @@ class AsyncSweeps(Mirror):
     """The sweeps of the service, as ``client.sweeps``."""
 
     create = returning(AsyncSweep, Sweeps.create)
+    validate = awaited(Sweeps.validate)
     get = returning(AsyncSweep, Sweeps.get)
     list = iterated_as(AsyncSweep, Sweeps.list)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
 from urllib.parse import quote
 
 from everstep.client.follow import Patience, wait_until
@@ -164,6 +164,20 @@ class SweepHandle(SweepFields):
         self._transport.send("DELETE", self._path, params=params, repeatable=False)
 
 
+class SweepArguments(TypedDict, total=False):
+    """The arguments of ``client.sweeps.create`` that make up a sweep, beside its spec."""
+
+    metric: Required[str]
+    grid: Mapping[str, Sequence[Any]] | None
+    random: Mapping[str, Mapping[str, Any]] | None
+    max_runs: int | None
+    max_parallel: int | None
+    mode: Literal["min", "max"] | None
+    scheduler: Literal["none", "asha"] | Mapping[str, Any]
+    seed: int | None
+    name: str | None
+
+
 class Sweeps:
     """The sweeps of the service, as ``client.sweeps``."""
 
@@ -208,28 +222,51 @@ class Sweeps:
 
         Raises InvalidSpec with the faults of every run, AuthError, Unavailable.
         """
-        body = {
-            "spec": spec_body(spec),
-            "metric": metric,
-            "grid": {path: list(values) for path, values in (grid or {}).items()},
-            "random": {path: dict(values) for path, values in (random or {}).items()},
-            "max_runs": max_runs,
-            "max_parallel": max_parallel,
-            "mode": mode,
-            "scheduler": {"name": scheduler} if isinstance(scheduler, str) else dict(scheduler),
-            "seed": seed,
-            "name": name,
-        }
+        body = _body(
+            spec,
+            metric=metric,
+            grid=grid,
+            random=random,
+            max_runs=max_runs,
+            max_parallel=max_parallel,
+            mode=mode,
+            scheduler=scheduler,
+            seed=seed,
+            name=name,
+        )
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         response = self._transport.send(
             "POST",
             "/v1/sweeps",
             params={"create_project": "true"} if create_project else None,
-            body=checked(body, "sweep"),
+            body=body,
             headers={"Idempotency-Key": key},
             repeatable=True,
         )
         return self._handle(self._transport.parse(response, Sweep))
+
+    def validate(
+        self,
+        spec: RunSpec | Mapping[str, Any],
+        *,
+        create_project: bool = False,
+        **sweep: Unpack[SweepArguments],
+    ) -> SweepSpec:
+        """Let the service check a sweep and all of its runs as if it was submitted. Return it with
+        every default and its seed: ``create(**found.model_dump())`` submits the runs that were
+        checked.
+
+        The arguments are those of ``create``. Raises InvalidSpec with the faults of every run,
+        AuthError, Unavailable.
+        """
+        response = self._transport.send(
+            "POST",
+            "/v1/sweeps/validate",
+            params={"create_project": "true"} if create_project else None,
+            body=_body(spec, **sweep),
+            repeatable=True,
+        )
+        return self._transport.parse(response, SweepSpec)
 
     def get(self, sweep_id: str) -> SweepHandle:
         """Return one sweep. Raise NotFound."""
@@ -244,3 +281,14 @@ class Sweeps:
 
     def _handle(self, sweep: Sweep) -> SweepHandle:
         return SweepHandle(self._transport, sweep, self._patience)
+
+
+def _body(spec: RunSpec | Mapping[str, Any], **sweep: Unpack[SweepArguments]) -> dict[str, Any]:
+    """Return a sweep as the body of a request; the service validates it."""
+    scheduler = sweep.get("scheduler", "none")
+    varied: dict[str, Any] = {
+        "grid": {path: list(values) for path, values in (sweep.get("grid") or {}).items()},
+        "random": {path: dict(values) for path, values in (sweep.get("random") or {}).items()},
+        "scheduler": {"name": scheduler} if isinstance(scheduler, str) else dict(scheduler),
+    }
+    return checked({**sweep, "spec": spec_body(spec), **varied}, "sweep")

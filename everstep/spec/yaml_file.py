@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from everstep.errors import UsageError
+from everstep.spec.plain_text import MAX_DEPTH
 
 MAX_SPEC_BYTES = 4 << 20
 
@@ -80,8 +81,27 @@ def _construct_mapping(loader: SpecLoader, node: yaml.MappingNode) -> dict[Any, 
 SpecLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
+def is_nested_deeply(text: str) -> bool:
+    """Return whether more brackets are open at once than a spec may be deep. PyYAML's time grows
+    with the square of that depth."""
+    depth = 0
+    for bracket in re.finditer(r"[][{}]", text):
+        if bracket[0] in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        else:
+            depth = max(0, depth - 1)
+    return False
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value in YAML text. Raise UsageError with the line."""
+    if is_nested_deeply(text):
+        raise UsageError(
+            f"{source} is nested too deeply: more than {MAX_DEPTH} brackets are open at once; "
+            "close them, also those in comments"
+        )
     try:
         loader = SpecLoader(text)
         try:

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from everstep.errors import UsageError
-from everstep.spec.plain_text import MAX_DEPTH
-from everstep.spec.yaml_file import SpecLoader, parse_yaml
+from everstep.spec.yaml_file import SpecLoader, is_nested_deeply, parse_yaml
 
 Path = Sequence[str | int]
 
@@ -48,13 +47,13 @@ def value_at(value: Any, path: Path) -> Any:
 def lines_of(text: str, paths: Iterable[Path]) -> list[int]:
     """Return for each path the line, from 1, of its field, or of the section that it would be
     in."""
-    whole = _composed(text)
+    whole = None if is_nested_deeply(text) else _composed(text)
     return [_line_of(whole, path) for path in paths]
 
 
 def _line_of(node: yaml.Node | None, path: Path) -> int:
     line = 0
-    for part in path:
+    for part in path if node is not None else ():
         found = _child(node, part)
         if found is None:
             break
@@ -66,7 +65,7 @@ def _line_of(node: yaml.Node | None, path: Path) -> int:
 def has_aliases(text: str) -> bool:
     """Return whether the YAML has anchors or aliases, with which a short text can be a huge
     value."""
-    if "&" not in text and "*" not in text:
+    if ("&" not in text and "*" not in text) or is_nested_deeply(text):
         return False
     try:
         return any(
@@ -74,20 +73,6 @@ def has_aliases(text: str) -> bool:
         )
     except yaml.YAMLError:
         return False  # it has no value
-
-
-def is_nested_deeply(text: str, most: int = MAX_DEPTH) -> bool:
-    """Return whether more brackets are open at once than a spec may be deep. PyYAML's time grows
-    with the square of that depth."""
-    depth = 0
-    for char in text:
-        if char in "[{":
-            depth += 1
-            if depth > most:
-                return True
-        elif char in "]}":
-            depth = max(0, depth - 1)
-    return False
 
 
 def _composed(text: str) -> yaml.Node | None:

@@ -16,6 +16,7 @@ from everstep.spec.trials import Trial, trials_of, words_of
 from everstep.spec.user_code import CodeSpec
 from service.api.auth import Principal
 from service.api.context import ApiContext
+from service.api.origins import Origins
 from service.api.spec_body import check_shape, validated
 from service.api.submission import allowed, check_reaches, confirmed, idempotency_of
 from service.db.engine import Guard
@@ -48,13 +49,8 @@ async def submitted_sweep(
 
     Raises InvalidSpec with the faults of every run.
     """
-    caller.require("submitter")
-    sweep, trials = await validated(_parsed, raw)
-    check_reaches(caller, trials[0].spec.project)
     idempotency = idempotency_of(idempotency_key, caller, raw)
-    # before errors can reveal what exists
-    await context.database_lookup(confirmed, context, confirm)
-    trials = await _checked(context, caller, trials)
+    sweep, trials = await _checked(context, caller, raw, confirm, keep=True)
     make = partial(
         context.sweeps.create,
         sweep,
@@ -112,16 +108,51 @@ def _check_rungs(sweep: SweepSpec, trials: list[Trial]) -> None:
         raise InvalidSpec((FieldError(("scheduler", "min_steps"), message),))
 
 
-async def _checked(context: ApiContext, caller: Principal, trials: list[Trial]) -> list[Trial]:
+async def validated_sweep(
+    context: ApiContext, caller: Principal, raw: Any, confirm: Guard, *, create_project: bool
+) -> SweepSpec:
+    """Return the sweep as it would be submitted, with name and seed. Nothing is recorded, and no
+    checkpoint is kept. Raises InvalidSpec with the faults of every run."""
+    sweep, trials = await _checked(context, caller, raw, confirm, keep=False)
+    if not create_project and caller.project is None:
+        try:
+            await context.database_call(context.projects.require, trials[0].spec.project)
+        except UnknownProject as exc:
+            raise InvalidSpec((FieldError(("spec", "project"), str(exc)),)) from exc
+    return sweep
+
+
+async def _checked(
+    context: ApiContext, caller: Principal, raw: Any, confirm: Guard, *, keep: bool
+) -> tuple[SweepSpec, list[Trial]]:
+    """Return the sweep with its runs after every check but that of its project. Raises
+    InvalidSpec."""
+    caller.require("submitter")
+    sweep, trials = await validated(_parsed, raw)
+    check_reaches(caller, trials[0].spec.project)
+    # before errors can reveal what exists
+    await context.database_lookup(confirmed, context, confirm)
+    return sweep, await _allowed(context, caller, trials, keep=keep)
+
+
+async def _allowed(
+    context: ApiContext, caller: Principal, trials: list[Trial], *, keep: bool
+) -> list[Trial]:
     """Return the runs after the checks of a single submission. Raises InvalidSpec."""
     checked: list[Trial] = []
     faults: dict[FieldError, str] = {}
     seen: set[object] = set()
+    origins = Origins()
     for number, trial in enumerate(trials):
         shape = _shape(trial.spec.code)
         try:
             spec = await allowed(
-                context, caller, trial.spec, keep=not faults, look_at_code=shape not in seen
+                context,
+                caller,
+                trial.spec,
+                keep=keep and not faults,
+                origins=origins,
+                look_at_code=shape not in seen,
             )
             checked.append(Trial(trial.params, spec))
         except InvalidSpec as exc:

@@ -4,10 +4,12 @@ recorded."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import ResumeFrom
 from everstep.wire import Checkpoint
 from service.api.context import ApiContext
 from service.model.run_rows import RunRow
@@ -26,11 +28,29 @@ _SAME: Final = (
 moments stay valid."""
 
 
-async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunSpec:
+@dataclass
+class Origins:
+    """Checkpoints that the runs of one request begin from. Each is looked up and held once, so
+    that the runs of a sweep begin from the same ``latest``."""
+
+    found: dict[tuple[str, ResumeFrom], tuple[RunRow, Checkpoint] | InvalidSpec] = field(
+        default_factory=dict
+    )
+    """By project and ``resume_from``: the run and its checkpoint, or what is wrong with it."""
+    held: set[tuple[str, int]] = field(default_factory=set)
+    """Runs and steps."""
+
+
+async def with_origin(
+    context: ApiContext, spec: RunSpec, origins: Origins, *, keep: bool
+) -> RunSpec:
     """Return the spec with ``latest`` or ``best`` resolved, and protect the checkpoint from
     retention until the run has its own.
 
     Args:
+        context: the service's context.
+        spec: the spec.
+        origins: what was looked up for other runs of the request.
         keep: False does not protect it, because the run will be refused.
 
     Whether the model fits is only known when a rank builds it. Raises InvalidSpec with the field,
@@ -39,11 +59,37 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
     wanted = spec.origin
     if wanted is None:
         return spec
-    field = ("resume_from", "step") if spec.resume_from is not None else ("replay", "from_step")
+    place = ("resume_from", "step") if spec.resume_from is not None else ("replay", "from_step")
+    key = (spec.project, wanted)
+    if key not in origins.found:
+        try:
+            origins.found[key] = await _found(context, spec.project, wanted, place)
+        except InvalidSpec as exc:
+            origins.found[key] = exc
+    found = origins.found[key]
+    if isinstance(found, InvalidSpec):
+        raise found
+    parent, checkpoint = found
+    faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
+    if faults:
+        raise InvalidSpec(tuple(faults))
+    if keep and (parent.id, checkpoint.step) not in origins.held:
+        await context.storage_call(_hold, place, context, parent.id, checkpoint)
+        origins.held.add((parent.id, checkpoint.step))
+    if spec.resume_from is None:
+        return spec
+    exact = wanted.model_copy(update={"step": checkpoint.step})
+    return spec.model_copy(update={"resume_from": exact})
+
+
+async def _found(
+    context: ApiContext, project: str, wanted: ResumeFrom, place: tuple[str, str]
+) -> tuple[RunRow, Checkpoint]:
+    """Return the run and its checkpoint. Raises InvalidSpec at ``place``."""
     parent = await context.database_call(context.runs.get, wanted.run_id)
-    if parent is None or parent.project != spec.project:
+    if parent is None or parent.project != project:
         raise _fault(
-            (field[0], "run_id"), f"run {wanted.run_id} does not exist in project {spec.project!r}"
+            (place[0], "run_id"), f"run {wanted.run_id} does not exist in project {project!r}"
         )
     events = await context.database_call(context.events.of_kinds, parent.id, checkpoints.KINDS)
     checks = await context.database_call(context.events.checkpoint_checks, parent.id)
@@ -51,25 +97,17 @@ async def with_origin(context: ApiContext, spec: RunSpec, *, keep: bool) -> RunS
     checkpoint, missing = checkpoints.choose(
         found, parent.id, parent.stored_spec.checkpoint, str(wanted.step)
     )
-    _check_usable(field, checkpoint, missing, found)
+    _check_usable(place, checkpoint, missing, found)
     assert checkpoint is not None
-    faults = [*_differences(spec, parent), *_nothing_left(spec, parent, checkpoint.step)]
-    if faults:
-        raise InvalidSpec(tuple(faults))
-    if keep:
-        await context.storage_call(_hold, field, context, parent.id, checkpoint)
-    if spec.resume_from is None:
-        return spec
-    exact = wanted.model_copy(update={"step": checkpoint.step})
-    return spec.model_copy(update={"resume_from": exact})
+    return parent, checkpoint
 
 
-def _fault(field: tuple[str, str], msg: str) -> InvalidSpec:
-    return InvalidSpec((FieldError(field, msg),))
+def _fault(place: tuple[str, str], msg: str) -> InvalidSpec:
+    return InvalidSpec((FieldError(place, msg),))
 
 
 def _check_usable(
-    field: tuple[str, str],
+    place: tuple[str, str],
     checkpoint: Checkpoint | None,
     missing: str,
     found: Sequence[Checkpoint],
@@ -82,14 +120,14 @@ def _check_usable(
         else "; the run has no checkpoint to start from"
     )
     if checkpoint is None:
-        raise _fault(field, f"{missing}{instead}")
+        raise _fault(place, f"{missing}{instead}")
     if checkpoint.state == "deleted":
         raise _fault(
-            field, f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}"
+            place, f"the checkpoint of step {checkpoint.step} was deleted by retention{instead}"
         )
     if checkpoint.state == "corrupt":
         raise _fault(
-            field,
+            place,
             f"the checkpoint of step {checkpoint.step} is corrupt: {checkpoint.problem}{instead}",
         )
 
@@ -143,7 +181,7 @@ def _nothing_left(spec: RunSpec, parent: RunRow, step: int) -> list[FieldError]:
     ]
 
 
-def _hold(field: tuple[str, str], context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
+def _hold(place: tuple[str, str], context: ApiContext, run_id: str, checkpoint: Checkpoint) -> None:
     """Protect the checkpoint, then check that it exists. In this order retention cannot delete it
     unnoticed."""
     context.kept_steps.hold(run_id, checkpoint.step)
@@ -151,11 +189,11 @@ def _hold(field: tuple[str, str], context: ApiContext, run_id: str, checkpoint: 
         CheckpointStore(RunDir(context.storage, run_id)).manifest(checkpoint.name)
     except StorageNotFound:
         raise _fault(
-            field,
+            place,
             (
                 f"the checkpoint of step {checkpoint.step} was just deleted by retention; choose a "
                 "newer one"
             ),
         ) from None
     except CorruptCheckpoint as exc:
-        raise _fault(field, f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc
+        raise _fault(place, f"the checkpoint of step {checkpoint.step} is corrupt: {exc}") from exc

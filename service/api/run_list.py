@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic_core import to_json
 
-from everstep.wire import Page, Run, RunStatus
+from everstep.wire import Page, Run
 from service.api.answers import run_json
 from service.api.auth import Claimant, Principal
 from service.api.context import ApiContext
@@ -19,6 +20,8 @@ from service.db.run_lookup import Place as AgePlace
 from service.db.run_lookup import RunFilter
 from service.db.run_order import Place, RunOrder
 from service.model.run_rows import RunHead
+
+Status = TypeVar("Status", bound=StrEnum)
 
 SHORT_PAGE: Final = 50
 
@@ -134,15 +137,16 @@ def _answers_about(context: ApiContext, heads: Sequence[RunHead]) -> dict[str, b
     return found
 
 
-def statuses(given: Sequence[str]) -> tuple[RunStatus, ...]:
+def statuses(given: Sequence[str], kind: type[Status]) -> tuple[Status, ...]:
+    """Return the statuses of a filter, which may be separated by commas. Raises 422."""
     names = [name.strip().upper() for text in given for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in set(RunStatus)]
+    unknown = [name for name in names if name not in set(kind)]
     if unknown:
         raise invalid_request(
             "status",
-            msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(RunStatus)}",
+            msg=f"{unknown[0][:40]!r} is not a status; the statuses are {', '.join(kind)}",
         )
-    return tuple(RunStatus(name) for name in names)
+    return tuple(kind(name) for name in names)
 
 
 def parse_tag(text: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from everstep.spec.run_spec import RunSpec
-from everstep.wire import Page, Run, RunChange
+from everstep.wire import Page, Run, RunChange, RunStatus
 from service.api.answers import as_json, run_answer, run_json
 from service.api.auth import Caller, CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
 from service.api.context import ApiContext, Context
@@ -131,7 +131,11 @@ async def list_runs(
 ) -> Response:
     """Newest first, or by `sort`; only runs of the token's project."""
     wanted = RunFilter(
-        project, statuses(status or ()), name, search, tuple(parse_tag(text) for text in tag or ())
+        project,
+        statuses(status or (), RunStatus),
+        name,
+        search,
+        tuple(parse_tag(text) for text in tag or ()),
     )
     order = parse_order(sort)
     if order is not None:

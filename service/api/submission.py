@@ -13,7 +13,7 @@ from service.api.answers import JsonObject, run_json
 from service.api.auth import Principal
 from service.api.code import check_code
 from service.api.context import ApiContext
-from service.api.origins import with_origin
+from service.api.origins import Origins, with_origin
 from service.api.problems import ProblemError, invalid_request
 from service.api.replay_rules import check_replay
 from service.api.spec_body import content_sha256, validated
@@ -112,6 +112,7 @@ async def allowed(
     *,
     keep: bool,
     find_origin: bool = True,
+    origins: Origins | None = None,
     look_at_code: bool = True,
 ) -> RunSpec:
     """Return a valid spec with the checkpoint that it starts from, after the checks of what this
@@ -123,6 +124,7 @@ async def allowed(
         spec: the spec.
         keep: keep the checkpoint that the run starts from.
         find_origin: look for that checkpoint.
+        origins: what was looked up for other runs of the request.
         look_at_code: check the user's code.
 
     Raises InvalidSpec with every fault.
@@ -141,7 +143,7 @@ async def allowed(
         await check_replay(context, spec)
     if spec.origin is not None and find_origin:
         with _gathered(faults):
-            spec = await with_origin(context, spec, keep=keep and not faults)
+            spec = await with_origin(context, spec, origins or Origins(), keep=keep and not faults)
     if faults:
         raise InvalidSpec(tuple(faults))
     return spec

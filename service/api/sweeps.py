@@ -14,10 +14,11 @@ from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 from service.api.answers import as_json
 from service.api.auth import Caller, CallerToConfirm, Principal, visible_run
 from service.api.context import ApiContext, Context
-from service.api.new_sweep import submitted_sweep
+from service.api.new_sweep import submitted_sweep, validated_sweep
 from service.api.openapi import SWEEP_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, parse_sweep_cursor, sweep_cursor
-from service.api.problems import invalid_request, not_found
+from service.api.problems import not_found
+from service.api.run_list import statuses
 from service.api.runs import delete_run
 from service.api.spec_body import read_json
 from service.api.sweep_answers import run_of_sweep, sweep_answer
@@ -82,6 +83,25 @@ async def create_sweep(
     )
     [answer] = await sweep_answers(context, [sweep])
     return as_json(answer, 201 if is_new else 200, {"Location": f"/v1/sweeps/{sweep.id}"})
+
+
+@router.post(
+    "/validate",
+    summary="Check a sweep",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=SWEEP_BODY,
+)
+async def validate_sweep(
+    context: Context,
+    caller: CallerToConfirm,
+    raw: Annotated[Any, Depends(read_json)],
+    create_project: CreateProject = False,
+) -> SweepSpec:
+    """Checks a sweep with all of its runs as a submission does, and responds with it, and with the
+    seed that it drew. Nothing is recorded. Submitted, the response makes the runs that were
+    checked."""
+    confirm = partial(caller.confirm, context)
+    return await validated_sweep(context, caller, raw, confirm, create_project=create_project)
 
 
 @router.get("", summary="List sweeps", responses=problem_answers(422))
@@ -168,22 +188,19 @@ async def page_of_sweeps(
     context: ApiContext,
     caller: Principal,
     project: str | None,
-    statuses: Sequence[str],
+    status: Sequence[str],
     limit: int,
     cursor: str | None,
 ) -> tuple[list[Sweep], str | None]:
     """Return a page of the sweeps that the caller may see, and the cursor after it."""
     before = parse_sweep_cursor(cursor)
-    unknown = next((each for each in statuses if each not in set(SweepStatus)), None)
-    if unknown is not None:
-        known = ", ".join(SweepStatus)
-        raise invalid_request(
-            "status", msg=f"{unknown[:40]!r} is not a status; the statuses are {known}"
-        )
+    wanted_statuses = statuses(status, SweepStatus)
     if caller.project is not None and project not in (None, caller.project):
         return [], None
     wanted = caller.project or project
-    rows = await context.database_call(context.sweeps.page, wanted, statuses, limit + 1, before)
+    rows = await context.database_call(
+        context.sweeps.page, wanted, wanted_statuses, limit + 1, before
+    )
     last = rows[limit - 1] if len(rows) > limit else None
     after = None if last is None else sweep_cursor(last.created_at, last.id)
     return await sweep_answers(context, rows[:limit]), after

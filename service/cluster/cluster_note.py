@@ -56,11 +56,21 @@ class ClusterNote:
     """When dead nodes are started again, in unix seconds, soonest first."""
     waiting_for: str | None = None
     """The part of the start that takes long, for log lines."""
+    makes_way: bool = False
+    """Whether SIGUSR2 asks the keeper to let the control processes run beside the ranks for a
+    while. The keeper of an older version would end."""
 
     @property
     def head(self) -> NodeNote | None:
         """The head node, or None before it is up."""
         return next((node for node in self.nodes if node.is_head), None)
+
+    @property
+    def lasting_pids(self) -> list[int]:
+        """The processes whose end the keeper must notice at once."""
+        raylets = [node.raylet_pid for node in self.nodes]
+        pids = (self.gcs_pid, self.dashboard_pid, self.fork_server_pid, *raylets)
+        return [pid for pid in pids if pid]
 
 
 def read_note(path: Path) -> ClusterNote | None:

@@ -49,10 +49,16 @@ class RayJobs:
     Args:
         endpoint: Called before each request, since an embedded cluster that restarts has another
             address. It returns None while there is no cluster.
+        before_submit: Called before each submission; None for nothing.
     """
 
-    def __init__(self, endpoint: Callable[[], RayEndpoint | None]) -> None:
+    def __init__(
+        self,
+        endpoint: Callable[[], RayEndpoint | None],
+        before_submit: Callable[[], None] | None = None,
+    ) -> None:
         self._endpoint = endpoint
+        self._before_submit = before_submit
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=False
         )
@@ -95,6 +101,8 @@ class RayJobs:
             "entrypoint": entrypoint,
             "metadata": dict(metadata),
         }
+        if self._before_submit is not None:
+            self._before_submit()
         async with self._submits:
             response = await self._send(
                 "POST", "/api/jobs/", json=body, read_timeout_s=SUBMIT_TIMEOUT_S

@@ -13,7 +13,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -42,6 +44,16 @@ class ClusterError(Exception):
     """The embedded cluster did not start. The message names the log."""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A cluster whose keeper runs, and which may not be ready yet."""
+
+    keeper_pid: int
+    adopts: bool
+    """Whether the cluster was there before."""
+    at: float = field(default_factory=time.monotonic)
+
+
 class EmbeddedCluster:
     """The Ray cluster of one home directory.
 
@@ -52,6 +64,8 @@ class EmbeddedCluster:
         self._settings = settings
         self._child: int | None = None
         """Pid of the keeper that this process started, until it is reaped."""
+        self._begun: _Begun | None = None
+        self._given_up = threading.Event()
 
     def note(self) -> ClusterNote | None:
         """Return the keeper's newest note."""
@@ -64,21 +78,33 @@ class EmbeddedCluster:
         note = self.note()
         return note is not None and note.state == "ready" and lives(note.keeper_pid, note.temp_dir)
 
+    def begin(self) -> None:
+        """Find the keeper of the running cluster, or remove the remnants of a dead one and start a
+        new one. Does not wait until the cluster is ready."""
+        if self._begun is None:
+            self._begun = self._found_or_started()
+
     def ensure_running(self) -> ClusterNote:
-        """Adopt the running cluster, or remove the remnants of a dead one and start a new one.
+        """Adopt the running cluster or start one, and wait until it is ready.
 
         Raises ClusterError.
         """
-        note = self.note()
-        if note is not None and lives(note.keeper_pid, note.temp_dir):
-            return self._adopt(self._await_ready(note.keeper_pid))
-        if note is not None and _head_lives(note):
-            log.warning(
-                "the embedded cluster lost its keeper; starting another", address=note.address
-            )
-            return self._adopt(self._await_ready(self._spawn(note.temp_dir, "--adopt")))
-        self._clear_remnants()
-        return self._start()
+        self.begin()
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        note = self._await_ready(begun.keeper_pid)
+        if begun.adopts:
+            return self._adopt(note)
+        log.info(
+            "embedded Ray cluster is ready",
+            seconds=round(time.monotonic() - begun.at, 1),
+            dashboard=note.dashboard_url,
+        )
+        return note
+
+    def give_up(self) -> None:
+        """Let ``ensure_running`` raise ClusterError instead of waiting on, now and later."""
+        self._given_up.set()
 
     def stop(self) -> None:
         """End every process of the cluster, if there is one."""
@@ -102,22 +128,23 @@ class EmbeddedCluster:
             os.link(draft, path)
         return path.read_text().strip()
 
-    def _start(self) -> ClusterNote:
-        settings = self._settings
+    def _found_or_started(self) -> _Begun:
+        note, settings = self.note(), self._settings
+        if note is not None and lives(note.keeper_pid, note.temp_dir):
+            return _Begun(note.keeper_pid, adopts=True)
+        if note is not None and _head_lives(note):
+            log.warning(
+                "the embedded cluster lost its keeper; starting another", address=note.address
+            )
+            return _Begun(self._spawn(note.temp_dir, "--adopt"), adopts=True)
+        self._clear_remnants()
         log.info(
             "starting an embedded Ray cluster",
             nodes=settings.nodes,
             cpus_per_node=settings.cpus_per_node,
         )
-        began = time.monotonic()
         base, prefix = self._temp_place()
-        note = self._await_ready(self._spawn(tempfile.mkdtemp(prefix=prefix, dir=base)))
-        log.info(
-            "embedded Ray cluster is ready",
-            seconds=round(time.monotonic() - began, 1),
-            dashboard=note.dashboard_url,
-        )
-        return note
+        return _Begun(self._spawn(tempfile.mkdtemp(prefix=prefix, dir=base)), adopts=False)
 
     def _adopt(self, note: ClusterNote) -> ClusterNote:
         settings, workers = self._settings, len(note.nodes) - 1
@@ -210,7 +237,8 @@ class EmbeddedCluster:
                     "the embedded Ray cluster did not start; see "
                     f"{self._settings.cluster_log_path}:\n{self._log_tail()}"
                 )
-            time.sleep(POLL_INTERVAL_S)
+            if self._given_up.wait(POLL_INTERVAL_S):
+                raise ClusterError("the service stops before its embedded Ray cluster is ready")
         raise ClusterError(
             f"the embedded Ray cluster was not ready within {START_TIMEOUT_S:g} s; see "
             f"{self._settings.cluster_log_path}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from everstep.options.serve import SECRET_VARIABLES
 from service.embedded.processes import CLUSTER_DIR_VARIABLE
+from service.embedded.worker_start import FORKS_DRIVERS_VARIABLE
 
 _RANK_MODULES = (
     "torch",
@@ -25,10 +26,19 @@ _CONTROLLER_MODULES = (
     "train_fn.ray_train.journal_actor",
 )
 
-PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES)))
+_DRIVER_MODULES = (
+    "train_fn.driver.command",
+    "train_fn.driver.last_save",
+    "train_fn.ray_train.older_submissions",
+    "train_fn.ray_train.stale_placement_groups",
+    "train_fn.ray_train.trainer",
+)
+
+PRELOADED_MODULES = tuple(dict.fromkeys((*_RANK_MODULES, *_CONTROLLER_MODULES, *_DRIVER_MODULES)))
 """The imports of the fork server: those of all its workers."""
 
 HEAD_VARIABLES = {
+    FORKS_DRIVERS_VARIABLE: "1",
     "RAY_preload_python_modules": ",".join(_CONTROLLER_MODULES),
     # Ray starts as many processes at a time as a node has CPUs, and the head offers none.
     "RAY_worker_maximum_startup_concurrency": "4",

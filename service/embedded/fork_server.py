@@ -1,10 +1,11 @@
 """The fork server: a process with the imports of ranks, controllers and drivers, which it forks
-into the workers that raylets ask for.
+into the workers that raylets ask for, and into the drivers of Ray jobs.
 
 ``python -m service.embedded.fork_server SOCKET MODULE…``. A normal worker spends three seconds of
 CPU on the imports of Python, Ray and torch. A forked one shares them and starts in a tenth of a
-second. Raylets reach this process through :mod:`service.embedded.worker_start`, with one connection
-for each worker. When a connection ends, the server kills the worker.
+second. Raylets and jobs reach this process through :mod:`service.embedded.worker_start`, with one
+connection for each worker. The server sends the worker's wait status over it in the end. When a
+connection ends before, the server kills the worker.
 
 The process must be safe to fork. It has no threads that matter and never connects to Ray. It draws
 no number from Ray's random generator: all workers would inherit its state, and so make equal ids.
@@ -13,6 +14,7 @@ no number from Ray's random generator: all workers would inherit its state, and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -20,11 +22,13 @@ import logging
 import os
 import resource
 import runpy
+import select
 import selectors
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +76,7 @@ class ForkServer:
         """Handle a request, or the end of the process that stands for a worker."""
         fds: list[int] = []
         try:
-            message, fds, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+            message, fds, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 4)
             if not message:
                 self._drop(connection)
                 return None
@@ -92,9 +96,12 @@ class ForkServer:
     ) -> dict[str, Any] | None:
         pid = os.fork()
         if pid == 0:
-            for number, fd in enumerate(fds):
+            for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
             self._forget_all()
+            if "module" in request:
+                os.setsid()
+                end_with(os.dup(fds[3]))
             return request
         pidfd = os.pidfd_open(pid)
         self._workers[pidfd] = (pid, connection)
@@ -104,15 +111,19 @@ class ForkServer:
 
     def _on_exit(self, pidfd: int) -> None:
         pid, connection = self._workers.pop(pidfd)
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
+        with contextlib.suppress(OSError):  # A raylet's stand-in has ended by then.
+            connection.send(str(status).encode(), socket.MSG_DONTWAIT)
         self._close(connection)
 
     def _drop(self, connection: socket.socket) -> None:
         for pid, other in self._workers.values():
             if other is connection:
                 os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # Only a driver leads a group.
+                    os.killpg(pid, signal.SIGKILL)
         self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
@@ -153,12 +164,28 @@ class _SystemRandomId:
         return ActorClassID(os.urandom(ActorClassID.size()))
 
 
+def end_with(stand_in: int) -> None:
+    """Kill this process and its group once the process of this pidfd ends.
+
+    So a driver ends with its job, even if the server, which would kill it, has ended before.
+    """
+
+    def wait() -> None:
+        select.select([stand_in], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="stand-in", daemon=True).start()
+
+
 def become_worker(request: dict[str, Any]) -> None:
-    """Turn this process into the worker: set up what ``exec`` would, then run Ray's worker
-    script."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # As in each process that Ray starts.
-    with contextlib.suppress(OSError):
-        os.setpgid(0, request["process_group"])
+    """Turn this process into the worker: set up what ``exec`` would, then run Ray's worker script,
+    or the ``module`` of a driver."""
+    module: str | None = request.get("module")
+    if module is None:
+        # As in each process that Ray starts.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        with contextlib.suppress(OSError):
+            os.setpgid(0, request["process_group"])
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
         os.sched_setscheduler(0, request["scheduling_policy"], os.sched_param(0))
@@ -171,10 +198,28 @@ def become_worker(request: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
     tempfile.tempdir = None  # It was computed in another environment.
     sys.argv = request["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if module is None:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        sys.path[0] = request["directory"]
+        show_as(["python", "-m", module, *sys.argv[1:]])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def show_as(command: Sequence[str]) -> None:
+    """Let ``ps`` show a command in place of the server's. Its end is cut off if it is longer.
+
+    Source: proc(5), arg_start and arg_end of /proc/PID/stat. Ray's own function would overwrite
+    the environment too, by which the keeper knows the processes of its cluster.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if end > start > 0:
+        text = "\0".join(command).encode()[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

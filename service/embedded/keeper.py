@@ -29,7 +29,7 @@ from service.embedded import cluster_parts
 from service.embedded.keeper_arguments import parse
 from service.embedded.node_returns import NodeReturns
 from service.embedded.patience import start_patiently
-from service.embedded.precedence import Precedence
+from service.embedded.precedence import SUBMISSION_S, Precedence
 from service.embedded.processes import (
     end_members,
     end_node,
@@ -67,11 +67,13 @@ class Keeper:
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self._refill = False
+        self._makes_way = False
         self._returns = NodeReturns(return_s)
 
     def install_signals(self) -> None:
-        """Let SIGTERM and SIGINT end the cluster, and SIGUSR1 replace each dead node."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        """Let SIGTERM and SIGINT end the cluster, SIGUSR1 replace each dead node, and SIGUSR2 let
+        the control processes run for a submission."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
     def start(self) -> None:
@@ -112,15 +114,8 @@ class Keeper:
 
     def _wait(self) -> None:
         """Wait until a process of the cluster ends, a signal comes, or the next check is due."""
-        note = self._note
-        pids = (
-            note.gcs_pid,
-            note.dashboard_pid,
-            note.fork_server_pid,
-            *(node.raylet_pid for node in note.nodes),
-        )
         timeout_s = min(LOOK_INTERVAL_S, self._returns.next_in_s())
-        if not wait_for_end([pid for pid in pids if pid], self._woken, timeout_s):
+        if not wait_for_end(self._note.lasting_pids, self._woken, timeout_s):
             return
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1024)
@@ -128,6 +123,9 @@ class Keeper:
     def tick(self) -> bool:
         """Check every node once. Return False if the head is lost, and so the cluster."""
         reap_children()
+        if self._makes_way:
+            self._makes_way = False
+            self._precedence.let_run(SUBMISSION_S)
         note = self._note
         heads = (note.gcs_pid, note.dashboard_pid, note.head.raylet_pid if note.head else None)
         if lost := [pid for pid in heads if not lives(pid, note.temp_dir)]:
@@ -163,6 +161,8 @@ class Keeper:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGUSR1:
             self._refill = True
+        elif number == signal.SIGUSR2:
+            self._makes_way = True
         else:
             self._stopping = True
         with contextlib.suppress(BlockingIOError):  # The pipe is full, so a wake-up is pending.
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pid = os.getpid()
     note = read_note(note_path) if args.adopt else None
     note = note or ClusterNote("starting", pid, 0.0, args.temp_dir, args.nodes, args.cpus_per_node)
-    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid))
+    note = replace(note, keeper_pid=pid, keeper_started_at=started_at(pid), makes_way=True)
     keeper = Keeper(note_path, note, args.node_return_s)
     keeper.install_signals()
     ok = False

@@ -8,7 +8,7 @@ priority, for a while
 
 - once one of them gets no CPU time: a probe, which does nothing but wake up, stands for threads and
   processes that nobody looks at;
-- once a node dies, since a recovery needs them.
+- once a node dies, or a run is submitted, since a recovery and a first step need them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ after."""
 LONGEST_RESPITE_S = 960.0
 RECOVERY_S = 15.0
 """Seconds in the normal class after a node died."""
+SUBMISSION_S = 30.0
+"""Seconds in the normal class after a run was submitted: the way to its first step leads through a
+dozen control processes."""
 _PROBE = "import select, sys\nwhile not select.select([sys.stdin], [], [], 0.1)[0]: pass"
 """Wakes up until its parent ends."""
 

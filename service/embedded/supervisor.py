@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
@@ -12,6 +15,7 @@ import structlog
 from service.cluster.cluster_note import ClusterNote
 from service.cluster.ray_jobs import RayEndpoint
 from service.embedded.cluster import ClusterError, EmbeddedCluster
+from service.embedded.processes import lives
 
 WATCH_INTERVAL_S: Final = 1.0
 FIRST_RETRY_S: Final = 2.0
@@ -32,6 +36,16 @@ class ClusterSupervisor:
         """Adopt or start the cluster, and wait until it is ready. Raises ClusterError."""
         self._note = self._cluster.ensure_running()
 
+    async def _start_unless(self, stopping: asyncio.Event) -> None:
+        """Like ``start``, but give up at a stop. Raises ClusterError, also then."""
+        starting = asyncio.create_task(asyncio.to_thread(self.start))
+        ending = asyncio.create_task(stopping.wait())
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            self._cluster.give_up()
+        ending.cancel()
+        await starting
+
     def note(self) -> ClusterNote | None:
         """Return the keeper's newest note, or None while there is no cluster."""
         return self._cluster.note() if self._note is not None else None
@@ -41,6 +55,14 @@ class ClusterSupervisor:
         if self._note is None or self._note.dashboard_url is None:
             return None
         return RayEndpoint(self._note.dashboard_url, self._token)
+
+    def make_way(self) -> None:
+        """Let the cluster's control processes run beside the ranks for a while, as a submission
+        needs them."""
+        note = self._note
+        if note is not None and note.makes_way and lives(note.keeper_pid, note.temp_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(note.keeper_pid, signal.SIGUSR2)
 
     def _log_changes(self) -> None:
         """Log which nodes died or came back since the last call."""
@@ -64,12 +86,27 @@ class ClusterSupervisor:
                 log.info("a node of the embedded cluster is up", node=node_id, slot=slot)
         self._note = note
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Check the cluster every second until ``stopping``, and restart it if it is gone.
+    async def run(self, stopping: asyncio.Event, on_ready: Callable[[int], None]) -> None:
+        """Wait until the cluster is ready. Then check it every second until ``stopping``, and
+        restart it if it is gone.
 
         Runs continue in the new cluster from their newest checkpoints.
+
+        Args:
+            stopping: Set when the service ends.
+            on_ready: Called with the number of nodes.
+
+        Raises ClusterError if the first start fails.
         """
         retry_s = FIRST_RETRY_S
+        try:
+            await self._start_unless(stopping)
+        except ClusterError:
+            if stopping.is_set():
+                return
+            raise
+        if self._note is not None:
+            on_ready(len(self._note.nodes) - 1)
         while not stopping.is_set():
             pause_s = WATCH_INTERVAL_S
             self._log_changes()
@@ -77,7 +114,7 @@ class ClusterSupervisor:
                 self._note = None
                 log.error("the embedded Ray cluster is gone; restarting it")
                 try:
-                    await asyncio.to_thread(self.start)
+                    await self._start_unless(stopping)
                     retry_s = FIRST_RETRY_S
                 except ClusterError as exc:
                     log.error(

@@ -55,14 +55,15 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
 
 @contextlib.contextmanager
 def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
-    """Run the embedded cluster until a graceful end. Yield None for an existing cluster."""
+    """Run the embedded cluster until a graceful end. Yield its supervisor before it is ready, or
+    None for an existing cluster."""
     if not settings.embedded:
         yield None
         return
     cluster = EmbeddedCluster(settings)
     supervisor = ClusterSupervisor(cluster)
     try:
-        supervisor.start()
+        cluster.begin()
         yield supervisor
     finally:
         # A second signal must not interrupt the end of the cluster.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
 
@@ -13,14 +13,17 @@ Entrypoint = Callable[[str, int], str]
 """(run id, submission) -> the shell command of its Ray job."""
 
 
-def driver_entrypoint(storage_uri: str) -> Entrypoint:
-    """Return the command that starts a submission's driver, with the ``python`` of the nodes."""
+DRIVER = ("python", "-m", "train_fn.driver")
+"""The driver, with the ``python`` of the nodes."""
+
+
+def driver_entrypoint(storage_uri: str, program: Sequence[str] = DRIVER) -> Entrypoint:
+    """Return the command that starts a submission's driver. The embedded cluster has a ``program``
+    of its own for that."""
 
     def command(run_id: str, submission: int) -> str:
         words = [
-            "python",
-            "-m",
-            "train_fn.driver",
+            *program,
             "--storage",
             storage_uri,
             "--run-id",

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import TypeAdapter, ValidationError
 
-from everstep.wire.team import Role, TokenName
+from everstep.wire.team import TokenName
 from service.api.answers import maybe_time, to_time
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, invalid_request, not_found
 from service.db.tokens import sha256_of
-from service.model.rows import RANK, SessionRow, TokenRow
+from service.model.rows import RANK, SessionRow, TokenKind, TokenRow
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller, cookie_of
 
@@ -51,13 +51,12 @@ async def _account(
     token: TokenRow,
     made: str | None = None,
 ) -> Response:
-    user_id = token.user_id
     here = sha256_of(cookie_of(request))
     sessions = await context.database_call(context.sessions.valid, caller.holder)
     grants, personal = [], []
-    if user_id is not None and token.kind == "log_in":
-        grants = await context.database_call(context.tokens.of_user, user_id, "log_in")
-        personal = await context.database_call(context.tokens.of_user, user_id, "personal")
+    if token.kind == "log_in":
+        grants = await _tokens_of(context, token, "log_in")
+        personal = await _tokens_of(context, token, "personal")
     return page(
         request,
         "account.html",
@@ -86,8 +85,7 @@ async def post_rights(
     request: Request, context: Context, form: CheckedForm, token: SessionToken
 ) -> Response:
     """Use other rights of the same user in this session, such as another project."""
-    may_switch = token.user_id is not None and token.kind == "log_in"
-    mine = await _grants(context, str(token.user_id)) if may_switch else []
+    mine = await _tokens_of(context, token, "log_in") if token.kind == "log_in" else []
     chosen = next((row for row in mine if row.id == form.get("token_id")), None)
     if chosen is None:
         raise not_found("these rights are not yours any more; log in again")
@@ -95,8 +93,11 @@ async def post_rights(
     return RedirectResponse("/account", 303)
 
 
-async def _grants(context: ApiContext, user_id: str) -> list[TokenRow]:
-    return await context.database_call(context.tokens.of_user, user_id, "log_in")
+async def _tokens_of(context: ApiContext, session: TokenRow, kind: TokenKind) -> list[TokenRow]:
+    """Return the tokens of a session's user; none if an administrator made its token."""
+    if session.user_id is None:
+        return []
+    return await context.database_call(context.tokens.of_user, session.user_id, kind)
 
 
 @router.post("/sessions/end")
@@ -124,35 +125,27 @@ async def post_token(
             "This session began with a token. Log in at the identity provider, or ask an "
             "administrator for another token.",
         )
-    role = form.get("role", "")
+    role = next((each for each in RANK if each == form.get("role")), None)
     days = int(form["days"]) if form.get("days", "").isdecimal() else 0
     try:
         label = _LABEL.validate_python(form.get("label", "").strip())
     except ValidationError:
         raise invalid_request("label", msg="name the token with 1 to 128 characters") from None
-    if role not in RANK or RANK[_role(role)] > RANK[token.role]:
+    if role is None or RANK[role] > RANK[token.role]:
         raise invalid_request("role", msg=f"choose at most your own role, {token.role}")
     if not 1 <= days <= LONGEST_DAYS:
         raise invalid_request("days", msg=f"choose 1 to {LONGEST_DAYS} days")
     expires_at = context.clock() + days * 86400
     _, secret = await context.database_call(
-        context.tokens.create_personal, token, label, _role(role), expires_at
+        context.tokens.create_personal, token, label, role, expires_at
     )
     return await _account(request, context, caller, token, secret)
-
-
-def _role(name: str) -> Role:
-    return next(role for role in RANK if role == name)
 
 
 @router.post("/tokens/revoke")
 async def post_revoke(context: Context, form: CheckedForm, token: SessionToken) -> Response:
     """Revoke a personal token of the caller."""
-    mine = (
-        []
-        if token.user_id is None
-        else await context.database_call(context.tokens.of_user, token.user_id, "personal")
-    )
+    mine = await _tokens_of(context, token, "personal")
     token_id = form.get("token_id", "")
     if token_id not in {row.id for row in mine}:
         raise not_found("this token is not yours, or is already revoked")

@@ -49,7 +49,6 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
         ),
         # the load of a host once, however many nodes it has
         loads={nodes[0].id: nodes[0].load for nodes in hosts.values()},
-        hosts=hosts,
         may_mark=caller.may("admin"),
         lag_s=context.reconciler_lag_s(),
     )

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from everstep.errors import FieldError, InvalidSpec, UsageError
 from everstep.spec.catalog import catalog
 from everstep.spec.yaml_file import parse_yaml
-from everstep.spec.yaml_text import has_aliases, is_nested_deeply, lines_of, value_at, with_value
+from everstep.spec.yaml_text import has_aliases, lines_of, value_at, with_value
 from service.api.auth import Principal, visible_run
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError, invalid_request
@@ -173,7 +173,7 @@ async def _placed(text: str, faults: tuple[FieldError, ...]) -> list[dict[str, A
 
 def _lines(text: str, faults: tuple[FieldError, ...]) -> list[int]:
     found = [_WHERE.match(fault.msg) for fault in faults]
-    if len(text) > MOST_CHARS or is_nested_deeply(text) or any(found):
+    if len(text) > MOST_CHARS or any(found):
         return [int(each[1]) if each else 1 for each in found]
     return lines_of(text, [fault.loc for fault in faults])
 
@@ -194,8 +194,6 @@ def _value(text: str) -> Any:
     """Return the value in a text. Raises UsageError also for one that takes long to read."""
     if len(text) > MOST_CHARS:
         raise UsageError(f"the spec is longer than {MOST_CHARS} characters; use the command line")
-    if is_nested_deeply(text):
-        raise UsageError("the spec has too many open brackets; it may be 64 levels deep")
     if has_aliases(text):
         raise UsageError("the spec has anchors or aliases (& and *); write their values out")
     return parse_yaml(text, "the spec")

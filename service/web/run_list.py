@@ -78,7 +78,9 @@ async def get_runs(
         is_filtered=any(filters.values()),
         columns=shown,
         sort_link=lambda column: run_columns.sort_link(column, order or _NEWEST, link),
-        suggestions=run_columns.suggestions(found.items, list(specs.values())),
+        suggestions=[]
+        if is_update  # it replaces the list only
+        else run_columns.suggestions(found.items, list(specs.values())),
         known_columns=run_columns,
         usage_parts=cli_words.usage_parts,
         progress_share=progress_share,

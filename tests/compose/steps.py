@@ -29,6 +29,15 @@ def go_on(trial: Trial[Deployment]) -> None:
     trial.reach(trial.run.refresh().step + AHEAD)
 
 
+def assert_never_interrupted(trial: Trial[Deployment]) -> None:
+    """Wait for the end of a run that trained through an outage. Five saves in a row that fail are
+    told as a failure, which ends nothing."""
+    record = trial.finish()
+    assert record["steps_lost"] == 0
+    assert {failure["verdict"] for failure in record["failures"]} <= {"storage"}
+    assert len(trial.run.attempts()) == 1
+
+
 @contextmanager
 def polled(deployment: Deployment, run_id: str) -> Iterator[list[str]]:
     """Ask for a run all the time, and yield the list of what went wrong. Raises AssertionError if

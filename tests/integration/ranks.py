@@ -61,6 +61,8 @@ class Job:
     """(kind, rank, steps done): every rank hears then of a drill that flips a bit in that rank."""
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
+    in_process: bool = False
+    """Ranks that merely lose a peer keep what they train in their processes."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
 
@@ -187,11 +189,12 @@ def _notice_death(processes: list[Any], base: Path) -> None:
     (base / _LOST).touch()
 
 
-def _abandon_when_lost(lost: Path) -> None:
+def _abandon_when_lost(lost: Path, ended: threading.Event) -> None:
     from train_fn.step.nccl import abort_collectives
 
     while not lost.exists():
-        time.sleep(0.02)
+        if ended.wait(0.02):
+            return
     abort_collectives()
 
 
@@ -204,13 +207,16 @@ def _outcome(path: Path, exit_code: int | None) -> Outcome:
 
 
 def _rank_main(job: Job, rank: int, base: str) -> None:
+    prepare_process(job)
+    outcome = run_attempt(job, rank, base)
+    Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+
+
+def prepare_process(job: Job) -> None:
+    """Make this process one that ranks of the job may run in."""
     import torch
-    import torch.distributed as dist
 
     from tests.support.silent_backend import claim_cpu
-    from train_fn.context import WorkerContext
-    from train_fn.loop.attempt import train
-    from train_fn.step.nccl import group_backend
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -221,8 +227,22 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
     if job.silent is not None:
         os.environ.update(job.silent.env())
         claim_cpu()
+
+
+def run_attempt(job: Job, rank: int, base: str) -> Outcome:
+    """Run one rank of an attempt to its end in this process, which ``prepare_process`` prepared."""
+    import torch
+    import torch.distributed as dist
+
+    from train_fn.context import WorkerContext
+    from train_fn.loop.attempt import train
+    from train_fn.step.nccl import begin_attempt, group_backend
+
+    begin_attempt()
+    ended = threading.Event()
+    if job.silent is not None:
         lost = Path(base, _LOST)
-        threading.Thread(target=_abandon_when_lost, args=(lost,), daemon=True).start()
+        threading.Thread(target=_abandon_when_lost, args=(lost, ended), daemon=True).start()
     dist.init_process_group(
         group_backend(torch.device("cpu")),
         init_method=f"file://{base}/rendezvous",
@@ -247,6 +267,7 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,
         is_abandoned=journal.is_abandoned,
+        in_process=job.in_process,
         flip_ordered=journal.flip_ordered,
     )
     _follow_restores(journal)
@@ -255,9 +276,10 @@ def _rank_main(job: Job, rank: int, base: str) -> None:
     except Exception as exc:
         outcome.error = exc
         Path(base, _LOST).touch()
+    ended.set()
     if dist.is_initialized():
         dist.destroy_process_group()
-    Path(base, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
+    return outcome
 
 
 def _follow_restores(journal: ListJournal) -> None:
@@ -266,7 +288,7 @@ def _follow_restores(journal: ListJournal) -> None:
     from train_fn.loop import attempt
     from train_fn.loop.training import Progress, Training
 
-    prepare = attempt.prepare
+    prepare = getattr(attempt.prepare, "unfollowed", attempt.prepare)
 
     def prepare_and_tell(ctx: WorkerContext, progress: Progress) -> Training:
         training = prepare(ctx, progress)
@@ -274,4 +296,5 @@ def _follow_restores(journal: ListJournal) -> None:
         journal.step, journal.steps_done = state.step, lambda: state.step
         return training
 
+    prepare_and_tell.unfollowed = prepare  # type: ignore[attr-defined]
     attempt.prepare = prepare_and_tell

@@ -55,6 +55,7 @@ def assert_passed(drill: DrillHandle) -> Any:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_a_run_is_drilled_three_times_and_carries_on(drilled: ServiceProcess) -> None:
     run = drilled.client().runs.create(digits("drilled", **LONG, wandb={}))
     wait_for_step(run, 25)

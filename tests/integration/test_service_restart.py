@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,42 @@ def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
     assert not (home / "cluster.json").exists()
     found = [p for p in psutil.process_iter() if _home_of(p) == str(home)]
     assert found == []
+
+
+def test_the_api_answers_and_takes_runs_before_the_cluster_is_there(
+    fresh: ServiceProcess,
+) -> None:
+    fresh.launch()
+    wait_for(lambda: (fresh.home / "url").exists(), 120, "the API's start")
+    wait_for(lambda: _answers(fresh), 120, "the API's first answer")
+    assert fresh.cluster()["state"] == "starting"
+    run_id = api(fresh, "POST", "/v1/runs", json={**SPEC, "name": "early"})["id"]
+    assert api(fresh, "GET", f"/v1/runs/{run_id}")["status"] == "QUEUED"
+    wait_for_success(fresh, run_id)
+
+
+def test_a_service_whose_cluster_cannot_start_ends_and_says_where_to_look(home: Path) -> None:
+    port = str(free_port())
+    ended = serve(home, "--port", port, RAY_gcs_server_port_wait_time_s="not a number")
+    assert ended.returncode == 2
+    assert "everstep serve: the embedded Ray cluster did not start; see" in ended.stderr
+    assert not (home / "cluster.json").exists() and not (home / "url").exists()
+    assert [p for p in psutil.process_iter() if _home_of(p) == str(home)] == []
+
+
+@pytest.fixture
+def fresh() -> Iterator[ServiceProcess]:
+    """A service that the test starts."""
+    made = ServiceProcess(nodes=1)
+    yield made
+    made.stop()
+    made._clean()
+
+
+def _answers(service: ServiceProcess) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{service.url}/healthz", timeout=30, trust_env=False).is_success
+    return False
 
 
 def _home_of(process: psutil.Process) -> str | None:

@@ -170,7 +170,16 @@ class ServiceProcess:
         return self.process
 
     def start(self, timeout_s: float = START_S) -> None:
+        """Start service and cluster, and wait for both."""
         wait_until_ready(self.launch(), self.url, self.log, timeout_s, "the service's /readyz")
+        wait_for(self._is_cluster_ready, timeout_s, "the cluster's start")
+
+    def _is_cluster_ready(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"serve ended with {self.process.returncode}:\n{self.log()[-4000:]}")
+        answer = httpx.get(f"{self.url}/readyz", timeout=30, trust_env=False).json()
+        return bool(answer["ray"] == "up")
 
     def log(self) -> str:
         return (self.home / "serve.log").read_text(errors="replace")

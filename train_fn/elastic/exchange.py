@@ -89,6 +89,12 @@ class Exchange:
                 for number, parameter in enumerate(self._parameters)
             ]
 
+    def remove_hooks(self) -> None:
+        """Launch nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     def exchange_values(self, likes: Sequence[torch.Tensor]) -> None:
         """Also sum other tensors from now on: ``add_values`` is given one for each of ``likes``."""
         self._of_values = self._send_values = None

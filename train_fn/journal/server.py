@@ -61,10 +61,15 @@ class JournalServer:
         reply's ``progress``. Raise StorageError if writing fails; send the events again then.
         """
         self._stop = stop or self._stop
-        writer = self._open()
-        if events:
-            for line in writer.append([self._line(source, event) for event in events]):
-                self._note(line)
+        try:
+            writer = self._open()
+            if events:
+                for line in writer.append([self._line(source, event) for event in events]):
+                    self._note(line)
+        except StorageError:
+            self._progress.note_unwritten(source, ((each.kind, each.attempt) for each in events))
+            raise
+        self._progress.note_written(source)
         return Reply(
             writer.last_source_n(source),
             self._stop,

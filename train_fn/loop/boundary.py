@@ -100,10 +100,12 @@ def _call_hook(replica: Replica, reporter: Reporter) -> bool:
         return False
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
+    replica.in_hook = True
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.trained.check(where(replica.task, "on_epoch_end"))
     replica.learning_rates.note_options()
     require_same_weights(replica, where(replica.task, "on_epoch_end"))
+    replica.in_hook = False
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )

@@ -127,12 +127,15 @@ def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketc
 def check_weights(replica: Replica, *, fresh: bool) -> None:
     """Raise BadTask if a rank has built another model than rank 0. A collective.
 
-    Weights that a restored state replaces are compared only if ``fresh``.
+    Weights that a restored state replaces are compared only if ``fresh``. What a rank has trained
+    in an earlier attempt of its process is compared as it was built.
     """
     peers = replica.peers
     if peers.alone:
         return
-    mine = sketch_weights(replica.state.model, all_of_it=fresh)
+    mine = replica.parts.built_weights
+    if fresh:
+        mine = sketch_weights(replica.state.model, all_of_it=True)
     theirs = peers.share(mine, 0)
     names = [
         name

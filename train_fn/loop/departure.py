@@ -12,19 +12,32 @@ from typing import Any
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.errors import Miscomputed, PeerApart, RanksApart, TrainError, forget_frames
+from train_fn.errors import (
+    Miscomputed,
+    PeerApart,
+    PeerMiscomputed,
+    RanksApart,
+    Replaced,
+    TrainError,
+    forget_frames,
+)
+from train_fn.loop import survivor
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
 from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.snapshots.process_slot import kept_step as kept_step_here
 from train_fn.state.kept_state import KeptState
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
 
 BETWEEN_STATES = "the rank was between two states"
 """Why a rank leaves no state, if it failed while it changed it."""
+
+_LEAVING = (Replaced, PeerApart, PeerMiscomputed)
+"""Errors after which a rank keeps nothing in its process, though others caused them."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,42 +49,45 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     Peers first: only the neighbours of a dead rank notice its death by themselves, and each rank
     frees the next one by leaving. Nobody should wait until others have written their state.
     Where leaving frees nobody, the state comes first: an abort may take long.
+
+    A rank that merely lost a peer writes no state if its process may serve the next attempt: it
+    keeps the state where it is (``survivor``).
     """
     kept_step = progress.rescue.leave() if progress.rescue is not None else None
     frees_peers = fails_by_itself()
     error = describe_error(cause, ctx.world_rank)
     distrusted = _why_distrusted(ctx, cause)
+    may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
     memory = memory_summary(cause, ctx.device)
     forget_frames(cause)
     replica, training = progress.replica, progress.training
     if training is not None:
         training.saver.close()
+        training.clock.close()
     if replica is not None:
-        replica.wrapped = None
+        replica.let_go()
     gc.collect()
     if frees_peers:
         end_process_group()
     if training is not None:
         training.loader.close()  # its processes may take a moment to end
         training.publisher.close()
-    problem: str | None = "the rank had no state yet"
-    step = None
-    if replica is not None:
-        step = replica.state.step if progress.is_restored or replica.state.complete else None
-        problem = distrusted or keep_state(ctx, replica.state, partial(_last_committed, replica))
-        if problem is not None and distrusted is None and kept_step is not None:
-            step, problem = kept_step, None  # a device that fails now was read before
+    step, problem = _leave_state(ctx, progress, distrusted=distrusted, may_stay=may_stay)
+    stays_at = kept_step_here()
+    if problem is not None and distrusted is None and kept_step is not None:
+        step, problem = kept_step, None  # a device that fails now was read before
     if not frees_peers:
         end_process_group()
     if training is not None:
         training.profiler.give_up()
         training.reporter.close()
-    progress.replica = progress.training = None
+    progress.replica = progress.training = progress.survivor = None
     error = dataclasses.replace(
         error,
         step=step,
         phase=progress.phase,
-        snapshot_step=step if problem is None else None,
+        snapshot_step=step if problem is None and stays_at is None else None,
+        stays_at=stays_at,
         memory=memory,
     )
     return StepFailed(error, problem)
@@ -87,21 +103,67 @@ def _why_distrusted(ctx: WorkerContext, cause: BaseException) -> str | None:
     return None
 
 
+def _leave_state(
+    ctx: WorkerContext, progress: Progress, *, distrusted: str | None, may_stay: bool
+) -> tuple[int | None, str | None]:
+    """Leave the state of the last committed step, or keep it in this process if it ``may_stay``.
+
+    Args:
+        distrusted: why the state must not be used, if it must not.
+
+    Return its step, and why neither can be done.
+    """
+    replica, taken = progress.replica, progress.survivor
+    made_by = ctx if taken is None else taken.ctx
+    if replica is None:
+        if taken is None:
+            return None, "the rank had no state yet"
+        return taken.step, taken.leave()
+    state = replica.state
+    step = state.step if progress.is_restored or state.complete else None
+    if distrusted is not None:
+        return step, distrusted
+
+    def leave_or_keep(found: dict[str, Any]) -> str | None:
+        may_be_kept = may_stay and not replica.in_hook and not replica.parts.exchanges_in_build
+        if may_be_kept and end_process_group():
+            _keep(replica, made_by, found)
+            return None
+        return leave_snapshot(made_by, found)
+
+    return step, keep_state(ctx, state, partial(_last_committed, replica), leave_or_keep)
+
+
+def _keep(replica: Replica, made_by: WorkerContext, found: dict[str, Any]) -> None:
+    """Keep the state ``found``, and everything that it was trained with, in this process."""
+    parts, state = replica.parts, replica.state
+    if not state.complete:  # it is a copy from before the step
+        state.load_state_dict(found)
+    parts.moving |= {place.name for place in replica.volatile.moving}
+    parts.ignored |= {place.name for place in replica.volatile.ignored}
+    survivor.keep(parts, made_by)
+    logger.info("step %d stays in this process", state.step)
+
+
 def keep_state(
-    ctx: WorkerContext, state: KeptState, whole: Callable[[], dict[str, Any] | str]
+    ctx: WorkerContext,
+    state: KeptState,
+    whole: Callable[[], dict[str, Any] | str],
+    leave: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> str | None:
     """Leave the state of the last committed step as a snapshot. Return why that cannot be done, or
     None.
 
     Args:
         whole: returns that state, or why there is none.
+        leave: is given that state if it is sound; None to leave a snapshot.
     """
     try:
         found = whole()
         if isinstance(found, str):
             return found
         state.require_sound(found)
-        return leave_snapshot(ctx, found)
+        return leave_snapshot(ctx, found) if leave is None else leave(found)
     except TrainError as exc:  # what broke the attempt says more
         return str(exc)
     except RuntimeError as exc:  # so does a device that cannot be read any more

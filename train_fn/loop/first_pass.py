@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train_fn.elastic.buffers import TreeSums
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, StateNotWhole
+from train_fn.loop.parts import owners_of
 from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.samples.randomness import torch_generators
 from train_fn.samples.sampler import IndexArray, MicroBatch
 from train_fn.state.contents import Sketch, alike, few, sketch
-from train_fn.state.numerics import numerics_of
+from train_fn.state.numerics import NOT_COMPARED, numerics_of
 from train_fn.state.optim import drop_gradients
 from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.step.untrained import Place, WarmUp, untrained_places
 from train_fn.tasks.checks import check_gradients, check_moves, uses_nothing, where
 from train_fn.tasks.protocol import Sum
 
@@ -27,8 +28,43 @@ if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
 
 
+class _Undoing:
+    """Put everything back after a first pass, also after one that failed. Raise StateNotWhole, and
+    leave the state incomplete, if a run's state cannot be put back."""
+
+    def __init__(self, replica: Replica, places: list[Place], *, is_fresh: bool) -> None:
+        parts, self._replica = replica.parts, replica
+        moving = parts.moving if parts.is_kept else None
+        self.warm_up = WarmUp(replica.state.model, places, is_fresh=is_fresh, moving=moving)
+        self.attributes = PlainAttributes(owners_of(replica.task, replica.state.model))
+
+    def __enter__(self) -> _Undoing:
+        state = self._replica.state
+        self._was_complete, state.complete = state.complete, False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        state = self._replica.state
+        if kind is not None and not self._was_complete:
+            return  # nothing to lose
+        lost = self.warm_up.put_back()
+        changed = self._replica.changed_by_pass = self.attributes.changed()
+        self._replica.task_state.load(state.task)
+        if kind is None:
+            _warn_of_unsaved_changes(self._replica, changed, self.attributes)
+        self.attributes.put_back()
+        if lost:
+            raise StateNotWhole(state.step, f"the first pass of the attempt changed {few(lost)}")
+        state.complete = self._was_complete
+
+
 def run_first_pass(
-    replica: Replica, batch: Any | None, loaded: Sketch, indices: IndexArray, *, is_fresh: bool
+    replica: Replica,
+    batch: Any | None,
+    loaded: Sketch,
+    indices: IndexArray,
+    *,
+    is_fresh: bool,
 ) -> VolatileBuffers:
     """Run ``batch`` forward and backward, put everything back, and return what forward passes
     change. A collective.
@@ -40,11 +76,40 @@ def run_first_pass(
         indices: of the samples in ``batch``.
         is_fresh: whether no state is loaded afterwards.
     """
+    state, peers, parts = replica.state, replica.peers, replica.parts
+    places = untrained_places(state.model, replica.parameters)
+    with _Undoing(replica, places, is_fresh=is_fresh) as undoing:
+        moving, ignored, runs_again = _pass_and_check(
+            replica, batch, loaded, indices, places, undoing.warm_up
+        )
+    names = [place.name for place in places]
+    moving |= {number for number, name in enumerate(names) if name in parts.moving}
+    ignored |= {number for number, name in enumerate(names) if name in parts.ignored}
+    found = peers.gather((moving, ignored))
+    moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
+    return VolatileBuffers(
+        places,
+        moving,
+        ignored,
+        peers,
+        state.carry,
+        runs_again=runs_again,
+        sums=TreeSums(replica.exchange) if replica.exchange is not None else None,
+    )
+
+
+def _pass_and_check(
+    replica: Replica,
+    batch: Any | None,
+    loaded: Sketch,
+    indices: IndexArray,
+    places: list[Place],
+    warm_up: WarmUp,
+) -> tuple[set[int], set[int], bool]:
+    """Run the pass, and put nothing back. Return the numbers of the places that it changed, of
+    those to ignore, and whether backward runs forward passes again."""
     assert replica.wrapped is not None
     state, peers, task = replica.state, replica.peers, replica.task
-    places = untrained_places(state.model, replica.parameters)
-    warm_up = WarmUp(state.model, places, is_fresh=is_fresh)
-    attributes = PlainAttributes(owners_of(replica))
     replica.seed(0, 0)
     generators = torch_generators(peers.device)
     watched, before = GradientWatch(replica.parameters), replica.trained.sums()
@@ -55,9 +120,11 @@ def run_first_pass(
     moving, ignored = warm_up.look()
     check_moves(task, loss_sum)
     weighed, num_ranks = _backward(replica, loss_sum, weight)
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and not replica.parts.is_kept:
         averaged_over = 1 if replica.exchange is not None else peers.world_size
-        replica.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
+        if replica.beside_kept and averaged_over > 1:
+            averaged_over = NOT_COMPARED
+        replica.parts.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
     if 0 < weighed < math.inf:
         replica.weight_per_sample = weighed / (len(indices) * num_ranks)
     replica.trained.check_values(
@@ -79,22 +146,7 @@ def run_first_pass(
     runs_again = warm_up.has_moved_again()
     later = warm_up.look()[0] - moving
     _warn_of_changes_in_backward(replica, [places[number].name for number in sorted(later)])
-    warm_up.put_back()
-    changed = replica.changed_by_pass = attributes.changed()
-    replica.task_state.load(state.task)
-    _warn_of_unsaved_changes(replica, changed, attributes)
-    attributes.put_back()
-    found = peers.gather((moving, ignored))
-    moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    return VolatileBuffers(
-        places,
-        moving,
-        ignored,
-        peers,
-        state.carry,
-        runs_again=runs_again,
-        sums=TreeSums(replica.exchange) if replica.exchange is not None else None,
-    )
+    return moving, ignored, runs_again
 
 
 def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:
@@ -168,16 +220,10 @@ def try_smallest(replica: Replica) -> None:
     if micro is None:
         return
     before = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
-    attributes = PlainAttributes(owners_of(replica))
+    attributes = PlainAttributes(owners_of(replica.task, model))
     replica.seed(0, 0)
     batch = replica.load(micro).batch
     check_small_batch(replica.task, replica.sampler, micro, replica.step_module, batch)
     before.put_back()
     attributes.put_back()
     replica.task_state.load(replica.state.task)
-
-
-def owners_of(replica: Replica) -> dict[str, object]:
-    """Return the objects whose plain attributes a forward pass may change: the model's modules and
-    the task."""
-    return {**dict(replica.state.model.named_modules()), type(replica.task).__name__: replica.task}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.loop.first_pass import owners_of
+from train_fn.loop.parts import owners_of
 from train_fn.state.contents import few
 from train_fn.state.optimizers import Optimizers, each_of
 from train_fn.state.shadows import Shadows
@@ -68,7 +68,8 @@ class OwnUpdates:
     def join(self, replica: Replica) -> VolatileBuffers:
         """Return what may change in a step, which counts as one forward pass: any buffer of the
         model. No step is tried before the first one: it would change the optimizers."""
-        replica.state.task = replica.task_state.capture()
+        if not replica.parts.is_kept:
+            replica.state.task = replica.task_state.capture()
         places = untrained_places(replica.state.model, replica.parameters)
         buffers = [number for number, place in enumerate(places) if place.is_buffer]
         return VolatileBuffers(places, buffers, (), self._peers, replica.state.carry)
@@ -134,5 +135,5 @@ def own_updates(replica: Replica, max_norm: float | None) -> OwnUpdates | None:
     task."""
     if not makes_own_steps(replica.task):
         return None
-    owners = {} if replica.task_state else owners_of(replica)
+    owners = {} if replica.task_state else owners_of(replica.task, replica.state.model)
     return OwnUpdates(replica.task, replica.state, replica.trained, replica.peers, max_norm, owners)

@@ -17,48 +17,39 @@ from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
 from train_fn.loop.after_step import AfterStep
-from train_fn.loop.built_model import exchanges_in_forward, require_fit_for, warnings_of
-from train_fn.loop.built_optimizer import built_optimizer, built_scheduler, optimizer_source
+from train_fn.loop.built_model import exchanges_in_forward
+from train_fn.loop.built_optimizer import optimizer_source
 from train_fn.loop.elastic_rules import elastic_exchange
-from train_fn.loop.first_pass import owners_of, run_first_pass, try_smallest
-from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
+from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_updates import OwnUpdates, own_updates
+from train_fn.loop.parts import Parts, build_parts, owners_of
 from train_fn.loop.step_module import StepModule, empty_like, wrap
-from train_fn.loop.training_data import training_data
 from train_fn.node.debug_level import lowered_level
 from train_fn.node.kernels import kernels
-from train_fn.samples.loader import Loaded, TrainingData, to_device
+from train_fn.samples.loader import Loaded, to_device
 from train_fn.samples.randomness import seed_building, seed_micro_batch
-from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.samples.stream_set import StreamSet
-from train_fn.state.contents import Contents, sketch
-from train_fn.state.ema import Ema
-from train_fn.state.frozen_part import FrozenPart
-from train_fn.state.numerics import Numerics
+from train_fn.samples.sampler import MicroBatch
+from train_fn.state.contents import sketch
 from train_fn.state.task_state import TaskState
-from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import LearningRates, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.carrier import Carrier
 from train_fn.step.determinism import set_determinism
 from train_fn.step.fingerprints import Fingerprints
-from train_fn.step.modes import set_modes_for_training
-from train_fn.step.peers import Peers
-from train_fn.step.precision import build_scaler
+from train_fn.step.peers import Peers, num_collectives
 from train_fn.step.step_plans import StepPlans
 from train_fn.step.used_parameters import UsedParameters
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
 from train_fn.tasks.build import build_task
-from train_fn.tasks.checks import checked_datasets, checked_model, where
-from train_fn.tasks.own_step import require_fits
-from train_fn.tasks.protocol import Sum, Task
+from train_fn.tasks.checks import where
+from train_fn.tasks.protocol import Sum
 from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
 
 logger = logging.getLogger(__name__)
 
-_MODEL, _TASK, _DATASETS, _OPTIMIZER, _LAZY = 6, 8, 9, 10, 11
-"""Purposes of the draws while each is built (``seed_building``)."""
+_TASK = 8
+"""Purpose of the draws while the task is built (``seed_building``)."""
 
 
 @dataclass
@@ -66,16 +57,10 @@ class Replica:
     """What is trained on one rank. ``wrapped`` is None until the replica has joined its peers."""
 
     peers: Peers
-    task: Task
-    state: TrainState
-    sampler: Sampler
-    train_set: TrainingData
-    val_set: Any | None
+    parts: Parts
     step_module: StepModule
     carrier: Carrier
     """Sends the step's totals along with its gradients."""
-    total_steps: int
-    """Steps of the whole run, by which schedules go."""
     last_step: int
     """Steps after which this run ends: those of the whole run, or fewer of a replay."""
     wrapped: DistributedDataParallel | StepModule | None = None
@@ -93,33 +78,24 @@ class Replica:
 
     own_updates: OwnUpdates | None = None
     """None unless the task makes its own steps."""
-    numerics: Numerics | None = None
-    """The fingerprint of this rank's kernels; None before the first pass, and without one."""
     exchange: Exchange | None = None
     """None unless ``train.exactness`` is elastic. Then it stands in for DDP and ``carrier``."""
 
     def __post_init__(self) -> None:
+        parts = self.parts
+        self.task, self.state, self.total_steps = parts.task, parts.state, parts.total_steps
+        self.sampler, self.train_set = parts.sampler, parts.train_set
+        self.val_set = parts.datasets.get("val")
         self.exchanges_in_forward = exchanges_in_forward(self.state.model)
-        held = {
-            id(parameter)
-            for group in self.state.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        trained = [
-            parameter for parameter in self.state.model.parameters() if parameter.requires_grad
-        ]
+        groups = self.state.optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = [each for each in self.state.model.parameters() if each.requires_grad]
         self.parameters = [parameter for parameter in trained if id(parameter) in held]
         """The parameters that a step changes."""
         self.idle_parameters = [parameter for parameter in trained if id(parameter) not in held]
         """Parameters that get gradients, but that the user's optimizer does not hold."""
-        self._dense = [
-            parameter
-            for parameter in self.parameters
-            if id(parameter) not in self.step_module.sparse
-        ]
-        self._exchanged = [
-            parameter for parameter in self.step_module.parameters() if parameter.requires_grad
-        ]
+        self._dense = [each for each in self.parameters if id(each) not in self.step_module.sparse]
+        self._exchanged = [each for each in self.step_module.parameters() if each.requires_grad]
         """In DDP's order."""
         self.trained = TrainedParameters(self.state.model, self.state.optimizer)
         self.learning_rates = LearningRates(
@@ -137,7 +113,7 @@ class Replica:
                 self.task,
                 where(self.task, "after_step"),
                 self.trained,
-                {} if self.task_state else owners_of(self),
+                {} if self.task_state else owners_of(self.task, self.state.model),
                 alone=self.peers.alone,
             )
         self.used: UsedParameters | None = None
@@ -151,6 +127,11 @@ class Replica:
         """Whether the kernels of all ranks must give equal bits."""
         self.is_apart = False
         """Whether it was logged that they do not."""
+        self.beside_kept = False
+        """Whether a rank of the attempt has kept its state, so that the first pass sums gradients
+        of several weights."""
+        self.in_hook = False
+        """Whether the task's ``on_epoch_end`` may have changed a part of the state."""
         self.begun_at = 0
         """Steps done when the attempt began, with the same state on all ranks."""
 
@@ -159,7 +140,8 @@ class Replica:
 
         DDP orders its buckets, and so the summation, by the first backward pass that it sees. Every
         attempt runs this one before the state is loaded, so that a resumed run sums in the same
-        order as one that was never interrupted.
+        order as one that was never interrupted. A state that this process has kept is put back bit
+        by bit, also if the pass fails.
 
         Args:
             is_fresh: whether no state is loaded afterwards.
@@ -186,11 +168,23 @@ class Replica:
             self.used = UsedParameters(self.gradient_parameters, self.peers)
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
-        self.state.task = self.task_state.capture()
-        try_smallest(self)
+        if not self.parts.is_kept:
+            self.state.task = self.task_state.capture()
+            try_smallest(self)
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
         if self.exchange is not None:
             self.exchange.watch()
+
+    def let_go(self) -> None:
+        """Take off what ties the parts to the peers of this attempt: DDP, hooks, and gradients in
+        DDP's memory."""
+        self.wrapped = None
+        mean = None if self.own_updates is None else self.own_updates.mean
+        for hooked in (self.exchange, self.used, mean):
+            if hooked is not None:
+                hooked.remove_hooks()
+        for parameter in self.state.model.parameters():
+            parameter.grad = None
 
     def warn(self, text: str) -> None:
         """Warn the user: in the log, and in the attempt's ``training_started`` event."""
@@ -270,72 +264,43 @@ class Replica:
                 fill_gradients(self._dense)
 
 
-def build_replica(ctx: WorkerContext) -> Replica:
-    """Build the replica from the spec, the same on every rank. Nothing is exchanged yet."""
+def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
+    """Build the replica from the spec, the same on every rank. Nothing is exchanged yet.
+
+    Args:
+        parts: what an earlier attempt of this process has trained; None to build it.
+    """
     spec, train = ctx.spec, ctx.spec.train
     set_determinism(train.wants_determinism, ctx.device)
-    bring_packages(ctx)
-    if spec.code is not None:
-        add_to_path(ctx.run_dir.storage, spec.code.archive)
-    seed_building(train.seed, _TASK)
-    task = build_task(spec)
-    seed_building(train.seed, _DATASETS)
-    datasets = checked_datasets(task, task.build_datasets())
-    contents = Contents(datasets)
-    seed_building(train.seed, _MODEL)
-    model = checked_model(task, task.build_model()).to(ctx.device)
-    in_eval = set_modes_for_training(model)
-    require_fit_for(ctx.device, model)
-    require_fits(spec, task, model, datasets["train"])
-    train_set, sampler = training_data(ctx, task, datasets["train"])
-    if lazy_names(model):
-        first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
-        loaded = train_set.first(MicroBatch(0, 0, first))
-        seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
-        shape_lazy_tensors(task, model, to_device(loaded.batch, ctx.device))
-    all_steps = train.epochs * sampler.steps_per_epoch
-    total_steps = min(all_steps, train.max_steps or all_steps)
-    seed_building(train.seed, _OPTIMIZER)
-    optimizer = built_optimizer(spec, task, model)
-    scheduler = built_scheduler(spec, task, optimizer, total_steps)
-    state = TrainState(
-        model,
-        optimizer,
-        build_scaler(train.precision, ctx.device),
-        Ema(model, train.ema_decay) if train.ema_decay is not None else None,
-        steps_per_epoch=sampler.steps_per_epoch,
-        fingerprint=train_set.fingerprint,
-        scheduler=scheduler,
-        frozen=FrozenPart(model) if spec.checkpoint.parameters == "trainable" else None,
-        model_source=where(task, "build_model"),
-        contents=contents,
-        sampler=sampler,
-        bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
-        data_source=where(task, "build_datasets") if spec.code is not None else None,
-    )
+    if parts is None:
+        bring_packages(ctx)
+        if spec.code is not None:
+            add_to_path(ctx.run_dir.storage, spec.code.archive)
+        before = num_collectives()
+        seed_building(train.seed, _TASK)
+        parts = build_parts(ctx, build_task(spec))
+        parts.exchanges_in_build = num_collectives() != before
+    else:
+        parts.begin_attempt(ctx)
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     carrier = Carrier(peers)
+    allows_unused = train.unused_parameters == "allow"
     replica = Replica(
         peers=peers,
-        task=task,
-        state=state,
-        sampler=sampler,
-        train_set=train_set,
-        val_set=datasets.get("val"),
+        parts=parts,
         step_module=StepModule(
-            task,
-            model,
+            parts.task,
+            parts.state.model,
             train.precision,
             ctx.device,
             carrier.numbers,
-            state,
+            parts.state,
             compiled=train.compile,
-            allows_unused=train.unused_parameters == "allow",
+            allows_unused=allows_unused,
         ),
-        allows_unused=train.unused_parameters == "allow",
+        allows_unused=allows_unused,
         carrier=carrier,
-        total_steps=total_steps,
-        last_step=total_steps if spec.replay is None else min(total_steps, spec.replay.to_step),
+        last_step=min(parts.total_steps, spec.replay.to_step if spec.replay else parts.total_steps),
         draws_from_torch_alone=spec.code is None,
     )
     replica.own_updates = own_updates(replica, train.grad_clip_norm)
@@ -343,6 +308,6 @@ def build_replica(ctx: WorkerContext) -> Replica:
         replica.exchange = elastic_exchange(replica, spec.full_size)
     if debugging := lowered_level():
         replica.warn(debugging)
-    for warning in warnings_of(model, in_eval):
+    for warning in parts.warnings:
         replica.warn(warning)
     return replica

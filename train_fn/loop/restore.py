@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import attempt_starts, reported_checkpoints
-from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.journal_records import attempt_starts
 from storage.claims import claim_attempt
-from storage.errors import CorruptCheckpoint
-from storage.run_control import Distrust
-from storage.run_names import CheckpointName
-from train_fn.checkpoints.files import STATE_FILE
-from train_fn.checkpoints.fork import Origin, adopt, read_origin
-from train_fn.checkpoints.reading import load_trusted
+from train_fn.checkpoints.fork import Origin, adopt
 from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.loop.built_alike import check_data, check_weights
+from train_fn.loop.newest_checkpoint import Restored, find_durable, newest_step, step_of
 from train_fn.loop.replica import Replica
 from train_fn.loop.same_numerics import check_numerics
 from train_fn.loop.state_broadcast import broadcast
+from train_fn.loop.survivor import Kept, Survivor
 from train_fn.snapshots.election import (
-    Elected,
     Offer,
     Rejection,
     elect,
@@ -42,26 +37,16 @@ from train_fn.step.peers import Peers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Restored:
-    """Where an attempt begins. ``checkpoint`` names the checkpoint that was read, as
-    ``RUN_ID/NAME`` if it is another run's."""
-
-    source: str
-    """``fresh``, ``checkpoint``, ``snapshot``, or ``fork``: from another run's checkpoint."""
-    holder: int
-    """Rank that has the state."""
-    checkpoint: str | None
-    rejected: tuple[Rejection, ...]
-    origin: Origin | None = None
-    """Of a fork."""
-
-
-def restore(ctx: WorkerContext, replica: Replica) -> Restored:
+def restore(ctx: WorkerContext, replica: Replica, survivor: Survivor | None = None) -> Restored:
     """Join the peers and restore the newest trustworthy state. On return it is the same on every
     rank. A collective.
 
+    Args:
+        survivor: what this process has kept of an earlier attempt; the replica is built of it.
+
     Raises:
+        StateNotWhole: the ranks go on from an older state than one that a process has kept, so that
+            they need new processes.
         DataChanged: the data is not the same on all ranks, or not what the state was trained on.
         BadTask: the model is not the same on all ranks.
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
@@ -69,13 +54,16 @@ def restore(ctx: WorkerContext, replica: Replica) -> Restored:
     """
     check_data(replica)
 
-    def join(fresh: bool) -> None:
-        check_weights(replica, fresh=fresh)
-        replica.join(is_fresh=fresh)
+    def join(restored: Restored) -> None:
+        is_fresh = restored.source == "fresh"
+        check_weights(replica, fresh=is_fresh)
+        replica.beside_kept = any(peers.gather(survivor is not None))
+        replica.join(is_fresh=is_fresh)
 
-    state = replica.state
+    state, peers = replica.state, replica.peers
     adopt_origin = partial(adopt, into=state, ctx=ctx)
-    restored = take_over(ctx, replica.peers, state, adopt_origin, before_load=join)
+    kept = None if survivor is None else survivor.described()
+    restored = take_over(ctx, peers, state, adopt_origin, before_load=join, kept=kept)
     replica.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()
@@ -90,28 +78,29 @@ def take_over(
     state: KeptState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     *,
-    before_load: Callable[[bool], None] = lambda fresh: None,
+    before_load: Callable[[Restored], None] = lambda restored: None,
+    kept: Kept | None = None,
 ) -> Restored:
     """Claim the attempt, agree on the newest trustworthy state, and load it into ``state`` on every
-    rank. A collective.
+    rank that lacks it. A collective.
 
     Args:
         adopt_origin: turns the state of another run's checkpoint into the initial one of this run.
-        before_load: called before anything is loaded, with whether the run begins anew.
+        before_load: called before anything is loaded, with where the attempt begins.
+        kept: describes ``state``, if an earlier attempt of this process has trained it.
     """
     if ctx.world_rank == 0:
         # Before anything is read that older attempts leave.
         claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
-    restored, found = _find(ctx, peers, state, adopt_origin)
-    is_fresh = restored.source == "fresh"
-    before_load(is_fresh)
-    if is_fresh and peers.rank == restored.holder:
-        found = state.state_dict()
+    restored, found = _find(ctx, peers, state, adopt_origin, kept)
+    before_load(restored)
     is_mapped = restored.source == "snapshot" and found is not None
-    state.load_state_dict(
-        found := broadcast(peers, found, restored.holder),
-        gives_memory=not is_mapped or _may_stay(ctx, found),
-    )
+    has_it = restored.is_kept and found is not None
+    if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
+        found = state.state_dict()
+    found = broadcast(peers, found, restored.holder)
+    if not has_it:
+        state.load_state_dict(found, gives_memory=not is_mapped or _may_stay(ctx, found))
     snapshot_store(ctx).remove_after(state.step)
     logger.info("starting at step %d from %s", state.step, restored.checkpoint or restored.source)
     return restored
@@ -135,9 +124,11 @@ def _find(
     peers: Peers,
     kept: KeptState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+    own: Kept | None,
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to continue from. Its holder returns the state itself, as do other ranks
-    of its node that have read the same snapshot. A collective.
+    of its node that have read the same snapshot, and ranks that have kept the same state (``own``)
+    in their processes. A collective.
 
     Rank 0 alone reads the storage, and reads a checkpoint only if no snapshot is as new. If the
     elected snapshot cannot be read, it is rejected and the ranks elect again. A snapshot from
@@ -145,13 +136,13 @@ def _find(
     say so, and they are read for such a snapshot only.
     """
     own_labels = _earlier(ctx, snapshot_store(ctx).labels())
-    offers = [
-        Offer(rank, label)
-        for rank, labels in enumerate(peers.gather(own_labels))
-        for label in labels
-    ]
+    of_ranks = list(enumerate(peers.gather((own_labels, own))))
+    offers = [Offer(rank, label) for rank, (labels, _) in of_ranks for label in labels]
+    kept_by = {rank: found for rank, (_, found) in of_ranks if found is not None}
+    offers += [Offer(rank, found.label, in_process=True) for rank, found in kept_by.items()]
+    newest_kept = max((found.label.step for found in kept_by.values()), default=-1)
     newest_durable, distrusted = peers.share(
-        (_newest_step(ctx), ctx.run_dir.distrusted()) if peers.rank == 0 else None, 0
+        (newest_step(ctx), ctx.run_dir.distrusted()) if peers.rank == 0 else None, 0
     )
     offers, struck = trusted(offers, distrusted)
     checked = False
@@ -159,11 +150,12 @@ def _find(
         elected = elect(offers, ctx.submission)
         offer = elected.offer
         if offer is None or offer.label.step < newest_durable:
-            restored, state = _find_durable(
+            restored, state = find_durable(
                 ctx, peers, kept, adopt_origin, elected, struck, distrusted
             )
-            newest_durable = _step_of(restored)
+            newest_durable = step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
+                _require_newest(newest_kept, newest_durable)
                 return restored, state
             # The newest checkpoints were rejected, and the snapshot is newer than the one that is
             # sound.
@@ -171,12 +163,17 @@ def _find(
             continue
         if offer.label.origin < (ctx.submission, ctx.attempt - 1) and not checked:
             starts = peers.share(attempt_starts(ctx.run_dir) if peers.rank == 0 else None, 0)
-            own = (ctx.submission, ctx.attempt)
+            present = (ctx.submission, ctx.attempt)
             offers, void = in_lineage(
-                offers, {origin: point for origin, point in starts.items() if origin < own}
+                offers, {origin: point for origin, point in starts.items() if origin < present}
             )
             struck, checked = struck + void, True
             continue
+        _require_newest(newest_kept, offer.label.step)
+        if offer.in_process:
+            has_it = own is not None and own.is_equal_to(kept_by[offer.rank])
+            state = kept.state_dict() if has_it else None
+            return Restored("process", offer.rank, None, struck + elected.rejected), state
         state, problem = (
             _read(ctx, kept, offer.label) if offer.label in own_labels else (None, None)
         )
@@ -185,6 +182,17 @@ def _find(
             return Restored("snapshot", offer.rank, None, struck + elected.rejected), state
         struck += (Rejection(snapshot_name(offer.label), problem),)
         offers = [other for other in offers if other != offer]
+
+
+def _require_newest(kept: int, step: int) -> None:
+    """Raise StateNotWhole if a process has kept a newer state than that of ``step``, from which the
+    ranks go on. What no state holds may be from later there."""
+    if kept > step:
+        raise StateNotWhole(
+            kept,
+            f"a process has kept it, but the ranks go on from step {max(0, step)}; the next "
+            "attempt needs new processes",
+        )
 
 
 def _read(
@@ -206,77 +214,6 @@ def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
     """Return the labels that earlier attempts left. The others belong to a run of the same name and
     place that was begun anew since."""
     return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
-
-
-def _find_durable(
-    ctx: WorkerContext,
-    peers: Peers,
-    kept: KeptState,
-    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
-    elected: Elected,
-    struck: tuple[Rejection, ...],
-    distrusted: Sequence[Distrust],
-) -> tuple[Restored, dict[str, Any] | None]:
-    """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
-
-    If there is none the run begins: anew, or from another run's checkpoint if its spec says so. The
-    journals are read too: a storage that has lost its checkpoints, or lists none for a moment, must
-    not look like that of a new run.
-    """
-    found: Restored | Exception | None = None
-    state = None
-    if peers.rank == 0:
-        try:
-            known = (
-                reported_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
-            )
-            read = partial(_load_sound, ctx, kept, distrusted)
-            manifest, state, rejected = ctx.checkpoints.read_newest(read, reported=known)
-            bad = (
-                *struck,
-                *elected.rejected,
-                *(Rejection(entry.name, entry.problem) for entry in rejected),
-            )
-            if manifest is not None:
-                found = Restored("checkpoint", 0, manifest.name, bad)
-            elif ctx.spec.origin is not None:
-                origin, state = read_origin(ctx, ctx.spec.origin, adopt_origin)
-                found = Restored("fork", 0, origin.name, bad, origin)
-            else:
-                found = Restored("fresh", 0, None, bad)
-        except Exception as exc:
-            found = exc
-    found = peers.share(found, 0)
-    if isinstance(found, Exception):
-        raise found
-    assert found is not None
-    return found, state
-
-
-def _load_sound(
-    ctx: WorkerContext, kept: KeptState, distrusted: Sequence[Distrust], manifest: Manifest
-) -> dict[str, Any]:
-    """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
-    from."""
-    state = load_trusted(ctx.run_dir, manifest, distrusted)
-    try:
-        kept.require_sound(state)
-    except (StateNotWhole, NonFiniteWeights) as exc:
-        raise CorruptCheckpoint(
-            manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)
-        ) from exc
-    return state
-
-
-def _step_of(restored: Restored) -> int:
-    """Return the step of the run's own checkpoint that was found; -1 for none."""
-    name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
-    return name.step if name else -1
-
-
-def _newest_step(ctx: WorkerContext) -> int:
-    """Return the step of the newest checkpoint that is listed, sound or not; -1 for none."""
-    return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
 
 
 def _event(state: KeptState, restored: Restored) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def check_numerics(ctx: WorkerContext, replica: Replica) -> None:
     Raise NumericsChanged on a rank that differs, and PeersGone on the others, if
     ``train.exactness`` is elastic.
     """
-    mine, state = replica.numerics, replica.state
+    mine, state = replica.parts.numerics, replica.state
     if mine is None:
         return
     ranks: list[tuple[str, Numerics]] = replica.peers.gather((ctx.node_id, mine))

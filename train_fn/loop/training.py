@@ -16,9 +16,11 @@ from train_fn.loop.audit import NOT_WATCHED, Audit
 from train_fn.loop.best import require_best_metric
 from train_fn.loop.bit_flip import BitFlips
 from train_fn.loop.evaluate import try_evaluation
+from train_fn.loop.newest_checkpoint import Restored
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
-from train_fn.loop.restore import Restored, restore
+from train_fn.loop.restore import restore
+from train_fn.loop.survivor import Survivor, take
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.forgotten import sweep_forgotten
@@ -50,6 +52,8 @@ class Progress:
     """Seconds of this rank's own work in the last step."""
     rescue: Rescue | None = None
     """Keeps the state where this thread cannot."""
+    survivor: Survivor | None = None
+    """What an earlier attempt of this process has kept, until the state of this one counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,13 +90,14 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
     """
     sweep_forgotten(ctx)
-    replica = progress.replica = build_replica(ctx)
+    progress.survivor = survivor = take(ctx)
+    replica = progress.replica = build_replica(ctx, None if survivor is None else survivor.parts)
     require_best_metric(ctx, replica)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
-    restored = restore(ctx, replica)
-    progress.is_restored = True
+    restored = restore(ctx, replica, survivor)
+    progress.is_restored, progress.survivor = True, None
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
@@ -132,7 +137,7 @@ def _build(
             ctx.device,
         ),
         saver=Saver(ctx, state, copies),
-        publisher=Publisher(ctx, state, copies),
+        publisher=Publisher(ctx, state, copies, insures=restored.is_kept),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
     )
 

@@ -17,7 +17,7 @@ from everstep.wire.events import EventKind
 FIRST_REPORT_S: Final = 10.0
 REPORT_EVERY_S: Final = 60.0
 RANKS_A_MINUTE: Final = 16
-"""Larger groups report less often, so that a run has no more reports a minute than this."""
+"""Ranks of larger groups report less often after the first time: so often all together."""
 
 logger = logging.getLogger(__name__)
 

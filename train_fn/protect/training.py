@@ -10,8 +10,9 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.loop.claim import claim
+from train_fn.loop.newest_checkpoint import Restored
 from train_fn.loop.reporter import Reporter
-from train_fn.loop.restore import Restored, announce, take_over
+from train_fn.loop.restore import announce, take_over
 from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
 from train_fn.protect.attributes import AttributeWatch

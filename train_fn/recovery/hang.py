@@ -64,10 +64,11 @@ class HangWatch:
     def overdue_s(self, progress: Progress, now: float) -> float | None:
         """Return the seconds without progress if they exceed the limit, else None.
 
-        Call it with every reply of the journal.
+        Call it with every reply of the journal. While the journal cannot write what ranks tell, no
+        time counts: they may train on, and no later attempt could begin.
         """
         seen = (progress.attempt, progress.num_signs)
-        if now - self._looked_at > self._silence_s:
+        if now - self._looked_at > self._silence_s or not progress.is_written:
             self._seen, self._moved_at = seen, now
         elif seen != self._seen:
             self._seen, self._moved_at = seen, now - progress.quiet_s

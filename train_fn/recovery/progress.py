@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -77,6 +78,8 @@ class Progress:
     moved_at: float | None = None
     """When it last advanced, in unix seconds, mostly its newest committed step; None before it has
     begun."""
+    is_written: bool = True
+    """Whether the journal could write what its ranks told last. If not, what they do is unknown."""
 
 
 class ProgressTracker:
@@ -95,6 +98,19 @@ class ProgressTracker:
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._sign_at = time.monotonic()
         self._moved_at: float | None = None
+        self._unwritten: set[str] = set()
+        """Sources whose last signs of progress could not be written."""
+
+    def note_unwritten(self, source: str, events: Iterable[tuple[EventKind, int]]) -> None:
+        """Record that events of a source, each a kind and an attempt, could not be written."""
+        if any(
+            attempt == self._attempt and kind not in _BESIDE_TRAINING for kind, attempt in events
+        ):
+            self._unwritten.add(source)
+
+    def note_written(self, source: str) -> None:
+        """Record that all events which a source has sent are written."""
+        self._unwritten.discard(source)
 
     def note(self, kind: EventKind, attempt: int, data: dict[str, Any], at: float = 0.0) -> None:
         """Record one event; ``at`` is its time in unix seconds."""
@@ -103,6 +119,7 @@ class ProgressTracker:
             if attempt > self._attempt:
                 self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
                 self._sign_at, self._moved_at = time.monotonic(), at
+                self._unwritten.clear()
             return
         if attempt != self._attempt:
             return
@@ -149,6 +166,7 @@ class ProgressTracker:
             p99,
             quiet_s,
             self._moved_at,
+            not self._unwritten,
         )
 
     def _after_step(self) -> Phase:

@@ -43,6 +43,8 @@ class RankError:
     at: float
     snapshot_step: int | None = None
     """Step of the snapshot that the rank left on its node, if any."""
+    stays_at: int | None = None
+    """Step of the state that the rank keeps in its process, for the next attempt there, if any."""
     memory: str | None = None
     """Summary of its GPU's memory, if that ran out."""
     device: dict[str, Any] | None = None

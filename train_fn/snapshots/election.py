@@ -14,10 +14,12 @@ from train_fn.snapshots.store import Label, Origin
 
 @dataclass(frozen=True)
 class Offer:
-    """Name a snapshot and a rank that can read it."""
+    """Name a state and a rank that has it: a snapshot that it can read, or its own."""
 
     rank: int
     label: Label
+    in_process: bool = False
+    """Whether the rank has trained it in an earlier attempt of its process. It need not be read."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Elected:
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
-    """Elect the newest snapshot of this submission or an earlier one. Among equal ones, the lowest
-    rank that can read it wins.
+    """Elect the newest snapshot of this submission or an earlier one. Among equal ones, one that a
+    process has kept wins, then the lowest rank that can read it.
 
     If snapshots of the same step and attempt differ, none of them is trusted. At the same step, a
     later attempt's snapshots win over an earlier one's, since that attempt resumed from a state
@@ -60,7 +62,8 @@ def elect(offers: list[Offer], submission: int) -> Elected:
         digests = {offer.label.digest for offer in peers}
         if len(digests) == 1:
             return Elected(
-                min(peers, key=lambda offer: (offer.rank, offer.label.rank)), tuple(rejected)
+                min(peers, key=lambda offer: (not offer.in_process, offer.rank, offer.label.rank)),
+                tuple(rejected),
             )
         rejected += [
             Rejection(

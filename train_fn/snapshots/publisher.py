@@ -54,9 +54,20 @@ class Publisher:
 
     It reports when the node's memory becomes too small for a state, and when it is large enough
     again.
+
+    Args:
+        insures: whether no snapshot holds the state that the attempt began with. The first one is
+            then published at once, wherever the ranks are.
     """
 
-    def __init__(self, ctx: WorkerContext, state: KeptState, copies: BoundaryCopies) -> None:
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        state: KeptState,
+        copies: BoundaryCopies,
+        *,
+        insures: bool = False,
+    ) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
         self._active = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
         self._cadence = Cadence(COST_RATIO)
@@ -66,13 +77,17 @@ class Publisher:
         self._closed = False
         self._problem: str | None = None
         self._checked = self._is_running = False
+        self._insures = insures
         if self._active:
             self._start()
 
     def offer(self) -> None:
         """Publish the present state in the background if it is due. Called by the training thread,
         between two steps."""
-        if not self._active:
+        insures, self._insures = self._insures, False
+        if insures:
+            self.keep()
+        elif not self._active:
             self._check_room()
         elif self.is_due():
             self._hand_over()

@@ -17,6 +17,9 @@ import torch
 from train_fn.node.kernels import kernels
 from train_fn.step.word_sums import word_sum
 
+NOT_COMPARED = 0
+"""In place of a number of ranks: gradients that other weights were part of."""
+
 
 @dataclass(frozen=True)
 class Numerics:
@@ -27,7 +30,8 @@ class Numerics:
     gradients: str
     """Digest of its gradients."""
     world_size: int
-    """Ranks over which these gradients are a mean; 1 if they are this rank's alone."""
+    """Ranks over which these gradients are a mean; 1 if they are this rank's alone, and
+    NOT_COMPARED if ranks computed them on other weights."""
     kernels: str
     """What is known to decide between kernels (``node.kernels``)."""
 
@@ -35,7 +39,8 @@ class Numerics:
         """Return what ``other`` computed differently, in words; nothing if all is equal. Gradients
         are not compared if they are means over other numbers of ranks."""
         found = ["the loss"] if self.loss != other.loss else []
-        if self.world_size == other.world_size and self.gradients != other.gradients:
+        is_alike = self.world_size == other.world_size != NOT_COMPARED
+        if is_alike and self.gradients != other.gradients:
             found.append("the gradients")
         return found
 

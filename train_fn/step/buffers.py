@@ -88,6 +88,11 @@ class VolatileBuffers:
         return [self._places[number] for number in self._moving]
 
     @property
+    def ignored(self) -> list[Place]:
+        """Return the places of the tensors that depend on the batch alone."""
+        return [self._places[number] for number in sorted(self._ignored)]
+
+    @property
     def has_news(self) -> bool:
         """Return whether this rank saw a tensor change that the ranks have not agreed on."""
         return bool(self._late.found)

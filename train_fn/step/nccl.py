@@ -89,13 +89,15 @@ def keep_before_abort(keep: Callable[[], None] | None) -> None:
     _keep_first = keep
 
 
-def within_limit(abort: Callable[[], None]) -> None:
-    """Call ``abort`` on its own thread, and wait for it at most ``ABORT_S`` seconds."""
+def within_limit(abort: Callable[[], None]) -> bool:
+    """Call ``abort`` on its own thread, and wait for it at most ``ABORT_S`` seconds. Return whether
+    it has ended."""
     thread = threading.Thread(target=abort, name="abort", daemon=True)
     thread.start()
     thread.join(ABORT_S)
     if thread.is_alive():
         logger.error("the abort of the communicator has not ended within %g s", ABORT_S)
+    return not thread.is_alive()
 
 
 def require_whole() -> None:

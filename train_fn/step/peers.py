@@ -159,16 +159,27 @@ def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def end_process_group() -> None:
-    """Close the connections of this process, if there are any, so that peers notice at once."""
+def num_collectives() -> int:
+    """Return the number of collectives that this process has begun in its group; 0 for a backend
+    that does not count them."""
+    group = dist.group.WORLD
+    try:
+        return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
+
+
+def end_process_group() -> bool:
+    """Close the connections of this process, if there are any, so that peers notice at once. Return
+    whether they are closed: an abort may hang."""
     if not dist.is_initialized():
-        return
+        return True
     if not fails_by_itself():
-        within_limit(end_groups)
-        return
+        return within_limit(end_groups)
     for group in list(dist.distributed_c10d._world.pg_map):
         _close_connections(group)
     dist.destroy_process_group()
+    return True
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:

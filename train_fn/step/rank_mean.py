@@ -45,8 +45,15 @@ class RankMean:
         """Optimizer steps since ``begin``."""
         self.norms: dict[str, float] = {}
         """The gradients' norm before it was clipped, by optimizer, in its last step."""
-        for number, optimizer in enumerate(optimizers.values()):
+        self._hooks = [
             optimizer.register_step_pre_hook(partial(self._before_update, number))
+            for number, optimizer in enumerate(optimizers.values())
+        ]
+
+    def remove_hooks(self) -> None:
+        """Leave the optimizers as they were built."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self, step: int, weight: float) -> None:
         """Begin the step after ``step`` steps done. ``weight`` is this rank's part of the global

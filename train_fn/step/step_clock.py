@@ -45,6 +45,12 @@ class StepClock:
         self._began, self._last_gradient = self._now(), None
         return own_s
 
+    def close(self) -> None:
+        """Measure nothing any more."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
     def _keep_hook_of(self, last: torch.Tensor) -> None:
         kept = self._hooks.pop(id(last))
         for hook in self._hooks.values():

@@ -22,8 +22,15 @@ class UsedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers) -> None:
         self._parameters, self._peers = parameters, peers
         self._used: set[int] = set()
-        for number, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(parameters)
+        ]
+
+    def remove_hooks(self) -> None:
+        """Note nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _note(self, number: int, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # the hook also runs where a backward gives nothing

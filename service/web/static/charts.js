@@ -89,12 +89,17 @@
     document.getElementById("reset-zoom").hidden = state.zoom === null;
   }
 
-  // Draw everything anew for another view, and keep it in the URL.
-  function change(view) {
+  // Draw everything anew for another view.
+  function preview(view) {
     Object.assign(state, view);
-    writeView(state);
     if (state.runs.length) draw();
     else showView();
+  }
+
+  // Draw another view, and keep it in the URL.
+  function change(view) {
+    preview(view);
+    writeView(state);
   }
 
   // The number of a run's charts of metrics that are not shown yet.
@@ -225,7 +230,7 @@
       // What a host does has no step.
       this.axis = this.isSystem ? "time" : state.axis;
       const table = tableOf(lines, this.axis);
-      const key = JSON.stringify([lines.map((line) => line.label), this.axis, state.logarithmic, state.smooth]);
+      const key = JSON.stringify([lines.map((line) => line.label), this.axis, state.logarithmic]);
       if (this.uplot && key === this.key) {
         this.uplot.setData(table, state.zoom === null || this.axis !== state.axis);
       } else {
@@ -402,7 +407,9 @@
     choice.addEventListener("change", () => change({ axis: choice.value, zoom: null }));
   }
   document.getElementById("log-scale").addEventListener("change", (event) => change({ logarithmic: event.target.checked }));
-  document.getElementById("smooth").addEventListener("input", (event) => change({ smooth: Number(event.target.value) }));
+  // A slider that moves sends many inputs, and Safari throws after 100 changes of the URL within 30 s.
+  document.getElementById("smooth").addEventListener("input", (event) => preview({ smooth: Number(event.target.value) }));
+  document.getElementById("smooth").addEventListener("change", (event) => change({ smooth: Number(event.target.value) }));
   document.getElementById("reset-zoom").addEventListener("click", () => change({ zoom: null }));
   read();
 })();

@@ -44,6 +44,28 @@ async def test_a_sweep_is_submitted_shown_and_its_best_run_named(
     assert deleted.exit_code == 0 and (await api.get("/v1/runs"))["items"] == []
 
 
+async def test_a_dry_run_shows_the_runs_of_a_sweep_and_submits_nothing(
+    api: ApiService, spec_file: Path
+) -> None:
+    given = [spec_file, "--metric", "loss", "--random", "optimizer.lr=log:1e-4..1e-1"]
+    checked = await everstep("sweep", *given, "--max-runs", 2, "--dry-run")
+    assert checked.exit_code == 0 and "2 runs; nothing was submitted" in checked.stderr
+    seed = checked.stderr.partition("--seed ")[2].split()[0]
+    shown = [line.split()[-1] for line in checked.stdout.splitlines() if "optimizer.lr=" in line]
+    assert len(shown) == 2 and (await api.get("/v1/sweeps"))["items"] == []
+    made = await everstep("sweep", *given, "--max-runs", 2, "--seed", seed)
+    runs = (await api.get(f"/v1/sweeps/{made.stdout.strip()}/runs"))["items"]
+    assert [f"optimizer.lr={run['params']['optimizer.lr']:g}" for run in runs] == shown
+    as_json = json.loads(
+        (await everstep("sweep", *given, "--max-runs", 2, "--dry-run", "--json")).stdout
+    )
+    assert len(as_json["runs"]) == 2 and as_json["mode"] == "min"
+    wrong = await everstep(
+        "sweep", spec_file, "--metric", "loss", "--grid", "optimizer.lr=-1", "--dry-run"
+    )
+    assert wrong.exit_code == 2 and "grid.optimizer.lr.0: -1" in wrong.stderr
+
+
 async def test_watching_a_sweep_that_is_cancelled_exits_with_1(
     api: ApiService, spec_file: Path
 ) -> None:

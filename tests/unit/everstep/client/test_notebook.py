@@ -89,8 +89,9 @@ async def test_one_client_serves_many_threads(tmp_path: Path) -> None:
         assert len(api.runs.live()) == 40
 
 
-def examples() -> Iterator[str]:
-    for block in SDK.read_text().split("```python\n")[1:]:
+def examples(text: str) -> Iterator[str]:
+    """Yield the blocks of Python in a page of the documentation."""
+    for block in text.split("```python\n")[1:]:
         yield block.split("```")[0]
 
 
@@ -102,18 +103,18 @@ async def test_the_documentation_s_examples_run(
         names: dict[str, Any] = {}
 
         def read() -> None:
-            for number, example in enumerate(examples()):
+            for number, example in enumerate(examples(SDK.read_text())):
                 exec(compile(example, f"{SDK.name}, example {number + 1}", "exec"), names)
 
         reading = asyncio.create_task(asyncio.to_thread(read))
         while not (api.runs.live() or reading.done()):  # noqa: ASYNC110  the other thread has no event for it
             await asyncio.sleep(0.01)
-        await _train(api, api.runs.live()[0].id)
+        await train(api, api.runs.live()[0].id)
         await reading
         assert names["run"].status is RunStatus.SUCCEEDED
 
 
-async def _train(api: ApiService, run_id: str) -> None:
+async def train(api: ApiService, run_id: str) -> None:
     """What the reconciler and a driver would do."""
     api.runs.claim_submission(run_id, 0)
     journal = Journal(at=NOON)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everstep.client.client import Client
 from everstep.client.timing import Timing
-from everstep.errors import AuthError, ServiceError, Unavailable, UsageError
+from everstep.errors import AuthError, ServiceError, Unavailable
 from everstep.kubernetes.api import Access, Gone, KubernetesApi
 from everstep.kubernetes.mirror import Mirror
 from everstep.kubernetes.objects import KubeNode, RayPod
@@ -240,31 +239,6 @@ def test_an_error_within_a_watch_is_one_of_these(
             list(api.watch(NODES, "1"))
 
 
-def test_the_token_is_read_anew_and_a_missing_one_is_named(
-    server: ScriptedServer, tmp_path: Path
-) -> None:
-    token = tmp_path / "token"
-    api = KubernetesApi(Access(server.url, token))
-    server.script[NODES] = [listed(1)]
-    with pytest.raises(UsageError, match="service account"):
-        api.list(NODES)
-    for value in ("first", "second"):
-        token.write_text(value + "\n")
-        api.list(NODES)
-    api.close()
-    sent = [request.headers["Authorization"] for request in server.to(NODES)]
-    assert sent == ["Bearer first", "Bearer second"]
-
-
-def test_a_pod_finds_the_api_by_what_kubernetes_gives_it(tmp_path: Path) -> None:
-    found = Access.of_pod(
-        {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}, tmp_path
-    )
-    assert found == Access("https://[fd00::1]:443", tmp_path / "token", tmp_path / "ca.crt")
-    with pytest.raises(UsageError, match="--api"):
-        Access.of_pod({}, tmp_path)
-
-
 def test_a_cordon_reaches_the_service_once(server: ScriptedServer, api: KubernetesApi) -> None:
     """Both ends over HTTP: what Kubernetes sends, and what the service is asked for."""
     ray = {
@@ -279,9 +253,7 @@ def test_a_cordon_reaches_the_service_once(server: ScriptedServer, api: Kubernet
     }
     cluster = {
         "available": True,
-        "address": None,
-        "dashboard_url": None,
-        "ray_version": None,
+        **dict.fromkeys(("address", "dashboard_url", "ray_version")),
         "nodes": [ray],
     }
     mark = {

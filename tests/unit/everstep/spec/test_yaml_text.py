@@ -81,6 +81,22 @@ def test_aliases_are_found_and_not_taken_for_text() -> None:
     assert not has_aliases("a: 'x & *y'\nb: 2*3 & 4 # &x")
 
 
+@pytest.mark.parametrize("deep", ["[" * 2000, "a: " + "{a: " * 70, "x: [1]\n# " + "[" * 65])
+def test_brackets_deeper_than_a_spec_are_refused_before_they_are_parsed(
+    deep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyYAML's time grows with the square of their number: 4 s for 2000."""
+    monkeypatch.setattr("yaml.scanner.Scanner.fetch_more_tokens", lambda _: pytest.fail("parsed"))
+    with pytest.raises(UsageError, match="nested too deeply: more than 64 brackets"):
+        parse_yaml(deep, "the spec")
+    assert not has_aliases(deep + " &x *x") and lines_of(deep, [("a",)]) == [1]
+
+
+def test_as_many_brackets_as_a_spec_may_have_are_read() -> None:
+    text = "[" * 64 + "]" * 64
+    assert parse_yaml(f"a: {text}\nb: {text}", "x").keys() == {"a", "b"}
+
+
 PATHS = [("name",), ("task", "model", "args", "width"), ("train", "seed"), ("a", "b", "c")]
 VALUES = st.one_of(
     st.text(max_size=12).filter(str.isprintable),

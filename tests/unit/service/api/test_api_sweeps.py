@@ -218,9 +218,26 @@ async def test_sweeps_are_listed_newest_first_by_page_and_status(api: ApiService
     assert [each["id"] for each in (await api.get("/v1/sweeps?status=STOPPING"))["items"]] == made[
         :1
     ]
+    several = await api.get("/v1/sweeps?status=stopping,running&status=FAILED")
+    assert len(several["items"]) == 3, "in the forms that lists of runs take"
     answer = await api.http.get("/v1/sweeps?status=PAUSED")
     assert answer.status_code == 422 and "the statuses are RUNNING" in answer.text
     assert (await api.http.get("/v1/sweeps?cursor=xyz")).status_code == 422
+
+
+async def test_a_check_records_nothing_and_names_what_a_submission_would(api: ApiService) -> None:
+    random = {"optimizer.lr": {"name": "log", "low": 1e-4, "high": 0.1}}
+    body = sweep_body(grid={}, random=random, max_runs=3, spec=spec(project="fresh"))
+    refused = await api.http.post("/v1/sweeps/validate", json=body)
+    assert refused.status_code == 422 and "project" in refused.json()["errors"][0]["loc"]
+    answer = await api.http.post("/v1/sweeps/validate?create_project=true", json=body)
+    assert answer.status_code == 200 and answer.json()["seed"] is not None, answer.text
+    assert (await api.get("/v1/sweeps"))["items"] == []
+    assert "fresh" not in {each["name"] for each in (await api.get("/v1/projects"))["items"]}
+    made = await create_sweep(api, **(answer.json() | {"spec": spec()}))
+    runs = (await api.get(f"/v1/sweeps/{made['id']}/runs"))["items"]
+    trials = trials_of(SweepSpec.model_validate(answer.json()))
+    assert [run["params"] for run in runs] == [dict(trial.params) for trial in trials]
 
 
 async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiService) -> None:
@@ -229,9 +246,20 @@ async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiSe
     api.context.kept_steps.publish()
     assert api.context.runs.checkpoints.awaited() == {}
     place = {"run_id": parent, "step": 10}
+    held: list[int] = []
+    looked: list[str] = []
+    of_kinds = api.context.events.of_kinds
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("service.api.origins._hold", lambda *_: None)  # no files lie there
+        patched.setattr(  # no files lie there
+            "service.api.origins._hold", lambda *given: held.append(given[3].step)
+        )
+        patched.setattr(
+            api.context.events,
+            "of_kinds",
+            lambda *given: (looked.append(given[0]), of_kinds(*given))[1],
+        )
         made = await create_sweep(api, spec=spec(train={"epochs": 9}, resume_from=place))
+    assert (held, looked) == ([10], [parent]), "once for all runs"
     assert api.context.runs.checkpoints.awaited() == {parent: frozenset({10})}
     await api.http.post(f"/v1/sweeps/{made['id']}/cancel")
     advance(api)

@@ -1,7 +1,5 @@
-"""A client that openapi-python-client generates from our OpenAPI submits a run and reads it.
-
-The generator is a program of its own, with packages of its own: `pipx install
-openapi-python-client`, or name it in EVERSTEP_OPENAPI_PYTHON_CLIENT."""
+"""Clients that openapi-python-client and openapi-typescript generate from our OpenAPI submit a run
+and read it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import asyncio
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -20,10 +17,11 @@ from typing import Any
 import pytest
 
 from tests.support.api_service import ApiService, spec
+from tests.support.tools import tool
 from tests.unit.service.api.test_openapi_contract import described, operations
 
-GENERATOR = shutil.which(os.environ.get("EVERSTEP_OPENAPI_PYTHON_CLIENT", "openapi-python-client"))
 PACKAGE = "everstep_generated"
+PROGRAM = Path(__file__).parents[3] / "tools" / "typescript" / "client.ts"
 
 
 @pytest.fixture
@@ -32,25 +30,68 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
         yield service
 
 
-@pytest.mark.skipif(GENERATOR is None, reason="needs pipx install openapi-python-client")
-async def test_a_generated_client_submits_a_run_and_reads_it(
-    api: ApiService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+async def document(api: ApiService, tmp_path: Path) -> Path:
+    """The description that the service serves, in a file."""
+    path = tmp_path / "openapi.json"
+    path.write_text(json.dumps(await api.get("/openapi.json")))
+    return path
+
+
+async def run_in(directory: Path, *command: str, **variables: str) -> str:
+    """Run a command to its end and return what it printed; fail with that if it failed."""
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        cwd=directory,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"{command[:3]}: {said}"
+    return said
+
+
+async def test_a_generated_python_client_submits_a_run_and_reads_it(
+    api: ApiService, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert GENERATOR is not None
-    document = tmp_path / "openapi.json"
-    document.write_text(json.dumps(await api.get("/openapi.json")))
     binary = dict.fromkeys(("application/x-tar", "application/gzip"), "application/octet-stream")
     (tmp_path / "config.json").write_text(json.dumps({"content_type_overrides": binary}))
-    command = [GENERATOR, "generate", "--path", str(document), "--meta", "none", "--config"]
-    command += [str(tmp_path / "config.json"), "--output-path", str(tmp_path / "made" / PACKAGE)]
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    made = await asyncio.to_thread(
-        subprocess.run, command, env=environ, capture_output=True, text=True, timeout=300
+    made = tmp_path / "made"
+    said = await run_in(
+        tmp_path,
+        *(sys.executable, "-m", "openapi_python_client", "generate", "--path", str(document)),
+        *("--meta", "none", "--config", "config.json", "--output-path", str(made / PACKAGE)),
+        PYTHONPATH=str(tool("python-client") / "packages"),
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # it formats with ruff
     )
-    said = made.stdout + made.stderr
-    assert made.returncode == 0 and "WARNING" not in said.upper(), said
-    monkeypatch.syspath_prepend(str(tmp_path / "made"))
+    assert "WARNING" not in said.upper(), said
+    monkeypatch.syspath_prepend(str(made))
     await asyncio.to_thread(_use, api.url, api.token("submitter", "default"))
+
+
+async def test_a_program_with_generated_types_of_typescript_submits_a_run_and_reads_it(
+    api: ApiService, document: Path, tmp_path: Path
+) -> None:
+    """The compiler refuses what the types should refuse, and nothing else."""
+    modules = tool("typescript") / "node_modules"
+    (tmp_path / "node_modules").symlink_to(modules)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / PROGRAM.name).write_text(PROGRAM.read_text())
+    await run_in(
+        tmp_path,
+        *("node", str(modules / "openapi-typescript" / "bin" / "cli.js"), str(document)),
+        *("--output", "everstep.ts", "--default-non-nullable", "false"),
+    )
+    await run_in(
+        tmp_path,
+        *("node", str(modules / "typescript" / "bin" / "tsc"), "--strict", PROGRAM.name),
+        *("--target", "es2022", "--lib", "es2022,dom", "--module", "nodenext"),
+    )
+    said = await run_in(tmp_path, "node", "client.js", api.url, api.token("submitter", "default"))
+    assert api.runs.get(said.strip()) is not None
 
 
 def _use(url: str, token: str) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from service.embedded import worker_start
 from service.embedded.worker_start import CONTEXT_FLAG, FORK_SERVER_VARIABLE, plan
+from tests.support.fork_server_process import ForkServerProcess
 from tests.support.service_process import wait_for
 
-ROOT = Path(__file__).parents[4]
 WORKER = """
 import json, logging, os, sys, time
 from pathlib import Path
@@ -45,34 +45,15 @@ if "stay" in sys.argv:
 """
 
 
-class Server:
-    """A fork server with its socket, and a file of what it logs."""
-
-    def __init__(self, directory: Path) -> None:
-        socket, self.log = directory / "s", directory / "log"
-        self.address = str(socket)
-        command = [
-            sys.executable,
-            "-m",
-            "service.embedded.fork_server",
-            self.address,
-            "no_such_module",
-        ]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
-        wait_for(socket.exists, 60, "the fork server's socket")
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("fork"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerProcess]:
+    made = ForkServerProcess(tmp_path_factory.mktemp("fork"))
     yield made
-    made.process.kill()
-    made.process.wait()
+    made.kill()
 
 
 @pytest.fixture
-def address(server: Server) -> str:
+def address(server: ForkServerProcess) -> str:
     return server.address
 
 
@@ -149,7 +130,9 @@ def test_a_worker_that_is_killed_takes_its_stand_in_along(address: str, tmp_path
     assert started.process.returncode == 0
 
 
-def test_a_worker_and_its_stand_in_may_end_at_once(server: Server, tmp_path: Path) -> None:
+def test_a_worker_and_its_stand_in_may_end_at_once(
+    server: ForkServerProcess, tmp_path: Path
+) -> None:
     """The server learns of both in one look: the worker's end closes the connection whose end comes
     next."""
     started = Started(server.address, tmp_path / "1", "stay")

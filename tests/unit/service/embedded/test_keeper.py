@@ -23,6 +23,7 @@ from service.embedded import keeper as keeper_module
 from service.embedded.cluster_parts import agent_ports, cores_of
 from service.embedded.keeper import Keeper
 from service.embedded.node_returns import NodeReturns
+from service.embedded.precedence import SUBMISSION_S
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 
 
@@ -292,3 +293,14 @@ def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(
         "and a third: it is given up by the clock, not by tries"
     )
     assert [process.wait(60) for process in slow.left] == [-9] * 9
+
+
+def test_control_processes_run_beside_the_ranks_once_a_run_is_submitted(
+    counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting.start()
+    let_run: list[float] = []
+    monkeypatch.setattr(counting._precedence, "let_run", let_run.append)
+    assert counting.tick() and let_run == []
+    counting._on_signal(signal.SIGUSR2, None)
+    assert counting.tick() and counting.tick() and let_run == [SUBMISSION_S]

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
-from storage.errors import StorageUnavailable
+from storage.errors import StorageFull, StorageUnavailable
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_control import ProfileOrder, Stop
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
+from tests.support.small_disk import mounted_small_disk
 from train_fn.journal import client as client_module
 from train_fn.journal import server
 from train_fn.journal.client import ActorJournalClient
@@ -349,3 +350,21 @@ def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(
             actor.deliver("driver", [event(1)], "cancel")
     reply = actor.deliver("driver", [event(1)])
     assert (reply.acknowledged, reply.stop, reply.progress.attempt) == (1, "cancel", 3)
+
+
+def test_a_full_disk_says_nothing_about_the_ranks(tmp_path: Path) -> None:
+    """Ranks that train while nobody can write what they tell are not taken for hung."""
+    with mounted_small_disk(tmp_path / "disk") as disk:
+        actor = JournalServer(RunDir(open_storage(str(disk)), "run_j"), 1)
+        actor.deliver("controller", [event(1, EventKind.ATTEMPT_STARTED, attempt=1)])
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(bytes(4 << 20))
+        step = event(1, EventKind.METRICS, points=[{"step": 9, "at": 1.0, "values": {}}] * 200)
+        with pytest.raises(StorageFull):
+            actor.deliver("rank-0.a001", [step])
+        progress = actor.deliver("controller", []).progress
+        assert (progress.is_written, progress.last_step) == (False, None)
+        filler.unlink()
+        progress = actor.deliver("rank-0.a001", [step]).progress
+        assert (progress.is_written, progress.last_step) == (True, 9)

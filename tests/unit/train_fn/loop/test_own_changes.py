@@ -19,7 +19,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.loop import replica
+from train_fn.loop import parts, replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.recovery.rank_error import StepFailed
@@ -357,7 +357,7 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
             return model
 
     monkeypatch.setattr(
-        replica,
+        parts,
         "build_scaler",
         lambda precision, device: torch.amp.GradScaler("cpu", init_scale=64.0),
     )

@@ -126,6 +126,32 @@ def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
     )
 
 
+def test_no_time_counts_while_what_ranks_tell_cannot_be_written() -> None:
+    watch = HangWatch(RecoverySettings(), 10.0)
+    told = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    unwritten = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=90.0, is_written=False)
+    assert watch.overdue_s(told, 100.0) is None
+    assert [watch.overdue_s(unwritten, 101.0 + now) for now in range(100)] == [None] * 100
+    overdue = [watch.overdue_s(told, 200.0 + now) is not None for now in range(1, 15)]
+    assert overdue == [now > 10 for now in range(1, 15)], "and it counts again from then on"
+
+
+def test_only_signs_of_progress_that_are_not_written_stop_the_watch() -> None:
+    tracker = ProgressTracker()
+    tracker.note(EventKind.ATTEMPT_STARTED, 2, {})
+    tracker.note_unwritten("rank-1.a002", [(EventKind.GPU_USE, 2)])
+    tracker.note_unwritten("rank-0.a001", [(EventKind.METRICS, 1)])
+    assert tracker.progress().is_written
+    tracker.note_unwritten("rank-0.a002", [(EventKind.GPU_USE, 2), (EventKind.METRICS, 2)])
+    tracker.note_written("controller")
+    assert not tracker.progress().is_written
+    tracker.note_written("rank-0.a002")
+    assert tracker.progress().is_written
+    tracker.note_unwritten("rank-0.a002", [(EventKind.METRICS, 2)])
+    tracker.note(EventKind.ATTEMPT_STARTED, 3, {})
+    assert tracker.progress().is_written, "that rank is gone"
+
+
 def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
     watch = HangWatch(RecoverySettings(), 10.0)
     assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=6), 99.0) is None

@@ -14,7 +14,7 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of
 from tests.support.own_task_runs import TaskRuns, refusal
 from train_fn.checkpoints.reading import load_checkpoint
-from train_fn.loop import replica
+from train_fn.loop import parts
 from train_fn.loop.attempt import train
 
 pytestmark = pytest.mark.own_process
@@ -161,7 +161,7 @@ def test_a_step_that_fp16_leaves_out_has_no_hook(
     def build_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, init_scale=2.0**20, growth_interval=1000)
 
-    monkeypatch.setattr(replica, "build_scaler", build_scaler)
+    monkeypatch.setattr(parts, "build_scaler", build_scaler)
     task = Averaged()
     ctx = runs.begin(task, train={"precision": "fp16", "max_steps": 20})
     assert train(ctx) is None

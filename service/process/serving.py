@@ -1,0 +1,253 @@
+"""API and reconciler of one service process, from their composition to a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import structlog
+import uvloop
+
+from everstep.text.words import count
+from service.alerts.sender import AlertSender
+from service.api.auth import (
+    EMBEDDED_TRUST,
+    LOCAL_TOKEN_ID,
+    ensure_local_token,
+    ensure_metrics_token,
+)
+from service.api.context import ApiContext
+from service.cluster.cluster_view import ClusterView
+from service.cluster.ray_dashboard import RayDashboard
+from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.db.alert_deliveries import DeliveryStore
+from service.db.alert_incidents import IncidentStore
+from service.db.engine import Database
+from service.db.events import EventStore
+from service.db.lease import LeaseStore
+from service.db.node_marks import NodeMarkStore
+from service.db.notifications import NotificationStore
+from service.db.projects import ProjectStore
+from service.db.runs import RunStore
+from service.db.sweeps import SweepStore
+from service.embedded import worker_start
+from service.embedded.supervisor import ClusterSupervisor
+from service.figures import RunFigures
+from service.identity.provider import CALLBACK_PATH, Provider
+from service.process.api_server import ApiServer
+from service.process.app import create_app
+from service.process.backends import reach
+from service.process.home import published_url
+from service.process.listener import base_url
+from service.reconciler.entrypoint import DRIVER, driver_entrypoint
+from service.reconciler.leadership import Leadership
+from service.reconciler.loop import Reconciler
+from service.reconciler.scrub import ScrubRule
+from service.reconciler.unhealthy import CordonRule
+from service.reconciler.webhook_sender import Notifier
+from service.settings import Settings
+from service.submission_rules.storage_roots import StorageRoots
+from storage.filesystem import Storage
+
+log = structlog.get_logger("everstep")
+
+
+def run(
+    settings: Settings,
+    listener: socket.socket,
+    storage: Storage,
+    database: Database,
+    supervisor: ClusterSupervisor | None,
+) -> None:
+    """Run API and reconciler until SIGTERM or SIGINT.
+
+    Raises CannotStart if an existing cluster cannot be reached, ClusterError if the embedded one
+    does not start.
+    """
+    # uvicorn takes this loop by itself only where it makes the loop.
+    uvloop.run(serve(settings, listener, storage, database, supervisor))
+
+
+async def serve(
+    settings: Settings,
+    listener: socket.socket,
+    storage: Storage,
+    database: Database,
+    supervisor: ClusterSupervisor | None,
+) -> None:
+    """Like ``run``, in an event loop."""
+    existing = (
+        RayEndpoint(settings.ray_address, settings.ray_token) if settings.ray_address else None
+    )
+    endpoint = supervisor.endpoint if supervisor else lambda: existing
+    make_way = supervisor.make_way if supervisor else None
+    async with RayJobs(endpoint, make_way) as ray, RayDashboard(endpoint) as ray_dashboard:
+        if supervisor is None:
+            await reach(ray, settings)
+        figures = RunFigures()
+        url = base_url(settings, listener)
+        reconciler = made_reconciler(
+            settings, database, storage, ray, figures, settings.public_url or url
+        )
+        view = ClusterView(ray, supervisor.note if supervisor else None)
+        context = ApiContext(
+            database,
+            storage,
+            view,
+            reconciler.lag_s,
+            drills_enabled=settings.drills,
+            pip_rule=settings.pip_rule,
+            figures=figures,
+            public_url=settings.public_url or url,
+            rate_per_s=settings.rate_per_s,
+            max_upload_bytes=settings.max_upload_bytes,
+            max_code_bytes=settings.max_code_bytes,
+            storage_roots=StorageRoots(settings.storage_roots),
+            ray=ray,
+            ray_dashboard=ray_dashboard,
+            notify=settings.notify,
+            has_mail=settings.mail is not None,
+            embedded=settings.embedded,
+            prices=settings.prices,
+            provider=provider_of(settings, settings.public_url or url),
+        )
+        token_id = await asyncio.to_thread(
+            ensure_local_token,
+            context.tokens,
+            settings.token_path,
+            local_token_id(settings, database),
+        )
+        if settings.metrics_token:
+            await asyncio.to_thread(ensure_metrics_token, context.tokens, settings.metrics_token)
+        # only where a person reads: a log file would keep a way in for its other readers
+        link = log_in_link(context, url, token_id) if sys.stdout.isatty() else None
+        server = ApiServer(create_app(context), lambda: announce(settings, url, link), settings)
+
+        def stop() -> None:
+            context.feed.close()  # Streams never end by themselves.
+            server.should_exit = True
+
+        with stopped_by_signals(stop), published_url(settings.url_path, url):
+            async with running(reconciler, supervisor, stop):
+                await server.serve([listener])
+    database.close()
+
+
+def provider_of(settings: Settings, public_url: str) -> Provider | None:
+    """Return the identity provider at which people log in; None for tokens only."""
+    rule = settings.provider
+    return None if rule is None else Provider(rule, public_url + CALLBACK_PATH)
+
+
+def made_reconciler(
+    settings: Settings,
+    database: Database,
+    storage: Storage,
+    ray: RayJobs,
+    figures: RunFigures,
+    public_url: str,
+) -> Reconciler:
+    """Return the reconciler of this process.
+
+    Replicas share a PostgreSQL, and a lease lets one of them reconcile. A SQLite file needs no
+    lease, since the home's lock keeps other services out.
+    """
+    leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
+    mine = database if leadership is None else database.guarded(leadership.check)
+    return Reconciler(
+        RunStore(mine),
+        EventStore(mine),
+        NodeMarkStore(mine),
+        ProjectStore(mine),
+        storage,
+        ray,
+        cordon_rule=CordonRule(
+            settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s
+        ),
+        scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
+        figures=figures,
+        leadership=leadership,
+        notifier=Notifier(NotificationStore(mine), settings.notify, public_url=public_url),
+        alerts=AlertSender(
+            DeliveryStore(mine), IncidentStore(mine), settings.notify, settings.mail, public_url
+        ),
+        sweeps=SweepStore(mine),
+        public_url=public_url,
+        entrypoint=driver_entrypoint(
+            storage.uri, worker_start.DRIVER if settings.embedded else DRIVER
+        ),
+    )
+
+
+def local_token_id(settings: Settings, database: Database) -> str:
+    """Return the id of this home's token. Replicas that share a database have a token each."""
+    if database.is_sqlite:
+        return LOCAL_TOKEN_ID
+    place = f"{socket.gethostname()}:{settings.home}"
+    return f"{LOCAL_TOKEN_ID}_{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+
+
+@contextlib.asynccontextmanager
+async def running(
+    reconciler: Reconciler, supervisor: ClusterSupervisor | None, stop: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Run the reconciler and the embedded cluster's supervisor while the API serves.
+
+    Calls ``stop`` and raises ClusterError if the cluster does not start.
+    """
+    stopping = asyncio.Event()
+    tasks = [asyncio.create_task(reconciler.run(stopping), name="reconciler")]
+    if supervisor is not None:
+        cluster = asyncio.create_task(supervisor.run(stopping, announce_cluster), name="cluster")
+        cluster.add_done_callback(lambda ended: stop() if ended.exception() else None)
+        tasks.append(cluster)
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.gather(*tasks)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the server gracefully."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        log.info("stopping")
+        stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def log_in_link(context: ApiContext, url: str, token_id: str) -> str:
+    """Return the address that logs the person who started the service in, once."""
+    return f"{url}/login?code={context.log_in_codes.make(token_id)}"
+
+
+def announce(settings: Settings, url: str, link: str | None = None) -> None:
+    """Print that the API answers, and its URLs."""
+    print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
+    if link is not None:
+        print(f"Log in (once):     {link}")
+    print(f"Ray dashboard:     {url}/ray/")
+    print(f"Admin token:       {settings.token_path}", flush=True)
+    if settings.embedded:
+        print(f"Trust:             {EMBEDDED_TRUST}")
+        print("Ray cluster:       starting; runs wait for it", flush=True)
+
+
+def announce_cluster(num_nodes: int) -> None:
+    """Print that the embedded cluster takes runs."""
+    print(f"Ray cluster:       {count(num_nodes, 'node')} ready", flush=True)

@@ -1,0 +1,122 @@
+"""Faults that a process of a staying rank brings about once, when it is about to take a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from train_fn.errors import PeersGone
+
+STEP = 5
+"""Steps done when a fault strikes."""
+
+
+def _once(owner: Any, name: str, strike: Callable[..., None], *, after: bool = False) -> None:
+    """Call ``strike`` with the arguments of ``owner.name``, before or after it, until it raises."""
+    call = getattr(owner, name)
+
+    def struck(*arguments: Any, **named: Any) -> Any:
+        answer = call(*arguments, **named) if after else None
+        try:
+            strike(*arguments)
+        except BaseException:
+            setattr(owner, name, call)
+            raise
+        return answer if after else call(*arguments, **named)
+
+    setattr(owner, name, struck)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_exchange() -> None:
+    """What forward passes change is on its way, and gradients are not."""
+    from train_fn.step.buffers import VolatileBuffers
+
+    start = VolatileBuffers.start
+    num_starts = 0
+
+    def start_and_die(self: VolatileBuffers) -> None:
+        nonlocal num_starts
+        start(self)
+        num_starts += 1
+        if num_starts > STEP:
+            _die()
+
+    VolatileBuffers.start = start_and_die  # type: ignore[method-assign]
+
+
+def die_in_the_commit() -> None:
+    """The weights have moved, and the counters have not."""
+    from train_fn.samples.ledger import Ledger
+
+    def strike(ledger: Any, step: int, *_: Any) -> None:
+        if step == STEP:
+            _die()
+
+    _once(Ledger, "commit", strike)
+
+
+def die_in_the_evaluation() -> None:
+    """Its share is measured, and its peers wait for it."""
+    from train_fn.loop import evaluate
+
+    def strike(*_: Any) -> None:
+        _die()
+
+    _once(evaluate, "_measure_share", strike, after=True)
+
+
+def die_while_ranks_meet() -> None:
+    """In the middle of the first pass of an attempt."""
+    from train_fn.loop import first_pass
+
+    def strike(*_: Any) -> None:
+        _die()
+
+    _once(first_pass, "_backward", strike)
+
+
+def lose_the_result() -> None:
+    """The others pass the gate, and this rank's connections break right before it."""
+    from train_fn.loop import attempt
+
+    def strike(replica: Any, *_: Any) -> None:
+        if replica.state.step == STEP:
+            raise PeersGone("the result did not arrive")
+
+    _once(attempt, "require_whole", strike)
+
+
+def lose_a_peer_in_the_commit() -> None:
+    """As if code in the commit waited for others: half of the state is of the next step."""
+    from train_fn.samples.ledger import Ledger
+
+    def strike(ledger: Any, step: int, *_: Any) -> None:
+        if step == STEP:
+            raise PeersGone("in the middle of a commit")
+
+    _once(Ledger, "commit", strike)
+
+
+def fail_by_itself() -> None:
+    from train_fn.loop import attempt
+
+    def strike(replica: Any, *_: Any) -> None:
+        if replica.state.step == STEP:
+            raise ValueError("an error of the task")
+
+    _once(attempt, "require_whole", strike)
+
+
+def flip_a_kept_bit() -> None:
+    """In the weights that this process keeps."""
+    from train_fn.loop.bit_flip import flip_low_bit
+    from train_fn.snapshots import process_slot
+
+    stay: Any = process_slot._stay
+    flip_low_bit(next(stay.parts.state.model.parameters()).data)

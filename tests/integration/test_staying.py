@@ -1,0 +1,338 @@
+"""Survivors keep their processes: they form the next group with what they hold in memory, and no
+bit of the run shows it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
+from everstep.wire.events import EventKind
+from tests.integration import moving_buffers, own_steps_task, staying_faults
+from tests.integration.ranks import Job, Outcome, make_run_dir
+from tests.integration.staying_faults import STEP
+from tests.integration.staying_ranks import StayingRanks, staying_ranks
+from tests.integration.test_exactness import assert_same, make_spec
+from tests.integration.test_exactness_elastic import Bits, elastic
+from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
+from tests.integration.test_exactness_unused import heads_spec
+from tests.support.descriptors import more_than, open_descriptors
+from tests.support.silent_backend import SilentOptions
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.recovery.rank_error import RankError, StepFailed
+
+MOVING = "tests.integration.elastic_setups:measured_task"
+"""A task whose forward passes change, replace and create buffers, and that measures its own
+metric."""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[StayingRanks]:
+    with staying_ranks(tmp_path) as found:
+        yield found
+
+
+def error_of(outcome: Outcome) -> RankError:
+    assert isinstance(outcome.error, StepFailed), outcome
+    return outcome.error.error
+
+
+def stay_of(outcomes: list[Outcome]) -> list[int | None]:
+    """Return at which step each rank stayed in its process; None also for a dead one."""
+    return [None if each.exit_code == -9 else error_of(each).stays_at for each in outcomes]
+
+
+def restored(outcome: Outcome) -> tuple[str, int]:
+    [data] = outcome.of_kind(EventKind.RESTORED)
+    return data["source"], data["step"]
+
+
+def require_done(outcomes: list[Outcome]) -> Outcome:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes[0]
+
+
+class Run:
+    """One run of ranks that stay."""
+
+    def __init__(
+        self, ranks: StayingRanks, tmp_path: Path, spec: RunSpec, setup: str | None = MOVING
+    ) -> None:
+        self.run_dir = make_run_dir(tmp_path, "run_staying")
+        self._ranks, self._tmp_path, self._spec, self._setup = ranks, tmp_path, spec, setup
+        self._attempt, self.outcomes = 0, list[Outcome]()
+
+    def attempt(
+        self,
+        names: str,
+        faults: dict[str, Callable[[], None]] | None = None,
+        **job: object,
+    ) -> list[Outcome]:
+        """Run the next attempt with these processes by rank, some of which get a fault."""
+        self._attempt += 1
+        made = self.job(len(names), **job)
+        for name, fault in (faults or {}).items():
+            self._ranks.call(name, fault, made)
+        found = self._ranks.run(made, names)
+        self.outcomes += found
+        return found
+
+    def job(self, world_size: int, **job: object) -> Job:
+        return Job(
+            self.run_dir,
+            self._spec,
+            world_size,
+            self._attempt,
+            setup=self._setup,
+            in_process=True,
+            **job,  # type: ignore[arg-type]
+        )
+
+    def require_as_undisturbed(self, world_size: int) -> None:
+        """Compare everything that the run left with a run that nothing disturbed."""
+        whole = make_run_dir(self._tmp_path, "run_whole")
+        job = Job(whole, self._spec, world_size, setup=self._setup)
+        reference = Bits(whole, require_done(self._ranks.run(job, "XYZ"[:world_size])))
+        found = Bits(self.run_dir, *self.outcomes)
+        for each in (found, reference):  # another attempt has saved it
+            best = each.files["train_state.pt"]["best"]
+            if best is not None:
+                del best["checkpoint"]
+        assert (found.losses, found.evaluations) == (reference.losses, reference.evaluations)
+        assert_same(found.files, reference.files)
+
+    def num_snapshots(self, step: int | None = None) -> int:
+        directory = shared_memory_root() / self.run_dir.run_id
+        of_step = "*" if step is None else f"{step:09d}"
+        return len(list(directory.glob(f"*/*-{of_step}-*.pt")))
+
+
+DEATHS = {
+    "step": None,
+    "exchange": staying_faults.die_in_the_exchange,
+    "commit": staying_faults.die_in_the_commit,
+    "evaluation": staying_faults.die_in_the_evaluation,
+}
+
+
+@pytest.mark.parametrize("place", DEATHS)
+@pytest.mark.parametrize("killed", [0, 2])
+def test_survivors_go_on_with_one_that_joins(
+    place: str, killed: int, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run, death = Run(ranks, tmp_path, moving_buffers.SPEC), DEATHS[place]
+    faults = {} if death is None else {"ABC"[killed]: death}
+    job = {"killed": (killed, STEP)} if death is None else {}
+    first = run.attempt("ABC", faults, **job)
+    kept = stay_of(first)
+    newest = max(step for step in kept if step is not None)
+    assert kept.count(None) == 1 and first[killed].exit_code == -9
+    assert {error_of(each).snapshot_step for each in first if each.error} == {None}
+    if place != "evaluation":  # before which one is published
+        assert run.num_snapshots(newest) == 0
+    second = require_done(run.attempt("ABC".replace("ABC"[killed], "D")))
+    assert restored(second) == ("process", newest)
+    assert place == "evaluation" or newest == STEP + (place == "commit")
+    run.require_as_undisturbed(3)
+
+
+def test_with_elastic_exactness_any_number_of_survivors_makes_the_same_bits(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, elastic(moving_buffers.SPEC))
+    assert stay_of(run.attempt("ABC", killed=(1, 2))) == [2, None, 2]
+    assert stay_of(run.attempt("AC", killed=(0, 3))) == [None, 3]
+    third = run.attempt("CDE", killed=(0, 5))
+    assert stay_of(third) == [None, 5, 5]
+    last = require_done(run.attempt("FED"))
+    assert restored(last) == ("process", 5)
+    run.require_as_undisturbed(2)
+
+
+def test_a_survivor_one_step_behind_receives_the_newer_state(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    first = run.attempt("ABC", {"A": staying_faults.lose_the_result})
+    assert stay_of(first) == [STEP, STEP + 1, STEP + 1]
+    assert restored(require_done(run.attempt("ABC"))) == ("process", STEP + 1)
+    run.require_as_undisturbed(3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (staying_faults.lose_a_peer_in_the_commit, ErrorKind.COLLECTIVE),
+        (staying_faults.fail_by_itself, ErrorKind.USER),
+    ],
+)
+def test_a_torn_state_and_a_rank_that_failed_by_itself_do_not_stay(
+    fault: Callable[[], None], kind: ErrorKind, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    first = run.attempt("ABC", {"B": fault})
+    assert stay_of(first)[1] is None and error_of(first[1]).kind is kind
+    assert None not in (stay_of(first)[0], stay_of(first)[2])
+    assert ranks.call("B", kept_here, run.job(3)) is None
+    source, step = restored(require_done(run.attempt("ADC")))
+    assert (source, step) == ("process", STEP + 1)
+    run.require_as_undisturbed(3)
+
+
+def kept_here() -> int | None:
+    from train_fn.snapshots import process_slot
+
+    return process_slot.kept_step()
+
+
+def test_a_second_death_while_the_ranks_meet_costs_nothing(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    assert stay_of(run.attempt("ABC", killed=(2, STEP))) == [STEP, STEP, None]
+    second = run.attempt("DAB", {"D": staying_faults.die_while_ranks_meet})
+    assert stay_of(second) == [None, STEP, STEP]
+    third = run.attempt("EFA", {"A": staying_faults.die_while_ranks_meet})
+    assert stay_of(third) == [None, None, None], "those that joined had no state yet"
+    assert restored(require_done(run.attempt("GHB"))) == ("process", STEP)
+    run.require_as_undisturbed(3)
+
+
+def test_survivors_that_differ_are_not_trusted_and_new_processes_go_on(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("ABC", killed=(2, STEP))
+    second = run.attempt("ABD", {"B": staying_faults.flip_a_kept_bit})
+    assert {(error_of(each).type, error_of(each).kind) for each in second} == {
+        ("StateNotWhole", ErrorKind.EXCHANGE)
+    }
+    assert stay_of(second) == [None, None, None]
+    third = require_done(run.attempt("EFG"))
+    assert restored(third)[0] != "process" and restored(third)[1] < STEP
+    run.require_as_undisturbed(3)
+
+
+def test_a_kept_state_can_be_left_for_new_processes(ranks: StayingRanks, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("ABC", killed=(2, STEP))
+    for name in "AB":
+        assert ranks.call(name, leave_here, run.job(3)) is None
+        assert ranks.call(name, kept_here, run.job(3)) is None
+    assert restored(require_done(run.attempt("DEF"))) == ("snapshot", STEP)
+    run.require_as_undisturbed(3)
+
+
+def leave_here() -> str | None:
+    from train_fn.snapshots import process_slot
+
+    return process_slot.leave_kept_state()
+
+
+def fp16() -> RunSpec:
+    return make_spec("batch", precision="fp16")
+
+
+def streamed(num_workers: int) -> RunSpec:
+    raw = own_task_spec(num_workers).model_dump(mode="json")
+    return RunSpec.model_validate(
+        raw | {"scaling": {"max_workers": 2}, "train": raw["train"] | {"epochs": 10}}
+    )
+
+
+TASKS: dict[str, tuple[RunSpec, str | None, int]] = {
+    "averaged weights, dropout, batch norm": (make_spec("batch"), None, 13),
+    "a scaler that skips steps": (fp16(), f"{TRAINEES}:overflowing_scaler", 12),
+    "two optimizers": (own_steps_task.SPEC, "tests.integration.own_steps_task:gan", 6),
+    "streams": (streamed(0), f"{TRAINEES}:streamed_regression", 25),
+    "streams by loader processes": (streamed(1), f"{TRAINEES}:streamed_regression", 25),
+    "a task with a state": (
+        moving_buffers.SPEC,
+        "tests.integration.stateful_task:annealed_task",
+        6,
+    ),
+    "parameters that are not used": (heads_spec(unused="allow"), f"{TRAINEES}:heads_by_kind", 11),
+    "loader processes": (own_task_spec(1), f"{TRAINEES}:regression", 3),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_kind_of_task_stays_as_it_was(task: str, ranks: StayingRanks, tmp_path: Path) -> None:
+    spec, setup, step = TASKS[task]
+    run = Run(ranks, tmp_path, spec, setup)
+    assert stay_of(run.attempt("AB", killed=(0, step))) == [None, step]
+    assert restored(require_done(run.attempt("CB"))) == ("process", step)
+    run.require_as_undisturbed(2)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_it_is_the_same_on_collectives_that_fail_as_nccls_do(
+    run_ahead: bool, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    silent = SilentOptions(run_ahead=run_ahead, delay_s=0.002 * run_ahead)
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    assert stay_of(run.attempt("ABC", killed=(1, STEP), silent=silent)) == [STEP, None, STEP]
+    second = require_done(run.attempt("ADC", silent=silent))
+    assert restored(second) == ("process", STEP)
+    run.require_as_undisturbed(3)
+
+
+RECOVERIES, SETTLED = 50, 10
+
+
+def test_fifty_recoveries_in_one_process_leave_nothing_behind(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    raw = own_task_spec(0).model_dump(mode="json")
+    spec = RunSpec.model_validate(raw | {"train": raw["train"] | {"epochs": 100}})
+    run = Run(ranks, tmp_path, spec, f"{TRAINEES}:regression")
+    before: dict[str, Owned] = {}
+    for number in range(RECOVERIES):
+        assert stay_of(run.attempt("AB", abandon=(number % 2, number))) == [number, number]
+        if number in (SETTLED, RECOVERIES - 1):
+            now = {name: ranks.call(name, owned, run.job(2)) for name in "AB"}
+            before = before or now
+    for name in "AB":
+        assert now[name].threads == before[name].threads
+        assert more_than(before[name].descriptors, now[name].descriptors) == ""
+        assert now[name].num_tensors == before[name].num_tensors
+        assert now[name].resident_bytes < before[name].resident_bytes + MOST_GROWTH_BYTES
+    assert run.num_snapshots() <= 2 * 2, "the two newest of each node, as insurance"
+    require_done(run.attempt("AB"))
+    run.require_as_undisturbed(2)
+
+
+MOST_GROWTH_BYTES = 16 << 20
+"""What allocators may keep. One replica too many each time would be 40 times the model and its
+gradients, one process group too many 40 times its buffers."""
+
+
+class Owned(NamedTuple):
+    """What a process holds."""
+
+    threads: Counter[str]
+    descriptors: Counter[str]
+    num_tensors: int
+    resident_bytes: int
+
+
+def owned() -> Owned:
+    gc.collect()
+    process = psutil.Process()
+    return Owned(
+        Counter(thread.name for thread in threading.enumerate()),
+        open_descriptors(process),
+        sum(isinstance(each, torch.Tensor) for each in gc.get_objects()),
+        process.memory_info().rss,
+    )
