@@ -33,8 +33,8 @@ class EventKind(StrEnum):
     """A worker group started. data: world_size, workers [{rank, node_id, node_ip, pid}]."""
     RESTORED = "restored"
     """Ranks agreed on the state to continue from. data: step, epoch, source ("fresh" | "checkpoint"
-    | "snapshot" | "fork" | "own_files" of a script that
-    starts again), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
+    | "snapshot" | "process": a rank had kept it in its memory | "fork" | "own_files" of a script
+    that starts again), checkpoint | null (RUN_ID/NAME for a fork), rejected [{name, problem}],
     best {metric, value, step} | null (the best evaluation of the restored state), origin {run_id,
     checkpoint, step, epoch, samples, digest} of a fork."""
     TRAINING_STARTED = "training_started"

@@ -62,7 +62,8 @@ class Job:
     setup: str | None = None
     """``module:function`` called in every rank before training, to change what the run trains."""
     in_process: bool = False
-    """Ranks that merely lose a peer keep what they train in their processes."""
+    """Ranks that merely lose a peer keep what they train in their processes, and so do ranks that
+    are ``stopped``: another group follows."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
 
@@ -268,6 +269,7 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
         profile_ordered=lambda: job.profiled,
         is_abandoned=journal.is_abandoned,
         in_process=job.in_process,
+        yields=lambda: job.in_process and job.stopped is not None,
         flip_ordered=journal.flip_ordered,
     )
     _follow_restores(journal)

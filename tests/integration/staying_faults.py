@@ -114,9 +114,12 @@ def fail_by_itself() -> None:
 
 
 def flip_a_kept_bit() -> None:
-    """In the weights that this process keeps."""
+    """In the weights that this process keeps, as if it had been wrong when the rank left."""
+    from train_fn.loop import survivor
     from train_fn.loop.bit_flip import flip_low_bit
     from train_fn.snapshots import process_slot
 
-    stay: Any = process_slot._stay
-    flip_low_bit(next(stay.parts.state.model.parameters()).data)
+    stay: Any = process_slot.take()
+    state = stay.parts.state
+    flip_low_bit(next(state.model.parameters()).data)
+    survivor.keep(stay.parts, stay.ctx, state.state_dict())

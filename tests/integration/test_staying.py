@@ -160,6 +160,17 @@ def test_with_elastic_exactness_any_number_of_survivors_makes_the_same_bits(
     run.require_as_undisturbed(2)
 
 
+def test_ranks_that_yield_stay_and_meet_more_or_fewer(ranks: StayingRanks, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path, elastic(moving_buffers.SPEC))
+    for names, step in (("AB", 2), ("CAB", 3), ("BC", 6)):
+        stopped = run.attempt(names, stopped=("pause", step - 1))
+        assert [each.stop for each in stopped] == ["pause"] * len(names)
+        assert [ranks.call(name, kept_here, run.job(2)) for name in names] == [step] * len(names)
+        assert restored(stopped[0])[0] == ("fresh" if step == 2 else "process")
+    assert restored(require_done(run.attempt("B"))) == ("process", 6)
+    run.require_as_undisturbed(2)
+
+
 def test_a_survivor_one_step_behind_receives_the_newer_state(
     ranks: StayingRanks, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from train_fn.loop.beginning import begin
 from train_fn.loop.boundary import close_boundary
 from train_fn.loop.built_alike import require_same_after_step
 from train_fn.loop.commit import commit, require_whole
-from train_fn.loop.departure import leave
+from train_fn.loop.departure import leave, stay
 from train_fn.loop.elastic_step import elastic_step
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
@@ -22,14 +22,19 @@ def train(ctx: WorkerContext) -> Stop | None:
     """Train this rank's share of every global batch. Return None when all steps are done, else the
     stop that all ranks agreed on.
 
-    Raises StepFailed for whatever happened. By then the rank has left its state on its node and let
-    its peers go.
+    If the controller has asked the ranks to stop, because another group follows, the rank may keep
+    what it trains in its process.
+
+    Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
+    keeps it in its process, and has let its peers go.
     """
     progress = Progress()
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
         stop = train_openly(ctx, progress)
         rescue.leave()
+        if stop is not None and ctx.in_process and ctx.yields():
+            stay(progress)
         return stop
     except BaseException as exc:
         failed = leave(ctx, progress, exc)

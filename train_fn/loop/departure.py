@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
@@ -134,6 +136,21 @@ def _leave_state(
     return step, keep_state(ctx, state, partial(_last_committed, replica), leave_or_keep)
 
 
+def stay(progress: Progress) -> None:
+    """Keep the state of an attempt that has ended in order, for the group that follows, and leave
+    this one."""
+    replica, training = progress.replica, progress.training
+    assert replica is not None and training is not None
+    progress.replica = progress.training = None
+    training.clock.close()
+    replica.let_go()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if replica.state.complete and not replica.parts.exchanges_in_build:
+        _keep(replica, training.ctx, replica.state.state_dict())
+
+
 def _keep(replica: Replica, made_by: WorkerContext, found: dict[str, Any]) -> None:
     """Keep the state ``found``, and everything that it was trained with, in this process."""
     parts, state = replica.parts, replica.state
@@ -141,7 +158,7 @@ def _keep(replica: Replica, made_by: WorkerContext, found: dict[str, Any]) -> No
         state.load_state_dict(found)
     parts.moving |= {place.name for place in replica.volatile.moving}
     parts.ignored |= {place.name for place in replica.volatile.ignored}
-    survivor.keep(parts, made_by)
+    survivor.keep(parts, made_by, found)
     logger.info("step %d stays in this process", state.step)
 
 

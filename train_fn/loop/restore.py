@@ -52,17 +52,20 @@ def restore(ctx: WorkerContext, replica: Replica, survivor: Survivor | None = No
         ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
         StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
-    check_data(replica)
+    state, peers = replica.state, replica.peers
+    has_kept = peers.gather(survivor is not None)
+    replica.beside_kept = any(has_kept)
+    if not all(has_kept):  # else an attempt before has compared them
+        check_data(replica)
 
     def join(restored: Restored) -> None:
         is_fresh = restored.source == "fresh"
-        check_weights(replica, fresh=is_fresh)
-        replica.beside_kept = any(peers.gather(survivor is not None))
+        if not all(has_kept):
+            check_weights(replica, fresh=is_fresh)
         replica.join(is_fresh=is_fresh)
 
-    state, peers = replica.state, replica.peers
     adopt_origin = partial(adopt, into=state, ctx=ctx)
-    kept = None if survivor is None else survivor.described()
+    kept = None if survivor is None else survivor.described.result()
     restored = take_over(ctx, peers, state, adopt_origin, before_load=join, kept=kept)
     replica.begun_at = state.step
     replica.task_state.load(state.task)

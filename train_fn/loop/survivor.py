@@ -7,8 +7,10 @@ The slot (``process_slot``) is empty in a new process, so that its first attempt
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import NamedTuple
+import threading
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from storage.run_names import Origin
 from train_fn.context import WorkerContext
@@ -48,6 +50,8 @@ class Survivor:
     parts: Parts
     ctx: WorkerContext
     """Of the attempt that made the state."""
+    described: Future[Kept]
+    """What an election has to know of the state."""
 
     @property
     def step(self) -> int:
@@ -67,15 +71,9 @@ class Survivor:
             ctx.device,
         )
 
-    def described(self) -> Kept:
-        """Return what an election has to know of the state. Reads all of it."""
-        state = self.parts.state.state_dict()
-        label = Label(*self.origin, self.step, self.ctx.world_rank, state_digest(state), None)
-        rest = {name: value for name, value in state.items() if name not in _OF_ONE_RANK}
-        return Kept(label, tree_digest(take_apart(rest, [])))
-
     def leave(self) -> str | None:
         """Leave the state as a snapshot on this node. Return None, or the problem."""
+        wait([self.described])  # one thread at a time reads the state
         try:
             state = self.parts.state.state_dict()
             self.parts.state.require_sound(state)
@@ -85,13 +83,28 @@ class Survivor:
             return f"the kept state of step {self.step} cannot be left: {exc}"
 
 
-def keep(parts: Parts, ctx: WorkerContext) -> None:
+def keep(parts: Parts, ctx: WorkerContext, state: dict[str, Any]) -> None:
     """Keep a state in this process, and everything that it was trained with.
 
     Args:
         ctx: of the attempt that made the state.
+        state: its ``state_dict``. It is digested in the background, while the next group is formed.
     """
-    process_slot.keep(Survivor(parts, ctx))
+    survivor = Survivor(parts, ctx, Future())
+    label = Label(*survivor.origin, survivor.step, ctx.world_rank, None, None)
+    threading.Thread(
+        target=_describe, args=(survivor.described, label, state), name="digest-state", daemon=True
+    ).start()
+    process_slot.keep(survivor)
+
+
+def _describe(described: Future[Kept], label: Label, state: dict[str, Any]) -> None:
+    try:
+        rest = {name: value for name, value in state.items() if name not in _OF_ONE_RANK}
+        details = tree_digest(take_apart(rest, []))
+        described.set_result(Kept(replace(label, digest=state_digest(state)), details))
+    except BaseException as exc:  # a device that cannot be read; it is raised by who asks
+        described.set_exception(exc)
 
 
 def take(ctx: WorkerContext) -> Survivor | None:
