@@ -29,6 +29,7 @@ _CONTROLLER_MODULES = (
 _DRIVER_MODULES = (
     "train_fn.driver.command",
     "train_fn.driver.last_save",
+    "train_fn.driver.replay",
     "train_fn.ray_train.older_submissions",
     "train_fn.ray_train.stale_placement_groups",
     "train_fn.ray_train.trainer",

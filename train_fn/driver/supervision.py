@@ -18,7 +18,6 @@ from storage.claims import claim_submission, succeed_submission
 from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
 from train_fn.driver.fit_loop import fit_until_decided
-from train_fn.driver.replay import report_replay
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
 from train_fn.driver.watch import Watch, require_newest
 from train_fn.journal.client import ActorJournalClient
@@ -99,7 +98,7 @@ class Driver:
             ).start()
         outcome = fit_until_decided(job, self._settings, history, client)
         saved, left = self._save_newest(spec, outcome, client)
-        report_replay(self._run_dir, spec, client)
+        self._report_replay(spec, client)
         watch.close()
         kept = saved.summary if saved is not None else None
         name, reason = ending(
@@ -111,6 +110,11 @@ class Driver:
             left.remove(SWEEP_S)
         with suppress(RayError):  # it ends by itself, too
             ray.kill(actor)
+
+    def _report_replay(self, spec: RunSpec, client: ActorJournalClient) -> None:
+        from train_fn.driver.replay import report_replay
+
+        report_replay(self._run_dir, spec, client)
 
     def _take_settings(self, spec: RunSpec) -> None:
         """Let the run's spec change the settings that it may."""
