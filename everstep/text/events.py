@@ -85,6 +85,8 @@ def event(item: Event) -> str | None:
                 f"{data.get('world_size_before')} -> "
                 f"{count(data.get('world_size_after') or 0, 'rank')}{f', {lost}' if lost else ''}"
             )
+        case EventKind.FELL_BACK:
+            return f"goes on in fresh processes: {data.get('reason')}"
         case EventKind.STRAGGLER if data.get("slow"):
             return (
                 f"rank {data.get('rank')} on node {str(data.get('node_id'))[:8]} slows the others "

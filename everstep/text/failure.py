@@ -13,6 +13,7 @@ from typing import Any
 from everstep.text import losses
 from everstep.text.words import count, duration
 from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine
+from everstep.wire.events import Rung
 
 _CACHED = re.compile(r"/[^\s\"']*/(?:cache/code/[0-9a-f]{64}|runs/[^\"'/\s]+/workdir)/")
 """The directory on a node in which uploaded code lies, or a script's working directory."""
@@ -205,6 +206,14 @@ def _log_line(line: LogLine) -> str:
     return f"{line.at.astimezone():%H:%M:%S} {line.level} {plain(line.message)[:300]}"
 
 
+_ON_RUNG = {
+    Rung.IN_PROCESS.value: " in the survivors' processes",
+    Rung.SNAPSHOT.value: " in fresh processes",
+    Rung.CHECKPOINT.value: " from a checkpoint",
+}
+"""Where training goes on, by the rung of the recovery."""
+
+
 def _outcome(fault: Failure) -> str:
     parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
@@ -221,7 +230,8 @@ def _outcome(fault: Failure) -> str:
             if slowest
             else ""
         )
-        parts.append(f"training again after {duration(fault.recovery_s)}{most}")
+        where = _ON_RUNG.get(fault.rung or "", "")
+        parts.append(f"training again{where} after {duration(fault.recovery_s)}{most}")
     if fault.budget:
         parts.append(f"charged to the {fault.budget} budget")
     return ", ".join(parts)

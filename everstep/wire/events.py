@@ -109,7 +109,11 @@ class EventKind(StrEnum):
     RECOVERED = "recovered"
     """First step after a failure, or the start of a script that never reported one. data: detect_s,
     recovery_s, steps_lost (null if unknown, as for a script), world_size_before,
-    world_size_after, phases {name: seconds}."""
+    world_size_after, phases {name: seconds}, rung ("in_process" | "snapshot" | "checkpoint") |
+    null."""
+    FELL_BACK = "fell_back"
+    """An attempt did not come to a step in the processes of earlier ranks, and one in fresh
+    processes follows. data: rung ("in_process"), reason (in words)."""
     DRILL_STARTED = "drill_started"
     """A fault is injected; the event is durable before that. data: id, kind, rank, node_id | null,
     pid | null, checkpoint | null."""
@@ -128,10 +132,21 @@ class EventKind(StrEnum):
     REPLAY_COMPARED = "replay_compared"
     """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"
-    """data: cause ("finished" | "stopped" | "resized" | verdict), last_step."""
+    """data: cause ("finished" | "stopped" | "resized" | "fell_back" | verdict), last_step."""
     FINISHED = "finished"
     """Last event of a journal. data: outcome ("succeeded" | "failed" | "stopped"), reason {code,
     message} | null, step."""
+
+
+class Rung(StrEnum):
+    """Where a recovery found processes and state, best first."""
+
+    IN_PROCESS = "in_process"
+    """Survivors kept their processes."""
+    SNAPSHOT = "snapshot"
+    """Fresh processes read the state that survivors left in a node's memory."""
+    CHECKPOINT = "checkpoint"
+    """Fresh processes read a checkpoint."""
 
 
 NODE_UNFIT = "NodeUnfit"

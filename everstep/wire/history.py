@@ -45,7 +45,8 @@ class Attempt(Answer):
     """Name of the checkpoint that it began from, `RUN_ID/NAME` for another run's; null for a fresh
     start."""
     cause: str | None
-    """Why it ended: ``finished``, ``stopped``, ``resized``, or a verdict."""
+    """Why it ended: ``finished``, ``stopped``, ``resized``, ``fell_back`` (fresh processes follow,
+    see ``recovery.in_process``), or a verdict."""
 
 
 class LogLine(Answer):

@@ -29,6 +29,7 @@ _FROM_RECOVERY: Final = (
     "steps_lost",
     "world_size_before",
     "world_size_after",
+    "rung",
 )
 
 

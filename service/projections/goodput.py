@@ -221,7 +221,7 @@ class TimeLedger:
         if cause in set(Verdict):
             self._interrupted(None, is_own_loop)
             self.bucket = "restarting"
-        elif cause == "resized":
+        elif cause in ("resized", EventKind.FELL_BACK):
             self.bucket = "restarting"
         elif self.bucket in _WORKING:
             self.bucket = "idle"

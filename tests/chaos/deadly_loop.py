@@ -35,6 +35,7 @@ from train_fn.context import WorkerContext
 from train_fn.loop import attempt, boundary
 from train_fn.loop import restore as restoring
 from train_fn.loop import training as preparing
+from train_fn.loop.parts import Parts
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
@@ -158,9 +159,9 @@ _SECTIONS: dict[str, Callable[[_Steps, int], None]] = {
 def _at_start(strike: Strike) -> None:
     build = preparing.build_replica
 
-    def build_replica(ctx: WorkerContext) -> Replica:
+    def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
         strike.fall()
-        return build(ctx)
+        return build(ctx, parts)
 
     preparing.build_replica = build_replica
 

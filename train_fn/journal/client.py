@@ -15,7 +15,7 @@ from everstep.wire.events import EventKind
 from storage.run_control import DrillOrder, ProfileOrder, Stop
 from train_fn import clock as head_clock
 from train_fn.journal.delivery import Deliver, Reply, SourceEvent
-from train_fn.recovery.progress import Progress
+from train_fn.recovery.progress import Phase, Progress
 
 MAX_POINTS = 20_000
 """Metric points that a client holds while the journal does not answer. Beyond that it drops every
@@ -120,6 +120,11 @@ class ActorJournalClient:
         None if unknown."""
         progress = self._reply.progress if self._reply else None
         return progress.moved_at if progress is not None and progress.attempt == attempt else None
+
+    def phase(self, attempt: int) -> Phase | None:
+        """Return what that attempt does, as of the journal's last reply; None if unknown."""
+        progress = self._reply.progress if self._reply else None
+        return progress.phase if progress is not None and progress.attempt == attempt else None
 
     def take_progress(self) -> Progress | None:
         """Return the progress of the newest attempt, once for each reply of the journal; None until

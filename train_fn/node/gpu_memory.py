@@ -19,16 +19,22 @@ _GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 
+def _free_or_own(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that are free or kept by torch in this process, and all bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device), total
+
+
 def wait_for_free_memory(
     device: torch.device,
-    look: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+    look: Callable[[torch.device], tuple[int, int]] = _free_or_own,
 ) -> None:
     """Wait until the memory of ranks that died on ``device`` is free: the driver takes seconds for
     many gigabytes. Nothing on a CPU.
 
     Args:
         device: This rank's.
-        look: Gives the bytes that are free, and those that there are.
+        look: Gives the bytes that are free or this process's own, and those that there are.
     """
     if device.type != "cuda":
         return

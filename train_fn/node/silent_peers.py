@@ -32,6 +32,8 @@ _RETRANSMITS, _UNACKED, _LAST_DATA_RECEIVED, _LAST_ACK_RECEIVED = 2, 8 + 4, 8 + 
 
 _unheard: set[str] = set()
 """Addresses of hosts whose connections this process has ended."""
+_watch: SilentPeers | None = None
+"""The watch of this process."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +107,12 @@ class SilentPeers:
 
 def watch_peers(ip: str, limit_s: float) -> None:
     """Watch this process's connections, unless ``limit_s`` is 0 or the cluster's address here,
-    ``ip``, is on loopback."""
+    ``ip``, is on loopback. A process has one watch, however often this is called."""
+    global _watch
     _unheard.clear()
-    if limit_s > 0 and not ipaddress.ip_address(ip).is_loopback:
-        SilentPeers(limit_s).start()
+    if _watch is None and limit_s > 0 and not ipaddress.ip_address(ip).is_loopback:
+        _watch = SilentPeers(limit_s)
+        _watch.start()
 
 
 def unheard_hosts() -> tuple[str, ...]:

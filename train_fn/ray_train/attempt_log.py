@@ -10,7 +10,7 @@ from typing import Any
 
 from everstep.text import failure as failure_words
 from everstep.wire import Verdict
-from everstep.wire.events import EventKind
+from everstep.wire.events import EventKind, Rung
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
@@ -20,6 +20,7 @@ from train_fn.recovery.failure_event import failure_of
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
 from train_fn.recovery.past_failures import PastFailure
+from train_fn.recovery.progress import Phase
 from train_fn.recovery.verdict import Judgement
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,19 @@ class AttemptLog:
             self.journal.ask(_ASK_S)
             last_step = self.journal.last_step
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
+
+    def fell_back(self, reason: str) -> None:
+        """Report that the attempt did not come to a step in processes of earlier ranks, so that
+        fresh ones follow. The failure from which it was to recover, if any, is still open."""
+        logger.warning("attempt %d goes on in fresh processes: %s", self.attempt, reason)
+        self.journal.emit(EventKind.FELL_BACK, {"rung": Rung.IN_PROCESS.value, "reason": reason})
+        if self.is_open:
+            self.ended(EventKind.FELL_BACK.value)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether a rank of the attempt has made a step, as of the journal's last reply."""
+        return self.journal.phase(self.attempt) not in (Phase.START, Phase.FIRST_STEP)
 
     def failed(self, evidence: Evidence, judgement: Judgement, decision: Decision) -> None:
         """Report the attempt's failure, and its end if its start was reported."""

@@ -25,6 +25,7 @@ from train_fn.ray_train.ray_internals import (
     LoopResult,
     ReschedulingState,
     RunningState,
+    SchedulingState,
     ShuttingDownState,
     TrainController,
 )
@@ -210,9 +211,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return True
 
     def _shutdown_worker_group(self) -> None:
-        """Shut the group down, and report the end of its attempt unless the next driver does."""
+        """Shut the group down, and report the end of its attempt unless the next driver does. Ranks
+        that made room for another group may keep their processes for it."""
+        is_followed = isinstance(self.get_state(), SchedulingState)
         if self._attempt_log.is_open and not self._driver.is_leaving:
             self._attempt_log.recovery = None
+            if is_followed and self.worker_group_cls.in_process:
+                self._worker_group.keep_all(apart_from=self._sizes.draining)
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
             elif self._sizes.draining:
@@ -220,6 +225,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
             else:
                 self._attempt_log.ended("resized")
         super()._shutdown_worker_group()
+        if not is_followed:
+            self.worker_group_cls.survivors.end()
 
     # -- called by its parts
 

@@ -27,6 +27,7 @@ from train_fn.recovery.decision import Decision, decide
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine
 from train_fn.recovery.past_failures import budget_of
+from train_fn.recovery.staying import kept_steps, ranks_to_insure, stays_in_process
 from train_fn.recovery.verdict import Judgement, judge
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ _EVIDENCE_S = 3.0
 _OF_A_PATH = frozenset({Verdict.UNKNOWN, Verdict.HANG, Verdict.CONTROL_PLANE})
 """Verdicts of failures that a broken path between two nodes may have caused, if no rank is to
 blame."""
+
+_FROM_OUTSIDE = frozenset(
+    {Verdict.WORKER_LOST, Verdict.NODE_LOST, Verdict.PREEMPTION, Verdict.OUT_OF_MEMORY}
+)
+"""Verdicts of failures that came over a rank, whatever its process held."""
 
 
 class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
@@ -132,6 +138,10 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
             control_error=None if isinstance(error, WorkerGroupError) else str(error),
         )
         judgement = judge(evidence)
+        if running and self._falls_back(judgement):
+            why = judgement.exception or "the ranks did not come to a step there"
+            self._attempt_log.fell_back(why)
+            return FailureDecision.RETRY
         self._decision = decide(
             judgement,
             self._attempt_log.failures,
@@ -147,6 +157,8 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         if reports and judgement.first_rank is None and judgement.verdict in _OF_A_PATH:
             self._groups.links.suspect(judgement.pairs)
         self._ask_for_oom_kill(judgement, self._decision)
+        if running and stays_in_process(judgement, self._decision):
+            self._keep_survivors(reports)
         self._sizes.back_off(max(self._decision.backoff_s, 0.0 if running else _RELEASE_S))
         return FailureDecision.RETRY if self._decision.restart else FailureDecision.RAISE
 
@@ -156,6 +168,24 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         if running and group is not None:
             return group.wait_for_survivors()
         return self._groups.last.start_reports if self._groups.last is not None else ()
+
+    def _falls_back(self, judgement: Judgement) -> bool:
+        """Return whether the attempt failed before its first step, in processes of earlier ranks,
+        and for no reason outside of them. What those processes hold may be the cause, so that fresh
+        ones are tried before anybody is blamed."""
+        group = self._current_group()
+        return (
+            group is not None
+            and group.num_stayed > 0
+            and judgement.verdict not in _FROM_OUTSIDE
+            and not self._attempt_log.has_stepped
+        )
+
+    def _keep_survivors(self, reports: tuple[RankReport, ...]) -> None:
+        """Let ranks that merely lost a peer keep their processes."""
+        group = self._current_group()
+        if group is not None and self._groups.in_process:
+            group.keep(kept_steps(reports), ranks_to_insure(reports))
 
     def _ask_for_oom_kill(self, judgement: Judgement, decision: Decision) -> None:
         """Ask the node of a lost rank for the cause, in parallel to the recovery. The answer is

@@ -1,9 +1,12 @@
-"""Create the worker group of each attempt."""
+"""Create the worker group of each attempt: in the processes of earlier ranks if there are any, else
+in fresh ones."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
@@ -12,8 +15,37 @@ from train_fn.ray_train.nodes import LiveNodes
 from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.rank_actors import RankActors
+from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
+from train_fn.ray_train.survivors import Survivor, Survivors
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
+
+logger = logging.getLogger(__name__)
+
+
+class StayedStarts:
+    """Learn how long groups with processes of earlier ranks take to start."""
+
+    FIRST_S = 30.0
+    """Limit in seconds while nothing is known."""
+    LEAST_S = 10.0
+    """Lowest limit in seconds."""
+    FACTOR = 5.0
+    """Limit as a multiple of the longest recent start."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=10)
+
+    def note(self, seconds: float) -> None:
+        """Note the duration of a start that went well."""
+        self._recent.append(seconds)
+
+    @property
+    def limit_s(self) -> float:
+        """Return the longest start in seconds before fresh processes take over."""
+        if not self._recent:
+            return self.FIRST_S
+        return max(self.LEAST_S, self.FACTOR * max(self._recent))
 
 
 class GroupFactory:
@@ -47,11 +79,43 @@ class GroupFactory:
             engine.settings, {place.node_id for place in engine.history.workers}, nodes.exclude
         )
         self.links = LinkChecks(engine.settings, nodes.exclude)
+        spec, settings = engine.job.spec, engine.settings
+        self.in_process = (
+            spec.recovery.in_process and settings.in_process and not spec.runs_own_function
+        )
+        """Whether the processes of survivors may serve the next attempt."""
+        self.survivors = Survivors(settings.hold_s)
+        self._starts = StayedStarts()
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
 
     def create(self, **kwargs: Any) -> EverstepWorkerGroup:
-        """Create and start the next attempt's group."""
+        """Create and start the next attempt's group.
+
+        If it cannot start in the processes of earlier ranks, these are ended, and fresh ones take
+        over. That counts as no failure, unless a node is gone or was found unfit.
+        """
+        survivors = self.survivors.take()
+        if survivors:
+            began = time.monotonic()
+            try:
+                group = self._start(survivors, **kwargs)
+                self._starts.note(time.monotonic() - began)
+                return group
+            except Exception as exc:
+                if not self._falls_back(exc):
+                    raise
+                self._attempt_log.fell_back(f"ranks could not start there: {exc}")
+        return self._start([], **kwargs)
+
+    def _falls_back(self, exc: Exception) -> bool:
+        """Return whether fresh processes may do better than the group whose start failed."""
+        group = self.last
+        if group is None or isinstance(exc, WorkerGroupStartupTimeoutError):
+            return False
+        return not group.is_refused and all(report.node_alive for report in group.start_reports)
+
+    def _start(self, survivors: Sequence[Survivor], **kwargs: Any) -> EverstepWorkerGroup:
         self._on_new()
         settings = self._engine.settings
         launch = RankLaunch(
@@ -64,6 +128,7 @@ class GroupFactory:
             ),
             silent_peer_s=settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
+            in_process=self.in_process,
         )
         actors = RankActors(
             launch,
@@ -73,11 +138,15 @@ class GroupFactory:
             self._nodes.exclude,
             self._preflight,
             self.links,
+            survivors,
+            self._starts.limit_s,
         )
         self.last = EverstepWorkerGroup(
             actors,
+            self.survivors,
             settings,
             self._nodes.read,
+            stayed_start_s=self._starts.limit_s,
             meets_to_report=launch.meets_to_report,
             on_created=self._on_started,
             **kwargs,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from operator import attrgetter
@@ -37,6 +37,8 @@ class Bundle:
 
     group: PlacementGroup
     node_id: str
+    number: int
+    """Of the run's bundles, each of which has another."""
 
 
 class Placement:
@@ -61,15 +63,27 @@ class Placement:
         return Counter(bundle.node_id for bundle in self._bundles)
 
     def reserve(
-        self, wanted: Mapping[str, int], per_worker: Mapping[str, float], timeout_s: float
+        self,
+        wanted: Mapping[str, int],
+        per_worker: Mapping[str, float],
+        timeout_s: float,
+        prefer: Sequence[Bundle] = (),
     ) -> list[Bundle] | None:
         """Return exactly the wanted number of bundles on each node, held ones first; None if the
         cluster did not place them in time.
 
         Bundles that were placed are kept for the next try.
+
+        Args:
+            wanted: number of bundles by node id.
+            per_worker: resources of a bundle.
+            timeout_s: longest wait in seconds.
+            prefer: held bundles that are used before others of their node, in this order.
         """
         self._remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
         lacking, kept = Counter(wanted), []
+        places = {bundle.number: place for place, bundle in enumerate(prefer)}
+        self._bundles.sort(key=lambda bundle: places.get(bundle.number, len(places)))
         for bundle in self._bundles:
             if lacking[bundle.node_id] > 0:
                 lacking[bundle.node_id] -= 1
@@ -116,7 +130,7 @@ class Placement:
             bundle_label_selector=[{"ray.io/node-id": node_id}],
             name=placement_group_name(self._run_id, self._number),
         )
-        self._bundles.append(Bundle(group, node_id))
+        self._bundles.append(Bundle(group, node_id, self._number))
         return self._bundles[-1]
 
     def _remove(self, bundles: list[Bundle]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -27,7 +28,8 @@ from train_fn.ray_train.start_checks import (
     network_reports,
     prepared,
 )
-from train_fn.ray_train.worker_actor import WATCH, EverstepTrainWorker, RankReady
+from train_fn.ray_train.survivors import Survivor, end_processes
+from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -45,6 +47,9 @@ class RankActors:
         exclude: called with nodes that get no ranks for a while.
         preflight: checks nodes that are new to the run.
         links: checks nodes between which an earlier attempt failed.
+        survivors: processes of earlier ranks, newest state first. Those on chosen nodes serve this
+            attempt; the others are ended.
+        answer_s: longest time in seconds for one of them to begin this attempt.
     """
 
     def __init__(
@@ -56,8 +61,12 @@ class RankActors:
         exclude: ExcludeNodes,
         preflight: PreflightChecks,
         links: LinkChecks,
+        survivors: Sequence[Survivor] = (),
+        answer_s: float = float("inf"),
     ) -> None:
         self._launch = launch
+        self._survivors = list(survivors)
+        self._answer_s = answer_s
         self._settings = settings
         self._placement = placement
         self._read_nodes = read_nodes
@@ -73,6 +82,13 @@ class RankActors:
         """The out-of-memory kills of a rank's node when the rank began, by its process id."""
         self.reports: tuple[RankReport, ...] = ()
         """Reports on the ranks if the start failed."""
+        self.is_refused = False
+        """Whether a check of the nodes found why ranks cannot work there."""
+
+    @property
+    def num_stayed(self) -> int:
+        """Return the number of ranks in processes of earlier ranks."""
+        return len(self._survivors)
 
     def reserve(self, context: Any, timeout_s: float) -> bool:
         """Take the group's bundles. Return False if the cluster did not grant them in time.
@@ -90,8 +106,14 @@ class RankActors:
             num_workers=context.num_workers,
             strategy=context.placement_strategy,
         )
+        self._end_all_but(_on(chosen or {}, self._survivors))
         bundles = (
-            self._placement.reserve(chosen, context.resources_per_worker, timeout_s)
+            self._placement.reserve(
+                chosen,
+                context.resources_per_worker,
+                timeout_s,
+                prefer=[one.bundle for one in self._survivors],
+            )
             if chosen is not None
             else None
         )
@@ -105,12 +127,21 @@ class RankActors:
 
         Raise WorkerGroupStartupFailedError if an actor does not start or its node does not fit.
         """
-        self._actors = self._create_actors(resources_per_worker)
+        stayed = {one.bundle.number: one.actor for one in self._survivors}
+        actors = self._actors = self._with_new_actors(resources_per_worker, stayed)
         launch = dataclasses.replace(
-            self._launch, num_nodes=len({bundle.node_id for bundle in self._bundles})
+            self._launch,
+            num_nodes=len({bundle.node_id for bundle in self._bundles}),
+            num_stayed=len(stayed),
         )
-        readiness = [actor.prepare.remote(launch) for actor in self._actors]
-        metadata = [actor.get_metadata.remote() for actor in self._actors]
+        readiness = [actor.prepare.remote(launch) for actor in actors]
+        metadata = [actor.get_metadata.remote() for actor in actors]
+        from_before = [
+            ref
+            for bundle, ref in zip(self._bundles, readiness, strict=True)
+            if bundle.number in stayed
+        ]
+        prepared(from_before, self._settings, self._answer_s)
         ready: list[RankReady] = prepared(readiness, self._settings)
         metas = prepared(metadata, self._settings)
         self._check(ready, metas)
@@ -118,32 +149,71 @@ class RankActors:
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
         return [
             Worker(actor, meta, resources_per_worker, placement_group_bundle_index=0)
-            for actor, meta in zip(self._actors, metas, strict=True)
+            for actor, meta in zip(actors, metas, strict=True)
         ]
 
     def was_idle(self, pid: int) -> bool:
-        """Return whether a rank runs in a process that was there, idle, before the group began."""
-        return self._born_at[pid] < self._launch.started_at
+        """Return whether a rank runs in a process that was there, idle, before the group began. The
+        processes of earlier ranks were not idle."""
+        stayed = any(one.pid == pid for one in self._survivors)
+        return not stayed and self._born_at[pid] < self._launch.started_at
+
+    def as_survivor(self, actor: Any, pid: int, step: int) -> Survivor:
+        """Return an actor of this group as one that can serve another attempt.
+
+        Args:
+            actor: of one of its ranks.
+            pid: of its process.
+            step: of the state that the rank left.
+        """
+        number = next(place for place, each in enumerate(self._actors) if each is actor)
+        return Survivor(actor, self._bundles[number], pid, step)
 
     def give_up(self, reports: tuple[RankReport, ...]) -> None:
         """Make the start fail at once by killing the actors. ``reports`` say why, unless a check
         found a reason before. May be called from another thread than ``create``."""
         self.reports = self.reports or reports
-        for actor in list(self._actors):
-            ray.kill(actor)
+        self._end(self._actors)
 
-    def kill(self) -> None:
-        """Kill the actors. The run keeps their bundles."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
+    def kill(self, keep: Collection[Any] = ()) -> None:
+        """Kill the actors, except those in ``keep``. The run keeps their bundles."""
+        doomed = [actor for actor in self._actors if actor not in keep]
+        unused = [one.actor for one in self._survivors if one.actor not in self._actors]
+        self._actors, self._survivors = [], []
+        self._end([*doomed, *unused])
 
-    def _create_actors(self, resources_per_worker: dict[str, float]) -> list[Any]:
-        """Return new actors without a runtime_env, so that idle processes can run them."""
+    def _end(self, actors: Sequence[Any]) -> None:
+        """End processes. Ranks that may keep their state in their process first write it."""
+        if self._launch.in_process:
+            end_processes(list(actors), self._settings.hold_s)
+        else:
+            for actor in list(actors):
+                ray.kill(actor)
+
+    def _end_all_but(self, used: Sequence[Survivor]) -> None:
+        """End the survivors that this group does not use, before their bundles are removed and
+        before a rank looks for their states."""
+        unused = [one.actor for one in self._survivors if one not in used]
+        self._survivors = list(used)
+        end_processes(unused, self._settings.hold_s)
+
+    def _with_new_actors(
+        self, resources_per_worker: dict[str, float], stayed: Mapping[int, Any]
+    ) -> list[Any]:
+        """Return an actor for each bundle: the one that stayed there, else a new one without a
+        runtime_env, so that an idle process can run it.
+
+        Args:
+            stayed: actors by the number of their bundle.
+        """
         options = worker_group_module.bundle_to_remote_args(resources_per_worker)
-        actor_class = ray.remote(concurrency_groups={WATCH: 1}, **options)(EverstepTrainWorker)
+        actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2}, **options)(
+            EverstepTrainWorker
+        )
         return [
-            actor_class.options(
+            stayed[bundle.number]
+            if bundle.number in stayed
+            else actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=bundle.group, placement_group_bundle_index=0
                 )
@@ -161,6 +231,7 @@ class RankActors:
             unfit = self._preflight.run(self._actors, metas)
         except LinksBroken as exc:
             self.reports = link_reports(exc, metas)
+            self.is_refused = True
             raise
         self._raise_for(unfit)
 
@@ -168,6 +239,17 @@ class RankActors:
         """Raise WorkerGroupStartupFailedError if there are reports on ranks that cannot work."""
         self.reports = reports
         if reports:
+            self.is_refused = True
             raise WorkerGroupStartupFailedError(
                 "; ".join(sorted({report.error.summary for report in reports if report.error}))
             )
+
+
+def _on(chosen: Mapping[str, int], survivors: Sequence[Survivor]) -> list[Survivor]:
+    """Return the survivors for which there is room: on each node at most as many as it takes."""
+    room, used = Counter(chosen), []
+    for one in survivors:
+        if room[one.bundle.node_id] > 0:
+            room[one.bundle.node_id] -= 1
+            used.append(one)
+    return used

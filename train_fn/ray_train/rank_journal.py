@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from everstep.wire.events import OWN_FILES, EventKind
+from everstep.wire.events import OWN_FILES, EventKind, Rung
 from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_names import CheckpointName
 from train_fn import clock as head_clock
@@ -43,6 +43,8 @@ class RankJournal:
         self._entered = self._restored = time.monotonic()
         self._restored_step: int | None = None
         self._rejected_step = 0
+        self._source: str | None = None
+        """Where the state was restored from."""
         self._unit: str | None = None
         """What a step of the run is, if it is no optimizer step."""
         self._from_own_files = False
@@ -92,6 +94,7 @@ class RankJournal:
         if kind is EventKind.RESTORED:
             self._restored = time.monotonic()
             self._restored_step = data.get("step")
+            self._source = data.get("source")
             self._unit = data.get("unit")
             self._from_own_files = data.get("source") == OWN_FILES
             self._rejected_step = _rejected_step(data, self._launch.attempt - 1)
@@ -123,6 +126,7 @@ class RankJournal:
             "steps_lost": lost,
             "world_size_before": note.world_size_before,
             "world_size_after": self._world_size,
+            "rung": self._rung(),
             "phases": {
                 "leave": round(note.left_at - note.noticed_at, 3),
                 "decide": round(self._launch.started_at - note.left_at, 3),
@@ -131,6 +135,17 @@ class RankJournal:
                 "first_step": round(first_step_at - restored_at, 3),
             },
         }
+
+    def _rung(self) -> str | None:
+        """Return the rung that served the recovery; None if the run began anew, or if a user's own
+        loop restores its state."""
+        if self._launch.num_stayed and self._source in _IN_MEMORY:
+            return Rung.IN_PROCESS.value
+        return self._source if self._source in set(Rung) else None
+
+
+_IN_MEMORY = frozenset({"process", "snapshot"})
+"""Sources of a state that survivors of the failure left."""
 
 
 def _rejected_step(restored: dict[str, Any], attempt: int) -> int:

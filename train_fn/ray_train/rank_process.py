@@ -1,13 +1,14 @@
 """The process of a rank: what its actor and its training thread tell each other.
 
 The actor's calls and the training thread run in one process and share this module's state, which
-``prepare`` resets for each attempt. A process serves one attempt only, since its actor is killed
-with the group: so what torch numbers by process, as its groups, is the same on all ranks.
+``prepare`` replaces for each attempt. A process may serve several attempts, one after the other:
+``prepare`` first makes sure that nothing of the earlier one still runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from train_fn.node.silent_peers import watch_peers
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import RankLaunch
 from train_fn.step.nccl import abort_collectives, begin_attempt
+from train_fn.step.peers import end_process_group
 
 TRAINING_THREAD = "TrainingThread"
 """Ray Train's name for the thread that runs the training function."""
@@ -35,25 +37,58 @@ NODE_CORES_VARIABLE = "EVERSTEP_NODE_CORES"
 """Environment variable with the node's own cores, separated by commas. The embedded cluster sets it
 for its nodes."""
 
-_launch: RankLaunch | None = None
-_yield_asked = threading.Event()
-state_bytes = 0
-"""Size of the state that the rank would leave on its node."""
-kept_step: int | None = None
-"""Step whose state was left on this node before the training thread was freed; None for none."""
-_abandoned = threading.Event()
-_news = threading.Event()
-"""A report waits to be taken, or ``_trained`` is set."""
-_trained = threading.Event()
+ABORT_ENDS_S = 2.0
+"""Longest wait in seconds for the abort of an earlier attempt's collectives to end."""
+
+
+class _Attempt:
+    """What the actor and the training thread of one attempt share."""
+
+    def __init__(self, launch: RankLaunch) -> None:
+        self.launch = launch
+        self.yield_asked = threading.Event()
+        self.abandoned = threading.Event()
+        self.news = threading.Event()
+        """A report waits to be taken, or ``trained`` is set."""
+        self.trained = threading.Event()
+        self.training: threading.Thread | None = None
+        self.abort: threading.Thread | None = None
+        self.state_bytes = 0
+        """Size of the state that the rank would leave on its node."""
+        self.kept_step: int | None = None
+        """Step whose state was left on this node before the training thread was freed."""
+
+    def end(self) -> None:
+        """Release the call that waits for news. Raise RuntimeError if a thread of the attempt still
+        runs: it could touch the next one."""
+        if self.abort is not None:
+            self.abort.join(ABORT_ENDS_S)
+        for thread in (self.training, self.abort):
+            if thread is not None and thread.is_alive():
+                raise RuntimeError(
+                    f"{thread.name} of attempt {self.launch.attempt} still runs in this process"
+                )
+        self.trained.set()
+        self.news.set()
+
+
+_attempt: _Attempt | None = None
 
 
 # -- calls of the actor
 
 
 def prepare(launch: RankLaunch) -> None:
-    """Begin an attempt. Its environment is set before anything of the attempt reads it."""
-    global _launch, kept_step, state_bytes
-    _launch, kept_step, state_bytes = launch, None, 0
+    """Begin an attempt. Its environment is set before anything of the attempt reads it.
+
+    Raise RuntimeError if an earlier attempt has not ended in this process.
+    """
+    global _attempt
+    if _attempt is not None:
+        _attempt.end()
+        end_process_group()  # ranks that were asked to exit have left it as it is
+        gc.collect()
+    _attempt = _Attempt(launch)
     take_environment(launch.env)
     take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
     keep_memory()
@@ -61,10 +96,6 @@ def prepare(launch: RankLaunch) -> None:
     meet_on_the_clusters_network(ip)
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
-    _yield_asked.clear()
-    _abandoned.clear()
-    _news.clear()
-    _trained.clear()
     take_precedence()
 
 
@@ -83,7 +114,7 @@ def take_precedence() -> None:
 
 def ask_to_yield() -> None:
     """Ask the loop to save and exit at a step that all ranks agree on."""
-    _yield_asked.set()
+    _current().yield_asked.set()
 
 
 def abandon() -> None:
@@ -93,16 +124,23 @@ def abandon() -> None:
     and was only cut off from the head, the loop leaves at its next step. Return at once: an abort
     may take long, and this process must answer calls meanwhile.
     """
-    _abandoned.set()
-    threading.Thread(target=abort_collectives, name="abort-collectives", daemon=True).start()
+    attempt = _current()
+    attempt.abandoned.set()
+    attempt.abort = threading.Thread(
+        target=abort_collectives, name="abort-collectives", daemon=True
+    )
+    attempt.abort.start()
 
 
 def report_end_of(training: threading.Thread) -> None:
     """Make ``wait_for_news`` return once this thread has ended for any reason."""
+    attempt = _current()
+    attempt.training = training
 
     def join() -> None:
         training.join()
-        note_trained()
+        attempt.trained.set()
+        attempt.news.set()
 
     threading.Thread(target=join, name="join-training", daemon=True).start()
 
@@ -110,9 +148,21 @@ def report_end_of(training: threading.Thread) -> None:
 def wait_for_news() -> bool:
     """Return once a poll of Ray Train would find something: False for a report, True if the loop
     has made its last step or its thread has ended."""
-    _news.wait()
-    _news.clear()
-    return _trained.is_set()
+    attempt = _current()
+    attempt.news.wait()
+    attempt.news.clear()
+    return attempt.trained.is_set()
+
+
+def state_bytes() -> int:
+    """Return the size of the state that the rank would leave on its node."""
+    return _current().state_bytes
+
+
+def kept_step() -> int | None:
+    """Return the step whose state was left on this node before the training thread was freed; None
+    for none."""
+    return _current().kept_step
 
 
 def stack() -> str:
@@ -133,38 +183,41 @@ def stack() -> str:
 
 def current_launch() -> RankLaunch:
     """Return the parameters of the attempt."""
-    assert _launch is not None, "a rank runs without its launch"
-    return _launch
+    return _current().launch
 
 
 def yield_asked() -> bool:
     """Return whether the controller has asked the rank to exit."""
-    return _yield_asked.is_set()
+    return _current().yield_asked.is_set()
 
 
 def is_abandoned() -> bool:
     """Return whether the attempt was given up."""
-    return _abandoned.is_set()
+    return _current().abandoned.is_set()
 
 
 def note_report() -> None:
     """Note that a report waits for the controller."""
-    _news.set()
+    _current().news.set()
 
 
 def note_trained() -> None:
-    """Note that the loop has made its last step, or its thread has ended."""
-    _trained.set()
-    _news.set()
+    """Note that the loop has made its last step."""
+    attempt = _current()
+    attempt.trained.set()
+    attempt.news.set()
 
 
 def note_kept(step: int) -> None:
     """Note the step whose state is on this node while the rank still waits for its peers."""
-    global kept_step
-    kept_step = step
+    _current().kept_step = step
 
 
 def note_state_bytes(num_bytes: int) -> None:
     """Note the size of the state that the rank would leave on its node."""
-    global state_bytes
-    state_bytes = num_bytes
+    _current().state_bytes = num_bytes
+
+
+def _current() -> _Attempt:
+    assert _attempt is not None, "a rank runs without its launch"
+    return _attempt

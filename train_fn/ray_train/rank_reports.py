@@ -56,6 +56,7 @@ def with_end(report: RankReport, ref: Any) -> tuple[RankReport, str | None]:
         still_running=not end.ended,
         kept_step=end.kept_step,
         state_bytes=end.state_bytes,
+        stays_at=end.stays_at,
     )
     return report, end.stack
 

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
+from functools import cache, partial
 
 import ray
 import ray.train
@@ -76,7 +77,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         launch.attempt,
         interval_s=max(0.5, job.run_dir.storage.batch_s),
         beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
-        on_superseded=_leave_at_once,
+        on_superseded=partial(_leave_at_once, launch),
     )
     try:
         secrets = read_secrets(job.spec, os.environ)
@@ -145,9 +146,11 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     train: Callable[[WorkerContext], Stop | None] = getattr(
         importlib.import_module(module), function
     )
-    # Objects of the imports stay alive. A rank that leaves a broken step collects garbage, which
-    # should not search all of torch.
-    gc.freeze()
+    if gc.get_freeze_count() == 0:
+        # Objects of the imports stay alive. A rank that leaves a broken step collects garbage,
+        # which should not search all of torch. Only once in a process: an object of an earlier
+        # attempt must not stay forever.
+        gc.freeze()
     rank, node_id = context.world_rank, context.node_id
     with (
         GpuWatch(journal.emit, rank, node_id, context.device),
@@ -188,16 +191,20 @@ def _context(
         report_state_bytes=rank_process.note_state_bytes,
         report_kept=rank_process.note_kept,
         is_abandoned=rank_process.is_abandoned,
-        on_replaced=lambda why: _leave_at_once(),
+        in_process=launch.in_process,
+        yields=rank_process.yield_asked,
+        on_replaced=lambda why: _leave_at_once(launch),
     )
 
 
+@cache
 def _device(use_gpu: bool) -> torch.device:
-    """Return the rank's device.
+    """Return the rank's device, the same for all attempts in this process.
 
     Ray numbers it among the GPUs of all ranks on the node, which it makes visible to each of them
     once they are created. A process that had used CUDA by then, for example to check its node,
-    still sees only its own.
+    still sees only its own. A later attempt, with other ranks on the node, numbers it anew, but a
+    process that uses CUDA keeps its first numbers.
     """
     if not use_gpu:
         return torch.device("cpu")
@@ -205,7 +212,10 @@ def _device(use_gpu: bool) -> torch.device:
     return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)
 
 
-def _leave_at_once() -> None:
-    """End this process. A newer attempt runs, so it must not write anything more into the run."""
+def _leave_at_once(launch: RankLaunch) -> None:
+    """End this process: a newer attempt runs, so this one must not write anything more into the
+    run. If the newer one runs in this process, the older one has ended in order."""
+    if rank_process.current_launch() is not launch:
+        return
     logger.error("a newer attempt has started without this rank; exiting")
     os._exit(1)

@@ -38,6 +38,7 @@ from ray.train.v2._internal.execution.controller.state import (
     FinishedState,
     ReschedulingState,
     RunningState,
+    SchedulingState,
     ShuttingDownState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
@@ -85,6 +86,7 @@ __all__ = [
     "RunningState",
     "ScalingDecision",
     "ScalingPolicy",
+    "SchedulingState",
     "ShuttingDownState",
     "TrainController",
     "TrainingFailedError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import ray
@@ -45,11 +46,11 @@ def link_reports(broken: LinksBroken, metas: Sequence[Any]) -> tuple[RankReport,
     )
 
 
-def prepared(calls: Sequence[Any], settings: RecoverySettings) -> list[Any]:
+def prepared(calls: Sequence[Any], settings: RecoverySettings, within_s: float = inf) -> list[Any]:
     """Return the answers of a starting group's processes. Raise WorkerGroupStartupFailedError if
-    one does not answer in time."""
+    one does not answer in time, at most ``within_s`` seconds."""
     try:
-        return list(ray.get(list(calls), timeout=settings.group_start_s))
+        return list(ray.get(list(calls), timeout=min(within_s, settings.group_start_s)))
     except RayError as exc:
         raise WorkerGroupStartupFailedError(f"a rank's process did not start: {exc}") from exc
 

@@ -18,10 +18,29 @@ logger = logging.getLogger(__name__)
 Reports = tuple[RankReport, ...]
 
 
+class StartLimit:
+    """When a start has to end. It may be moved forward while the start is watched."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._at = time.monotonic() + limit_s
+        self.changed = threading.Event()
+        """Set when the limit has moved, and when the start has ended."""
+        self.ended = False
+
+    def within(self, seconds: float) -> None:
+        """Let the start end within so many seconds from now, if not earlier."""
+        self._at = min(self._at, time.monotonic() + seconds)
+        self.changed.set()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left; 0 once the start is overdue."""
+        return max(0.0, self._at - time.monotonic())
+
+
 @contextlib.contextmanager
 def watched_start(
     limit_s: float, find_stopped: Callable[[], Reports], give_up: Callable[[Reports], None]
-) -> Iterator[None]:
+) -> Iterator[StartLimit]:
     """Watch the start that runs in this context, from a thread.
 
     Which ranks answer does not show which one holds up the others, since all wait for each other.
@@ -33,26 +52,25 @@ def watched_start(
         give_up: called with these reports. It must kill the group's actors, so that the start fails
             at once.
     """
-    ended = threading.Event()
-    overdue_at = time.monotonic() + limit_s
+    limit = StartLimit(limit_s)
 
     def watch() -> None:
-        while not ended.wait(max(0.0, min(_LOOK_S, overdue_at - time.monotonic()))):
-            reports = find_stopped()
-            overdue = time.monotonic() >= overdue_at
-            if ended.is_set() or not (overdue or any(each.unresponsive for each in reports)):
+        while not limit.ended:
+            if limit.changed.wait(min(_LOOK_S, limit.left_s())):
+                limit.changed.clear()
                 continue
-            why = (
-                f"did not start within {limit_s:g} s"
-                if overdue
-                else "waits for a rank that is stopped"
-            )
+            reports = find_stopped()
+            overdue = limit.left_s() == 0.0
+            if limit.ended or not (overdue or any(each.unresponsive for each in reports)):
+                continue
+            why = "takes too long to start" if overdue else "waits for a rank that is stopped"
             logger.warning("the worker group %s; killing its processes", why)
             give_up(reports)
             return
 
     threading.Thread(target=watch, name="start-watch", daemon=True).start()
     try:
-        yield
+        yield limit
     finally:
-        ended.set()
+        limit.ended = True
+        limit.changed.set()

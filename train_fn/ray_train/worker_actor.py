@@ -23,10 +23,14 @@ from train_fn.ray_train import rank_process
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.collective_trace import CollectiveCounts
 from train_fn.recovery.launch import RankLaunch
+from train_fn.snapshots import process_slot
 from train_fn.step.flight_recorder import collective_counts
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
+KEPT = "kept"
+"""Concurrency group of the calls about the state that the process keeps. They must be answered
+while the start of a group hangs in this process, one of them while another writes the state."""
 _LOOK_S = 0.005
 
 
@@ -42,6 +46,8 @@ class RankEnd:
     """Step whose state is already on the node while the training function still runs."""
     state_bytes: int = 0
     """Size of the state that the rank writes on its node."""
+    stays_at: int | None = None
+    """Step of the state that the rank keeps in its process."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +155,27 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             not running,
             getattr(error, "_base_exc", error),
             rank_process.stack() if running else None,
-            rank_process.kept_step,
-            rank_process.state_bytes,
+            rank_process.kept_step(),
+            rank_process.state_bytes(),
+            None if running else process_slot.kept_step(),
         )
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def kept_state(self) -> tuple[int | None, int]:
+        """Return the step of the state that this process keeps for the next attempt, None without
+        one, and its size in bytes."""
+        return process_slot.kept_step(), rank_process.state_bytes()
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def insure_kept_state(self) -> str | None:
+        """Write that state as a snapshot, and keep it. Return as ``leave_kept_state``."""
+        return process_slot.insure()
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def leave_kept_state(self) -> str | None:
+        """Write that state as a snapshot, and let go of it. Return why that cannot be done; None if
+        it was written, or if there is none."""
+        return process_slot.leave_kept_state()
 
 
 def _given_name(checkpoint_dir_name: str) -> str:

@@ -3,7 +3,7 @@ state, and report on each of its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -30,7 +30,8 @@ from train_fn.ray_train.ray_internals import (
     WorkerStatus,
     invoke_context_managers,
 )
-from train_fn.ray_train.start_watch import watched_start
+from train_fn.ray_train.start_watch import StartLimit, watched_start
+from train_fn.ray_train.survivors import Survivors
 from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
@@ -43,6 +44,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     Args:
         actors: creates the ranks' actors.
+        survivors: takes the processes that serve the next attempt.
+        stayed_start_s: longest start in seconds, from when all processes are ready, of a group with
+            processes of earlier ranks.
         settings: timeouts.
         read_nodes: returns the current nodes of the cluster.
         meets_to_report: whether ranks synchronise at every report (see ``RankLaunch``).
@@ -55,15 +59,22 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def __init__(
         self,
         actors: RankActors,
+        survivors: Survivors,
         settings: RecoverySettings,
         read_nodes: ReadNodes,
         *,
+        stayed_start_s: float,
         meets_to_report: bool,
         on_created: Callable[[EverstepWorkerGroup, list[Any]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._actors = actors
+        self._survivors = survivors
+        self._stayed_start_s = stayed_start_s
+        self._start_limit: StartLimit | None = None
+        self._keep: dict[int, int] = {}
+        """Ranks whose process serves the next attempt, with the step of the state they left."""
         self._settings = settings
         self._read_nodes = read_nodes
         self._meets_to_report = meets_to_report
@@ -84,6 +95,16 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._actors.reports
 
     @property
+    def num_stayed(self) -> int:
+        """Return the number of ranks in processes of earlier ranks."""
+        return self._actors.num_stayed
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether a check of the nodes found why the group cannot start."""
+        return self._actors.is_refused
+
+    @property
     def oom_kills(self) -> dict[int, int | None]:
         """Return the out-of-memory kills of each rank's node when the rank began, by process id."""
         return self._actors.oom_kills
@@ -99,7 +120,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._settings.group_start_s,
             lambda: reports_of_slow_start(self._ranked, self._read_nodes),
             self._actors.give_up,
-        ):
+        ) as self._start_limit:
             try:
                 self._start_impl(builder)
                 if not self._meets_to_report:
@@ -139,6 +160,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             replica_group_size,
         )
         self._on_created(self, self._ranked)
+        if self.num_stayed and self._start_limit is not None:
+            self._start_limit.within(self._stayed_start_s)
         return self._ranked
 
     # -- while it runs
@@ -208,6 +231,32 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     # -- end
 
+    def keep(self, steps: Mapping[int, int], insured: Collection[int] = ()) -> None:
+        """Let the processes of these ranks serve the next attempt.
+
+        Args:
+            steps: the step of the state that each left, by rank.
+            insured: ranks that write the state they keep as a snapshot, while the next attempt
+                starts.
+        """
+        self._keep = dict(steps)
+        for rank in insured:
+            self.get_workers()[rank].actor.insure_kept_state.remote()
+
+    def keep_all(self, apart_from: Collection[str]) -> None:
+        """Let the processes of all ranks serve the next attempt, once they have exited on request.
+
+        Args:
+            apart_from: ids of nodes that are about to be removed.
+        """
+        self.keep(
+            {
+                rank: 0
+                for rank, worker in enumerate(self.get_workers())
+                if worker.metadata.node_id not in apart_from
+            }
+        )
+
     def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
         Return a report on each rank."""
@@ -231,8 +280,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return not is_known_to_fail(backend)
 
     def shutdown(self) -> None:
-        """End the group at once. Its ranks have settled by then, and a process that ends needs no
-        orderly shutdown."""
+        """End the group at once, except for processes that serve the next attempt. Its ranks have
+        settled by then, and a process that ends needs no orderly shutdown."""
         self._assert_active()
         with invoke_context_managers(
             [callback.on_worker_group_shutdown for callback in self._callbacks]
@@ -242,9 +291,15 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 if not isinstance(callback, BackendSetupCallback):
                     callback.before_worker_group_shutdown(self)
             sync_actor = self.get_worker_group_state().sync_actor
+            kept = [
+                self._actors.as_survivor(worker.actor, worker.metadata.pid, self._keep[rank])
+                for rank, worker in enumerate(self.get_workers())
+                if rank in self._keep
+            ]
             self._clear_state()
             ray.kill(sync_actor)
-            self._actors.kill()
+            self._actors.kill(keep=[one.actor for one in kept])
+            self._survivors.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
 

@@ -44,6 +44,8 @@ class RankReport:
     """Step whose state was left on its node before that thread was freed."""
     state_bytes: int = 0
     """How large the state is that the rank leaves on its node."""
+    stays_at: int | None = None
+    """Step of the state that it keeps in its process for the next attempt."""
     unheard: tuple[str, ...] = ()
     """Ids of the nodes from which it heard nothing although it waited for them."""
     error: RankError | None = None
@@ -60,6 +62,27 @@ class RankReport:
         if self.error is None:
             return "left"
         return "collateral" if self.error.collateral else "raised"
+
+    @property
+    def left_at(self) -> int | None:
+        """Return the step of the state that it left on its node or keeps in its process; None if it
+        left none."""
+        if self.stays_at is not None or self.error is None:
+            return self.stays_at
+        return self.error.snapshot_step
+
+    @property
+    def may_stay(self) -> bool:
+        """Return whether its process can serve the next attempt: it merely lost a peer, has left
+        that peer in order, and its state is whole."""
+        in_order = not (self.died or self.unresponsive or self.still_running or self.error is None)
+        return (
+            in_order
+            and self.node_alive
+            and self.error is not None
+            and self.error.collateral
+            and self.left_at is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -133,6 +156,7 @@ def _line(report: RankReport) -> dict[str, Any]:
         "error": error.summary[:500] if error else None,
         "step": error.step if error else None,
         "snapshot_step": error.snapshot_step if error else report.kept_step,
+        **({} if report.stays_at is None else {"stays_at": report.stays_at}),
         "at": error.at if error else None,
         **({"stack": report.stack[-_DETAIL_CHARS:]} if report.stack else {}),
         **({"unheard": list(report.unheard)} if report.unheard else {}),

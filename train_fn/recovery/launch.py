@@ -79,6 +79,10 @@ class RankLaunch:
     meets_to_report: bool = True
     """Whether ranks synchronise in a Ray Train actor at every report. Ranks of Everstep's loop all
     report the same in the same order; a user's function may not."""
+    in_process: bool = False
+    """Whether ranks may keep their process, and their state in it, for the next attempt."""
+    num_stayed: int = 0
+    """Number of ranks whose process served an earlier attempt."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ class RecoverySettings:
     yield_timeout_s: float = 60.0
     """Longest wait for ranks to save and leave before a planned resize. After that the resize is
     abandoned."""
+    in_process: bool = True
+    """Whether survivors may keep their processes, in runs whose spec sets ``recovery.in_process``.
+    Off, every attempt gets fresh processes."""
     no_progress_limit: int = 20
     """System failures in a row without a new step after which the run fails."""
     backoff_max_s: float = 30.0

@@ -22,6 +22,7 @@ class Stay(Protocol):
 
 
 _lock = threading.Lock()
+"""Held while the state is written: whoever takes it would change it."""
 _stay: Stay | None = None
 
 
@@ -41,9 +42,19 @@ def take() -> Stay | None:
 
 
 def kept_step() -> int | None:
-    """Return the step of the state that is kept; None without one."""
+    """Return the step of the state that is kept; None without one. Never waits."""
+    stay = _stay
+    return None if stay is None else stay.step
+
+
+def insure() -> str | None:
+    """Write the state that is kept as a snapshot, and keep it. Return as ``leave_kept_state``.
+
+    Whoever takes the state meanwhile waits. Any thread may call this while the training thread does
+    not run.
+    """
     with _lock:
-        return None if _stay is None else _stay.step
+        return None if _stay is None else _stay.leave()
 
 
 def leave_kept_state() -> str | None:

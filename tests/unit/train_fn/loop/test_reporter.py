@@ -151,19 +151,37 @@ def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_
         assert [point["step"] for point in journal.of_kind(EventKind.METRICS)[0]["points"]] == [3]
 
 
-def recovered(at: float, *rejected: str) -> dict[str, Any]:
+def recovered(
+    at: float, *rejected: str, source: str = "snapshot", num_stayed: int = 0
+) -> dict[str, Any]:
     """What is told of a recovery whose attempt's first points were made at a time."""
     journal, now = Journal(), time.time()
     note = RecoveryNote(
         noticed_at=now - 2, detect_s=0.1, last_step=7, world_size_before=3, left_at=now - 1.5
     )
-    rank = RankJournal(journal, RankLaunch(2, now - 1, recovery=note), world_rank=0, world_size=2)  # type: ignore[arg-type]
+    launch = RankLaunch(2, now - 1, recovery=note, num_stayed=num_stayed)
+    rank = RankJournal(journal, launch, world_rank=0, world_size=2)  # type: ignore[arg-type]
     rejections = [{"name": name, "problem": "it is damaged"} for name in rejected]
-    rank.emit(EventKind.RESTORED, {"step": 7, "rejected": rejections})
+    rank.emit(EventKind.RESTORED, {"step": 7, "source": source, "rejected": rejections})
     for _ in range(2):
         rank.emit(EventKind.METRICS, {"points": [{"step": 8, "at": at, "values": {}}]})
     assert [kind for kind, _ in journal.events].count(EventKind.RECOVERED) == 1
     return journal.of_kind(EventKind.RECOVERED)[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "num_stayed", "rung"),
+    [
+        ("process", 1, "in_process"),
+        ("snapshot", 1, "in_process"),  # of a rank that could not keep it in its process
+        ("snapshot", 0, "snapshot"),
+        ("checkpoint", 1, "checkpoint"),
+        ("fresh", 0, None),
+    ],
+)
+def test_a_recovery_names_its_rung(source: str, num_stayed: int, rung: str | None) -> None:
+    found = recovered(time.time(), source=source, num_stayed=num_stayed)
+    assert found["rung"] == rung
 
 
 def test_a_recovery_ends_with_its_first_step() -> None:

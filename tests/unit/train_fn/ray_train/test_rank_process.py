@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from train_fn.ray_train import rank_process
+from train_fn.recovery.launch import RankLaunch
+
+
+def attempt(number: int) -> rank_process._Attempt:
+    return rank_process._Attempt(RankLaunch(number, 0.0))
 
 
 @pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    for event in (rank_process._news, rank_process._trained):
-        event.clear()
-    yield
-    for event in (rank_process._news, rank_process._trained):
-        event.clear()
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_attempt", attempt(1))
 
 
 class Waiting:
@@ -82,3 +82,48 @@ def test_a_rank_that_lets_go_answers_meanwhile(monkeypatch: pytest.MonkeyPatch) 
     rank_process.abandon()
     assert begun.wait(10), "in a thread of its own"
     ended.set()
+
+
+def test_the_end_of_an_earlier_attempt_is_no_news_of_the_one_that_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+    training = threading.Thread(target=goes_on.wait)
+    training.start()
+    rank_process.report_end_of(training)
+    monkeypatch.setattr(rank_process, "_attempt", attempt(2))
+    goes_on.set()
+    training.join(20)
+    for thread in threading.enumerate():
+        if thread.name == "join-training":
+            thread.join(20)
+    waiting = Waiting()
+    assert not waiting.ends_within(0.1), "the next attempt trains"
+    rank_process.note_trained()
+    assert waiting.ends_within(20) and waiting.has_trained
+
+
+def test_an_attempt_that_has_ended_frees_the_call_that_waits_for_its_news() -> None:
+    before = rank_process._current()
+    waiting = Waiting()
+    before.end()
+    assert waiting.ends_within(20) and waiting.has_trained
+
+
+def test_a_process_whose_earlier_attempt_still_runs_takes_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that lives on would abort the collectives of the next attempt, or train in it."""
+    monkeypatch.setattr(rank_process, "ABORT_ENDS_S", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(rank_process, "abort_collectives", lambda: ended.wait(30))
+    rank_process.abandon()
+    with pytest.raises(RuntimeError, match="abort-collectives of attempt 1 still runs"):
+        rank_process.prepare(RankLaunch(2, 0.0))
+    ended.set()
+    training = threading.Thread(target=lambda: threading.Event().wait(0.2), name="TrainingThread")
+    monkeypatch.setattr(rank_process, "_attempt", attempt(1))
+    training.start()
+    rank_process.report_end_of(training)
+    with pytest.raises(RuntimeError, match="TrainingThread of attempt 1 still runs"):
+        rank_process.prepare(RankLaunch(2, 0.0))

@@ -19,6 +19,7 @@ def test_a_rank_that_used_cuda_before_its_neighbours_were_shared_finds_its_own_g
 ) -> None:
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    rank_training._device.cache_clear()
     assert (
         str(rank_training._device(use_gpu=True)) == expected
         and str(rank_training._device(use_gpu=False)) == "cpu"

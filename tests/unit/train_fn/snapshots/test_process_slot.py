@@ -1,0 +1,70 @@
+"""A state that stays in its process between two attempts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from train_fn.snapshots import process_slot
+
+
+class State:
+    def __init__(self, step: int, problem: str | None = None) -> None:
+        self.step = step
+        self.num_written = 0
+        self._problem = problem
+
+    def leave(self) -> str | None:
+        self.num_written += 1
+        return self._problem
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    process_slot.drop()
+    yield
+    process_slot.drop()
+
+
+def test_a_state_is_taken_once() -> None:
+    state = State(7)
+    process_slot.keep(state)
+    assert process_slot.kept_step() == 7
+    assert process_slot.take() is state
+    assert process_slot.take() is None and process_slot.kept_step() is None
+    assert process_slot.leave_kept_state() is None and state.num_written == 0
+
+
+def test_a_state_that_is_insured_stays_and_one_that_is_left_does_not() -> None:
+    state = State(7, "no room")
+    process_slot.keep(state)
+    assert process_slot.insure() == "no room" and process_slot.kept_step() == 7
+    assert process_slot.leave_kept_state() == "no room" and process_slot.kept_step() is None
+    assert state.num_written == 2 and process_slot.insure() is None
+
+
+def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
+    """Training changes it, and the snapshot would be of two steps."""
+    writing, may_end, order = threading.Event(), threading.Event(), []
+
+    class Slow(State):
+        def leave(self) -> str | None:
+            writing.set()
+            assert may_end.wait(20)
+            order.append("written")
+            return None
+
+    process_slot.keep(Slow(7))
+    insuring = threading.Thread(target=process_slot.insure)
+    insuring.start()
+    assert writing.wait(20)
+    taking = threading.Thread(target=lambda: (process_slot.take(), order.append("taken")))
+    taking.start()
+    taking.join(0.1)
+    assert taking.is_alive() and process_slot.kept_step() == 7, "who only asks does not wait"
+    may_end.set()
+    taking.join(20)
+    insuring.join(20)
+    assert order == ["written", "taken"]
