@@ -127,8 +127,10 @@ def _leave_state(
         return step, distrusted
 
     def leave_or_keep(found: dict[str, Any]) -> str | None:
-        may_be_kept = may_stay and not replica.in_hook and not replica.parts.exchanges_in_build
-        if may_be_kept and end_process_group():
+        # The thread of the last save may be copying it: nothing may change it meanwhile.
+        is_saved = progress.phase == "checkpoint"
+        is_shared = replica.in_hook or replica.parts.exchanges_in_build
+        if may_stay and not is_saved and not is_shared and end_process_group():
             _keep(replica, made_by, found)
             return None
         return leave_snapshot(made_by, found)

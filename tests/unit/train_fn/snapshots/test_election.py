@@ -3,7 +3,7 @@ rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +53,14 @@ def test_an_older_submission_counts_and_a_newer_one_does_not() -> None:
     assert elect([older, offer(1, 99, "b")], SUBMISSION).offer == offer(1, 99, "b"), (
         "at the same step this one's own is believed"
     )
+
+
+def test_among_equal_states_one_that_a_process_has_kept_wins() -> None:
+    kept = replace(offer(2, 10), in_process=True)
+    assert elect([offer(0, 10), offer(1, 11), kept], SUBMISSION).offer == offer(1, 11)
+    assert elect([offer(0, 10), kept], SUBMISSION).offer == kept
+    elected = elect([offer(0, 10, "b"), kept, offer(1, 9, "c")], SUBMISSION)
+    assert elected.offer == offer(1, 9, "c"), "one of the two is wrong, and nothing says which"
 
 
 def test_a_rank_that_could_leave_nothing_is_reported() -> None:
