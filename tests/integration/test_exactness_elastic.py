@@ -23,6 +23,8 @@ from tests.integration.test_exactness import assert_same, make_spec, merged_loss
 from tests.integration.test_exactness_alone import make_text_spec
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
+from tests.integration.test_silent_collectives import AHEAD, BLOCKING
+from tests.support.silent_backend import SilentOptions
 
 SETUPS = "tests.integration.elastic_setups"
 MAX_WORKERS = 5
@@ -93,6 +95,25 @@ def test_a_rank_that_dies_in_the_exchange_and_another_world_size_change_no_bit(
     for error in errors_of([outcomes[0], outcomes[2]]):
         assert (error.kind, error.snapshot_step) == (ErrorKind.COLLECTIVE, KILLED_STEP)
     resumed = train_to_end(Job(run_dir, spec, 2, attempt=2), tmp_path)
+    Bits(run_dir, outcomes[0], resumed).require_same(alone)
+
+
+@pytest.mark.parametrize("setup", [f"{SETUPS}:by_slices", None], ids=["slices", "message"])
+@pytest.mark.parametrize("silent", [BLOCKING, AHEAD], ids=["blocking", "ahead"])
+def test_collectives_that_fail_as_nccls_do_change_no_bit(
+    silent: SilentOptions, setup: str | None, tmp_path: Path
+) -> None:
+    """A peer that dies leaves the others hanging. Who is let go finds garbage in the slices."""
+    spec, killed_at = elastic(make_spec("batch"), max_steps=7, epochs=1), 3
+    alone = at_world_size(1, spec, setup, tmp_path)
+    run_dir = make_run_dir(tmp_path, "run_broken")
+    job = Job(run_dir, spec, 3, killed=(2, killed_at), setup=setup, silent=silent)
+    outcomes = run_ranks(job, tmp_path)
+    for error in errors_of(outcomes[:2]):
+        assert (error.type, error.snapshot_step) == ("PeersGone", killed_at), error.traceback
+    resumed = train_to_end(Job(run_dir, spec, 2, attempt=2, setup=setup, silent=silent), tmp_path)
+    [started] = resumed.of_kind(EventKind.TRAINING_STARTED)
+    assert started["backend"] == "silent"
     Bits(run_dir, outcomes[0], resumed).require_same(alone)
 
 

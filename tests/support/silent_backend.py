@@ -178,6 +178,27 @@ class SilentGroup(dist.ProcessGroup):
             lambda gloo: gloo.allgather(received, sent),
         )
 
+    def all_gather_single(  # type: ignore[override]
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        sent, received = tensor.clone(), torch.empty_like(output)
+        return self._order([output], [received], lambda gloo: gloo._allgather_base(received, sent))
+
+    def all_to_all_single(  # type: ignore[override]
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        sent, received = tensor.clone(), torch.empty_like(output)
+        return self._order(
+            [output],
+            [received],
+            lambda gloo: gloo.alltoall_base(received, sent, output_sizes, input_sizes),
+        )
+
     def barrier(self, opts: Any = None) -> Any:  # type: ignore[override]
         return self._order([], [], lambda gloo: gloo.barrier())
 
