@@ -58,7 +58,13 @@ class Strike:
         return cls(place, int(rank), int(step), int(attempt), signal.Signals[name])
 
     def fall(self) -> None:
-        os.kill(os.getpid(), self.signal)
+        """Send the signal, once in a process: one that is woken may serve the next attempt."""
+        if self not in _FALLEN:
+            _FALLEN.add(self)
+            os.kill(os.getpid(), self.signal)
+
+
+_FALLEN: set[Strike] = set()
 
 
 def train(ctx: WorkerContext) -> Stop | None:

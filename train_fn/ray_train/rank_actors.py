@@ -175,9 +175,16 @@ class RankActors:
         self.reports = self.reports or reports
         self._end(self._actors)
 
-    def kill(self, keep: Collection[Any] = ()) -> None:
-        """Kill the actors, except those in ``keep``. The run keeps their bundles."""
-        doomed = [actor for actor in self._actors if actor not in keep]
+    def kill(self, keep: Collection[Any] = (), at_once: Collection[Any] = ()) -> None:
+        """Kill the actors, except those in ``keep``. The run keeps their bundles.
+
+        Args:
+            at_once: actors that cannot answer, so that they are not asked for a state first. A node
+                that has just died would take a second to fail.
+        """
+        for actor in at_once:
+            ray.kill(actor)
+        doomed = [actor for actor in self._actors if actor not in keep and actor not in at_once]
         unused = [one.actor for one in self._survivors if one.actor not in self._actors]
         self._actors, self._survivors = [], []
         self._end([*doomed, *unused])

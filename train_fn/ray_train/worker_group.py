@@ -75,6 +75,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._start_limit: StartLimit | None = None
         self._keep: dict[int, int] = {}
         """Ranks whose process serves the next attempt, with the step of the state they left."""
+        self._gone: list[int] = []
+        """Ranks that died or do not answer."""
         self._settings = settings
         self._read_nodes = read_nodes
         self._meets_to_report = meets_to_report
@@ -271,6 +273,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             shutdown.reports_within(self._settings.hold_s),
             {worker.metadata.node_id: worker.metadata.node_ip for worker in self.get_workers()},
         )
+        self._gone = [report.rank for report in reports if report.died or report.unresponsive]
         return tuple(map(self._hung.explain, reports))
 
     def _must_abort(self) -> bool:
@@ -296,9 +299,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 for rank, worker in enumerate(self.get_workers())
                 if rank in self._keep
             ]
+            gone = [self.get_workers()[rank].actor for rank in self._gone]
             self._clear_state()
             ray.kill(sync_actor)
-            self._actors.kill(keep=[one.actor for one in kept])
+            self._actors.kill(keep=[one.actor for one in kept], at_once=gone)
             self._survivors.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
