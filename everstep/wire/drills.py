@@ -28,7 +28,8 @@ class DrillKind(StrEnum):
     run must continue from an older checkpoint."""
     CORRUPT_GRADIENT = "corrupt_gradient"
     """Flip the lowest bit of one number of the summed gradient in the rank's memory: its peers must
-    notice at the next step."""
+    notice at the next step. In an audited step, flip one of the rank's own gradient instead: the
+    audit must notice."""
     CORRUPT_WEIGHTS = "corrupt_weights"
     """Flip the lowest bit of one weight in the rank's memory: its peers must notice within 64
     steps."""
