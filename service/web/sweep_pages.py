@@ -50,12 +50,20 @@ async def get_sweeps(
 
 @router.get("/{sweep_id}")
 async def get_sweep(
-    request: Request, row: WebSweep, context: Context, caller: WebCaller
+    request: Request,
+    row: WebSweep,
+    context: Context,
+    caller: WebCaller,
+    has_curves: bool = True,
 ) -> Response:
-    """Show one sweep."""
+    """Show one sweep. An update of a page that was opened before there were curves loads the page
+    anew once there are."""
     [sweep] = await sweeps.sweep_answers(context, [row])
     runs = [run_of_sweep(trial) for trial in await sweeps.trials_of_sweep(context, row.id)]
     ranked = best_first(runs, sweep.mode)
+    drawn = [str(run.run_id) for run in ranked if _has_curve(run)][:MOST_CURVES]
+    if drawn and not has_curves:
+        return Response(headers={"HX-Refresh": "true"})
     return page(
         request,
         "sweep.html",
@@ -63,7 +71,7 @@ async def get_sweep(
         sweep=sweep,
         runs=ranked,
         paths=list(runs[0].params),
-        drawn=[run.run_id for run in ranked if _has_curve(run)][:MOST_CURVES],
+        drawn=drawn,
         best=_best(sweep, runs),
         parallel=_parallel(sweep, ranked),
         progress_share=progress_share,

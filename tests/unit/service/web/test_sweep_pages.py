@@ -36,6 +36,8 @@ async def test_the_page_ranks_runs_and_names_the_best(api: ApiService) -> None:
     made = await create_sweep(api, grid=grid, name="rates")
     page = text_of(await browser.page(f"/sweeps/{made['id']}"))
     assert "not submitted" in page and "Curves" not in page and "Waiting 3" in page
+    update = await browser.http.get(f"/sweeps/{made['id']}?has_curves=false")
+    assert "HX-Refresh" not in update.headers and "Waiting" in update.text
     advance(api)
     ids = [run["run_id"] for run in (await api.get(f"/v1/sweeps/{made['id']}/runs"))["items"]]
     train(api, ids[0], 0.5)
@@ -52,6 +54,8 @@ async def test_the_page_ranks_runs_and_names_the_best(api: ApiService) -> None:
     assert [name for name, _ in ways] == ["run 2", "run 0", "run 1"], "the best on top"
     for run_id in ids:
         assert f"/runs/{run_id}/curves.json" in html
+    update = await browser.http.get(f"/sweeps/{made['id']}?has_curves=false")
+    assert update.headers["HX-Refresh"] == "true", "the page has no curves yet, and is loaded anew"
     listed = text_of(await browser.page("/sweeps"))
     assert "rates" in listed and "3 / 3" in listed and "0.75" in listed
     assert f'href="/sweeps/{made["id"]}"' in await browser.page(f"/runs/{ids[0]}")
