@@ -8,9 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from typing import Any
 
 from storage.checkpoints.manifest import Manifest
 from storage.errors import StorageError
@@ -21,7 +19,7 @@ from train_fn.checkpoints.past_failures import PastFailures
 from train_fn.checkpoints.save_events import SaveEvents
 from train_fn.checkpoints.save_failures import SaveFailures
 from train_fn.checkpoints.save_slot import Save, SaveSlot, stalled_error
-from train_fn.checkpoints.state_copy import BoundaryCopies
+from train_fn.checkpoints.state_copy import Boundary, BoundaryCopies, boundary_of
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.state.kept_state import KeptState
@@ -64,7 +62,7 @@ class Saver:
         self._past_failures = PastFailures(ctx.run_dir)
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())
         self._committed: Manifest | None = None
-        self._found: tuple[int, int, int] | None = None
+        self._found: Boundary | None = None
         """The state that an earlier attempt had saved as a checkpoint."""
         self._error: Exception | None = None
         self._reported_at = float("-inf")
@@ -209,7 +207,7 @@ class Saver:
     def _is_committed(self) -> bool:
         if self._committed is not None and self._committed.step == self._state.step:
             return True
-        return _identity(self._state.step, vars(self._state)) == self._found
+        return boundary_of(self._state.step, vars(self._state)) == self._found
 
     # -- the writing thread
 
@@ -237,7 +235,7 @@ class Saver:
             return exc
         self._note_committed(manifest)
         if manifest is None:
-            self._found = _identity(save.copy.step, save.copy.state)
+            self._found = boundary_of(save.copy.step, save.copy.state)
         elif is_new:
             self._report_committed(save, manifest, time.perf_counter() - began)
             self._events.deleted(self._committer.retain(save, manifest))
@@ -270,9 +268,3 @@ class Saver:
                 chosen = self._cadence.committed(save.copy.stall_s, write_s, observed)
             if chosen is not None:
                 self._events.cadence(manifest.step, chosen)
-
-
-def _identity(step: int, state: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return what identifies a state within an attempt. After an evaluation it is another state,
-    which must be saved too."""
-    return step, state["evaluated_step"], state["closed_epochs"]

@@ -5,11 +5,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from train_fn.state.kept_state import KeptState
 from train_fn.state.tensor_tree import copy_to_cpu
+
+Boundary = tuple[int, int, int, bool]
+"""What identifies a state within an attempt. After an evaluation, and after the task's
+``on_epoch_end``, it is another state at the same step."""
+
+
+def boundary_of(step: int, state: Mapping[str, Any]) -> Boundary:
+    """Return the boundary of a state, given its entries."""
+    due = state.get("hook_due", False)  # a user's own loop has no such hook
+    return step, state["evaluated_step"], state["closed_epochs"], due
 
 
 @dataclass
@@ -28,15 +39,16 @@ class BoundaryCopy:
 class BoundaryCopies:
     """Make copies in reused memory. Callers at the same step boundary share one copy.
 
-    Between two steps the state changes when an epoch is closed, and when it is evaluated.
+    Between two steps the state changes when an epoch is closed, when it is evaluated, and in the
+    task's ``on_epoch_end``.
     """
 
     def __init__(self, state: KeptState) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None
-        self._boundary = (-1, -1, -1)
-        """State of the newest copy: steps done, epochs closed, step of the last evaluation."""
+        self._boundary: Boundary | None = None
+        """That of the newest copy."""
         self._free: dict[str, Any] | None = None
 
     def take(self) -> BoundaryCopy:
@@ -46,7 +58,7 @@ class BoundaryCopies:
         Raise StateNotWhole or NonFiniteWeights for a state that must not be saved.
         """
         began = time.perf_counter()
-        boundary = (self._state.step, self._state.closed_epochs, self._state.evaluated_step)
+        boundary = boundary_of(self._state.step, vars(self._state))
         with self._lock:
             newest = self._newest
             if newest is not None and newest.num_holders and boundary == self._boundary:

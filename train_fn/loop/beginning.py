@@ -51,7 +51,8 @@ def _facts(training: Training) -> dict[str, object]:
         "num_samples": replica.sampler.num_samples,
         "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
         "micro_batch_size": replica.sampler.micro_batch_size,
-        "rests": evaluation_is_due(ctx, replica),  # before the attempt's first step
+        # before the attempt's first step
+        "rests": evaluation_is_due(ctx, replica) or replica.state.hook_due,
         "guarantee": replica.train_set.guarantee() if is_first else None,
         "snapshots": snapshots_of(ctx),
         "warnings": list(replica.warnings),

@@ -24,6 +24,7 @@ from train_fn.errors import (
     forget_frames,
 )
 from train_fn.loop import survivor
+from train_fn.loop.epoch_hook import TORN, is_torn
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
 from train_fn.node.gpu_memory import memory_summary
@@ -129,7 +130,7 @@ def _leave_state(
     def leave_or_keep(found: dict[str, Any]) -> str | None:
         # The thread of the last save may be copying it: nothing may change it meanwhile.
         is_saved = progress.phase == "checkpoint"
-        is_shared = replica.in_hook or replica.parts.exchanges_in_build
+        is_shared = replica.before_hook is not None or replica.parts.exchanges_in_build
         if may_stay and not is_saved and not is_shared and end_process_group():
             _keep(replica, made_by, found)
             return None
@@ -195,6 +196,8 @@ def _last_committed(replica: Replica) -> dict[str, Any] | str:
     if not replica.state.complete:
         own = replica.own_updates
         return BETWEEN_STATES if own is None else own.shadow.newest or BETWEEN_STATES
+    if is_torn(replica):
+        return TORN
     if torn := replica.volatile.put_back():
         return not_copied(torn)
     return replica.state.state_dict()
@@ -216,7 +219,7 @@ def save_last(ctx: WorkerContext, progress: Progress) -> bool:
     state, own = replica.state, replica.own_updates
     if not state.complete and own is not None and own.shadow.newest is not None:
         state.load_state_dict(own.shadow.newest)
-    if not state.complete:
+    if not state.complete or is_torn(replica):
         return False
     replica.volatile.put_back()
     try:

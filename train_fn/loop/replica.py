@@ -130,8 +130,9 @@ class Replica:
         self.beside_kept = False
         """Whether a rank of the attempt has kept its state, so that the first pass sums gradients
         of several weights."""
-        self.in_hook = False
-        """Whether the task's ``on_epoch_end`` may have changed a part of the state."""
+        self.before_hook: str | None = None
+        """Digest of the state before the task's ``on_epoch_end``, which runs; None if it does not.
+        """
         self.begun_at = 0
         """Steps done when the attempt began, with the same state on all ranks."""
 

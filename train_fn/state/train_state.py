@@ -108,6 +108,8 @@ class TrainState:
         self.step = 0
         self.closed_epochs = 0
         """Epochs whose end was reported and, if due, evaluated."""
+        self.hook_due = False
+        """Whether the task's ``on_epoch_end`` has still to run for the epoch closed last."""
         self.evaluated_step = 0
         """Steps done at the last evaluation."""
         self.ledger = Ledger()
@@ -166,6 +168,7 @@ class TrainState:
             "epoch": self.epoch,
             "k": self.k,
             "closed_epochs": self.closed_epochs,
+            "hook_due": self.hook_due,
             "evaluated_step": self.evaluated_step,
             "fingerprint": self.fingerprint,
             "contents": self.contents.dump() if self.contents else None,
@@ -249,6 +252,7 @@ class TrainState:
         self.numerics = state.get("numerics")
         self.step = state["step"]
         self.closed_epochs = state["closed_epochs"]
+        self.hook_due = state.get("hook_due", False)
         self.evaluated_step = state["evaluated_step"]
         self.metrics = dict(state["metrics"])
         self.best = Best(**state["best"]) if state["best"] else None
