@@ -24,6 +24,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
         {
             EventKind.FAILURE,
             EventKind.EVIDENCE,
+            EventKind.FELL_BACK,
             EventKind.RECOVERED,
             EventKind.STRAGGLER,
             EventKind.SNAPSHOTS,
