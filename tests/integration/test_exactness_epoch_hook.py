@@ -79,6 +79,10 @@ def dies_reporting() -> None:
     _use(DiesReporting)
 
 
+def no_hook() -> None:
+    _use(Task)
+
+
 def job_of(name: str, setup: str, tmp_path: Path, attempt: int = 1) -> Job:
     spec = small_spec(16, 4, epochs=2)
     return Job(make_run_dir(tmp_path, name), spec, 2, attempt=attempt, setup=f"{HERE}:{setup}")
@@ -114,3 +118,10 @@ def test_a_rank_in_whose_state_the_hook_may_be_half_done_leaves_none(tmp_path: P
     assert isinstance(survivor.error, StepFailed)
     assert survivor.error.error.snapshot_step is None
     assert survivor.error.snapshot_problem == TORN
+
+
+def test_a_hook_that_is_due_is_left_out_where_the_next_task_has_none(tmp_path: Path) -> None:
+    run_ranks(job_of("other", "dies_reporting", tmp_path), tmp_path)
+    again = train_to_end(job_of("other", "no_hook", tmp_path, attempt=2), tmp_path)
+    assert sorted(again.losses) == [1, 2, 3, 4]
+    assert again.of_kind(EventKind.EPOCH_HOOK_DONE) == []

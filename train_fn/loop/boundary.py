@@ -31,15 +31,14 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
     if is_new and (evaluates or state.hook_due):
         training.publisher.keep()
     is_best = evaluates and _evaluate(ctx, replica, reporter)
-    rested = state.evaluated_step == state.step or state.hook_due
-    calls = state.hook_due
+    calls = state.hook_due and has_hook(replica)  # a fork may have another task
+    rested = state.evaluated_step == state.step or calls
     if calls:
         call_hook(replica, reporter)
     if closes or calls or (evaluates and state.k == 0):
         replica.volatile.renew()
         renew_task_state(replica)
-    if calls:
-        state.hook_due, replica.before_hook = False, None
+    state.hook_due, replica.before_hook = False, None
     if rested:
         training.clock.restart()
     return is_best
