@@ -64,23 +64,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except cannot_start as exc:
         print(f"everstep serve: {printable_lines(str(exc))}", file=sys.stderr)
         return EXIT_CANNOT_START
-    except KeyboardInterrupt:
+    except Stopped:
         log.info("stopped before the service was up")
     return 0
 
 
+class Stopped(SystemExit):
+    """A signal asked for the end while the service starts.
+
+    It is no KeyboardInterrupt: where that passes through ``exec``, as in imports that make classes,
+    CPython ends the process by SIGINT afterwards, although it was caught.
+    """
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, until the event loop handles signals."""
+    """Let SIGTERM and SIGINT raise Stopped until the event loop handles signals."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Stopped(0)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def starting(what: str) -> None:

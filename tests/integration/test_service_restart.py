@@ -210,7 +210,8 @@ def test_the_api_answers_and_takes_runs_before_the_cluster_is_there(
     fresh.launch()
     wait_for(lambda: (fresh.home / "url").exists(), 120, "the API's start")
     wait_for(lambda: _answers(fresh), 120, "the API's first answer")
-    assert fresh.cluster()["state"] == "starting"
+    has_begun = (fresh.home / "cluster.json").exists()
+    assert not has_begun or fresh.cluster()["state"] == "starting"
     run_id = api(fresh, "POST", "/v1/runs", json={**SPEC, "name": "early"})["id"]
     assert api(fresh, "GET", f"/v1/runs/{run_id}")["status"] == "QUEUED"
     wait_for_success(fresh, run_id)
