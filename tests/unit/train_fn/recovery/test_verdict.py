@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.spec.sections import CheckpointSpec, RecoverySpec
-from everstep.wire import ErrorKind, ReasonCode, Verdict
-from everstep.wire.events import GPU_FAULTY
+from everstep.wire import ErrorKind, Verdict
 from storage.errors import StorageFull
-from train_fn.recovery.decision import Decision, decide
 from train_fn.recovery.error_kinds import kind_of
 from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.recovery.verdict import Judgement, judge
 
@@ -40,22 +35,6 @@ def report(rank: int, **facts: object) -> RankReport:
 def judged(*ranks: RankReport, control_error: str | None = None) -> Judgement:
     return judge(
         Evidence(attempt=1, noticed_at=50.0, ranks=ranks, last_step=12, control_error=control_error)
-    )
-
-
-def weighed(
-    judgement: Judgement,
-    past: list[PastFailure],
-    dispensable: tuple[str, ...] = ("n0", "n1", "n2"),
-    **spec: int,
-) -> Decision:
-    return decide(
-        judgement,
-        past,
-        RecoverySpec(**spec),
-        no_progress_limit=20,
-        backoff_max_s=30.0,
-        dispensable=lambda: dispensable,
     )
 
 
@@ -166,141 +145,6 @@ def test_a_rank_is_blamed_only_on_evidence_of_its_own(kinds: list[str], rng: obj
     assert first is None or kinds[first] == blamable
 
 
-def user_judgement(step: int, signature: str = "a") -> Judgement:
-    return Judgement(Verdict.USER_ERROR, 0, "n0", step, "ValueError: bad", signature)
-
-
-def test_the_same_user_error_at_the_same_step_twice_stops_whatever_the_budget() -> None:
-    past = [PastFailure(Verdict.USER_ERROR, 7, "a")]
-    stop = weighed(user_judgement(7), past, max_user_errors=9)
-    assert (stop.restart, stop.reason) == (False, ReasonCode.USER_ERROR)
-    assert weighed(user_judgement(8), past, max_user_errors=9).restart
-    assert weighed(user_judgement(7, "b"), past, max_user_errors=9).restart
-
-
-def test_user_errors_have_a_budget_of_their_own() -> None:
-    lost = PastFailure(Verdict.WORKER_LOST, 3)
-    assert weighed(user_judgement(7), [lost] * 50).restart
-    assert not weighed(user_judgement(7), [PastFailure(Verdict.USER_ERROR, 3, "x")]).restart
-    assert not weighed(user_judgement(7), [], max_user_errors=0).restart
-
-
-def lost_judgement(step: int | None) -> Judgement:
-    return Judgement(Verdict.NODE_LOST, 1, "n1", step, None, None)
-
-
-def test_progress_gives_the_system_budget_back() -> None:
-    past = [PastFailure(Verdict.WORKER_LOST, step) for step in range(500)]
-    assert weighed(lost_judgement(500), past, max_system_failures=1).restart
-    assert not weighed(lost_judgement(500), [], max_system_failures=0).restart
-    stop = weighed(lost_judgement(499), past, max_system_failures=1)
-    assert (stop.restart, stop.reason) == (False, ReasonCode.SYSTEM_FAILURES_EXHAUSTED)
-
-
-def test_a_script_that_reports_nothing_makes_progress_by_running_for_long() -> None:
-    def lost(worked_s: float) -> Judgement:
-        return replace(lost_judgement(None), detail={"worked_s": worked_s})
-
-    short = [PastFailure(Verdict.NODE_LOST, None, worked_s=2.0)] * 40
-    assert weighed(lost(2.0), short).reason is ReasonCode.NO_PROGRESS
-    assert weighed(lost(301.0), short).restart
-    after_long = [*short, PastFailure(Verdict.NODE_LOST, None, worked_s=301.0)]
-    assert weighed(lost(2.0), after_long).restart
-    assert weighed(lost(2.0), after_long).backoff_s == 0
-    errors = [PastFailure(Verdict.USER_ERROR, None, "a", worked_s=301.0)]
-    judgement = replace(user_judgement(1), step=None, detail={"worked_s": 301.0})
-    assert weighed(judgement, errors, max_user_errors=2).restart
-    stop = weighed(replace(judgement, detail={"worked_s": 2.0}), [replace(errors[0], worked_s=2.0)])
-    assert str(stop.message).startswith("the same error of a script that had run for 2.0 s twice: ")
-    assert not weighed(
-        replace(judgement, detail={"worked_s": 1.0}), short[:0], max_user_errors=0
-    ).restart
-
-
-def test_failures_without_progress_back_off_and_then_stop() -> None:
-    pauses = []
-    past: list[PastFailure] = []
-    for _ in range(19):
-        decision = weighed(lost_judgement(5), past)
-        assert decision.restart
-        pauses.append(decision.backoff_s)
-        past.append(PastFailure(Verdict.NODE_LOST, 5))
-    assert pauses[:2] == [0.0, 0.0]
-    assert pauses == sorted(pauses)
-    assert max(pauses) == 30.0
-    stop = weighed(lost_judgement(None), past)
-    assert (stop.restart, stop.reason) == (False, ReasonCode.NO_PROGRESS)
-
-
-def test_preemptions_are_never_refused() -> None:
-    judgement = Judgement(Verdict.PREEMPTION, 1, "n1", 5, None, None)
-    assert weighed(
-        judgement, [PastFailure(Verdict.PREEMPTION, 5)] * 200, max_system_failures=0
-    ).restart
-
-
-def test_trouble_of_the_control_plane_fails_no_run_and_is_not_charged_to_it() -> None:
-    judgement = Judgement(Verdict.CONTROL_PLANE, None, None, 5, "the driver was lost", None)
-    past = [PastFailure(Verdict.CONTROL_PLANE, 5)] * 200
-    decision = weighed(judgement, past, max_system_failures=0)
-    assert (decision.restart, decision.budget, decision.backoff_s) == (True, "control_plane", 30.0)
-    assert weighed(judgement, past[:1]).backoff_s == 0.0
-    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
-
-
-def storage_judgement(step: int | None = 5, kind: ErrorKind = ErrorKind.STORAGE) -> Judgement:
-    message = "CorruptFile: line 3 is not an event"
-    signature = "CorruptFile|line # is not an event|"
-    return Judgement(Verdict.STORAGE, 0, "n0", step, message, signature, kind)
-
-
-def test_trouble_of_the_storage_waits_longer_each_time_and_fails_no_run() -> None:
-    past: list[PastFailure] = []
-    pauses = []
-    for _ in range(200):
-        decision = weighed(storage_judgement(), past, max_system_failures=0)
-        assert (decision.restart, decision.budget, decision.reason) == (True, "storage", None)
-        assert "wait for the storage" in decision.action
-        pauses.append(decision.backoff_s)
-        past.append(PastFailure(Verdict.STORAGE, 5))
-    assert pauses == sorted(pauses) and pauses[0] == 0.0 and pauses[-1] == 30.0
-    assert weighed(lost_judgement(5), past).backoff_s == 0.0, "a lost node is the first of its kind"
-
-
-def test_trouble_of_the_storage_pauses_a_run_that_chose_so() -> None:
-    spec = CheckpointSpec(on_failed_saves="pause", max_failed_saves=3)
-
-    def after(num_failures: int) -> Decision:
-        past = [PastFailure(Verdict.STORAGE, 5)] * num_failures
-        return decide(
-            storage_judgement(),
-            past,
-            RecoverySpec(),
-            no_progress_limit=20,
-            backoff_max_s=30.0,
-            checkpoint=spec,
-        )
-
-    assert after(1).restart
-    paused = after(2)
-    assert (paused.restart, paused.pause, paused.reason) == (
-        False,
-        True,
-        ReasonCode.STORAGE_UNAVAILABLE,
-    )
-    assert (
-        paused.message is not None
-        and "resume" in paused.message
-        and "line 3 is not an event" in paused.message
-    )
-
-
-def test_a_node_that_loses_its_mount_ends_no_run_that_has_trained() -> None:
-    unshared = ErrorKind.STORAGE_NOT_SHARED
-    assert weighed(storage_judgement(7, unshared), []).restart
-    assert not weighed(storage_judgement(0, unshared), []).restart
-
-
 @pytest.mark.parametrize(
     ("exc", "kind"),
     [
@@ -358,52 +202,6 @@ def test_a_rank_failure_survives_pickling() -> None:
     assert str(again) == str(failure)
 
 
-def test_a_gpu_too_small_twice_at_one_step_stops_the_run_and_shows_who_held_its_memory() -> None:
-    def too_small(step: int, amount: str) -> Judgement:
-        message = f"CUDA out of memory. Tried to allocate {amount}"
-        found = RankError(
-            0,
-            ErrorKind.DEVICE_MEMORY,
-            "OutOfMemoryError",
-            message,
-            "",
-            step,
-            "step",
-            1.0,
-            memory="cuda:0: 79.2 GiB",
-        )
-        return judged(report(0, error=found))
-
-    first = too_small(10, "2.00 GiB")
-    assert first.detail["memory"] == "cuda:0: 79.2 GiB"
-    assert weighed(first, []).restart
-    past = [PastFailure(first.verdict, first.step, first.signature)]
-    assert weighed(too_small(11, "2.00 GiB"), past).restart
-    decision = weighed(too_small(10, "1.50 GiB"), past)
-    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
-    assert "lower train.micro_batch_size" in str(decision.message)
-    of_the_host = judged(report(0, died=True, death="Worker exit type: NODE_OUT_OF_MEMORY"))
-    assert weighed(of_the_host, [PastFailure(of_the_host.verdict, of_the_host.step, None)]).restart
-
-
-@pytest.mark.parametrize("phase", ["start", "restore"])
-def test_a_gpu_that_a_dead_rank_still_fills_is_not_too_small(phase: str) -> None:
-    def at_the_start() -> Judgement:
-        found = RankError(
-            0, ErrorKind.DEVICE_MEMORY, "OutOfMemoryError", "CUDA out of memory", "", None, phase, 1
-        )
-        return judge(Evidence(attempt=2, noticed_at=50.0, ranks=(report(0, error=found),)))
-
-    died = PastFailure(Verdict.WORKER_LOST, 40)
-    found, past = at_the_start(), [died]
-    for _ in range(3):
-        assert weighed(at_the_start(), past).restart
-        past.append(past_of(found))
-    assert weighed(at_the_start(), [*past, died]).restart, "another rank has died since"
-    decision = weighed(at_the_start(), past)
-    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
-
-
 def test_a_hang_without_evidence_of_who_hangs_names_nobody() -> None:
     """All ranks of a group on GPUs sit in one call: an innocent node must not be counted out."""
     given_up = report(2, unresponsive=True, is_unproven=True, hang="no sign of life for 60 s")
@@ -413,104 +211,3 @@ def test_a_hang_without_evidence_of_who_hangs_names_nobody() -> None:
     proven = report(1, unresponsive=True)
     result = judged(proven, given_up)
     assert (result.verdict, result.first_rank, result.node_id) == (Verdict.HANG, 1, "n1")
-
-
-def of_the_device(node: str, step: int = 10, faults: str = "") -> Judgement:
-    message = f"CUDA error: an illegal memory access was encountered{faults}"
-    found = RankError(
-        1, ErrorKind.DEVICE, "AcceleratorError", message, "", step, "step", 1.0, device={"xids": []}
-    )
-    return judged(dataclasses.replace(report(1, error=found), node_id=node))
-
-
-def past_of(judgement: Judgement) -> PastFailure:
-    return PastFailure(judgement.verdict, judgement.step, judgement.signature, judgement.node_id)
-
-
-def test_an_error_of_the_device_is_the_hardware_s_until_it_follows_the_run() -> None:
-    first = of_the_device("n1")
-    assert (first.verdict, first.first_rank, first.node_id) == (Verdict.HARDWARE, 1, "n1")
-    assert first.detail["device"] == {"xids": []}
-    decision = weighed(first, [])
-    assert (decision.restart, decision.budget) == (True, "system_failures")
-    assert (decision.action, decision.leave_out) == ("restart at once elsewhere", "n1")
-    needed = weighed(first, [], ("n0", "n2"))
-    assert (needed.restart, needed.leave_out) == (True, None), "it would wait for n1 for a minute"
-    assert needed.action == "restart at once on what is alive"
-    on_the_same = weighed(of_the_device("n1"), [past_of(first)])
-    at_another_step = weighed(of_the_device("n2", step=11), [past_of(first)])
-    assert on_the_same.restart and at_another_step.restart
-    followed = weighed(of_the_device("n2"), [past_of(first)])
-    assert (followed.restart, followed.reason) == (False, ReasonCode.USER_ERROR)
-    assert "on two nodes" in str(followed.message)
-
-
-def apart(node_id: str | None, step: int = 100) -> Judgement:
-    """Return the judgement of ranks that went apart."""
-    of_one = of_the_device("n1", step=step)
-    return dataclasses.replace(of_one, verdict=Verdict.SILENT_CORRUPTION, node_id=node_id)
-
-
-def audited(node_id: str | None, step: int = 100) -> Judgement:
-    """Return the judgement of an audit."""
-    return dataclasses.replace(apart(node_id, step), signature="Miscomputed|an audit|audit.py:9")
-
-
-def test_two_audits_that_cannot_be_decided_end_the_run() -> None:
-    first, second = audited(None), audited(None, step=9000)
-    assert weighed(first, []).restart
-    decision = weighed(second, [past_of(first)])
-    assert (decision.restart, decision.reason) == (False, ReasonCode.USER_ERROR)
-    assert "two audits could not be decided" in str(decision.message)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "ends"),
-    [
-        (apart("n1"), apart("n2"), True),
-        (apart(None), apart(None), True),
-        (apart("n1"), apart(None, step=164), True),
-        (apart("n1"), apart("n1"), False),
-        (apart("n1"), apart("n2", step=165), False),
-        (of_the_device("n1", step=100), apart("n2"), False),
-        (audited("n1"), audited(None, step=9000), False),
-        (audited("n1"), audited("n1", step=9000), False),
-        (apart(None), audited(None, step=9000), False),
-    ],
-)
-def test_ranks_that_go_apart_again_at_the_same_step_do_so_by_the_task(
-    before: Judgement, now: Judgement, ends: bool
-) -> None:
-    assert weighed(before, []).restart
-    decision = weighed(now, [past_of(before)])
-    assert decision.restart is not ends
-    if ends:
-        assert decision.reason is ReasonCode.USER_ERROR
-        assert "went apart twice" in str(decision.message)
-
-
-def test_only_the_same_error_of_a_device_is_one_that_follows_the_run() -> None:
-    first, second = past_of(of_the_device("n1")), of_the_device("n2")
-    assert weighed(second, [dataclasses.replace(first, signature="another")]).restart
-    assert weighed(second, [dataclasses.replace(first, verdict=Verdict.WORKER_LOST)]).restart
-    assert weighed(dataclasses.replace(second, verdict=Verdict.UNKNOWN), [first]).restart
-    assert not weighed(second, [first]).restart
-
-
-def test_two_nodes_with_faulty_gpus_are_not_the_program_s_fault() -> None:
-    faults = f"; {GPU_FAULTY}Xid 79: the GPU has fallen off the bus"
-    first, second = of_the_device("n1", faults=faults), of_the_device("n2", faults=faults)
-    assert weighed(second, [past_of(first)]).restart
-
-
-def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() -> None:
-    past = [PastFailure(Verdict.WORKER_LOST, 100 * number) for number in range(1, 20)]
-    early = Judgement(Verdict.NODE_LOST, 0, "n0", None, None, None)
-    assert weighed(early, past).restart and weighed(early, past).backoff_s == 0
-    again = [*past, *[PastFailure(Verdict.NODE_LOST, None)] * 18]
-    stopped = weighed(early, again)
-    assert not stopped.restart and stopped.reason is ReasonCode.NO_PROGRESS, (
-        "but the same again and again is no progress"
-    )
-    before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)
-    assert judged(report(0, error=before_restore)).step == 12, "what the journal knows"
