@@ -36,7 +36,7 @@ class Origins:
     found: dict[tuple[str, ResumeFrom], tuple[RunRow, Checkpoint] | InvalidSpec] = field(
         default_factory=dict
     )
-    """By project and ``resume_from``: the run and its checkpoint, or what is wrong with it."""
+    """The run and its checkpoint, or the error, for each project and ``resume_from``."""
     held: set[tuple[str, int]] = field(default_factory=set)
     """Runs and steps."""
 

@@ -37,7 +37,8 @@ class ClusterSupervisor:
         self._note = self._cluster.ensure_running()
 
     async def _start_unless(self, stopping: asyncio.Event) -> None:
-        """Like ``start``, but give up at a stop. Raises ClusterError, also then."""
+        """Start the cluster as ``start`` does. Raises ClusterError if it does not start, or if the
+        service is asked to stop before."""
         starting = asyncio.create_task(asyncio.to_thread(self.start))
         ending = asyncio.create_task(stopping.wait())
         await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)

@@ -79,7 +79,8 @@ class Run:
         faults: dict[str, Callable[[], None]] | None = None,
         **job: object,
     ) -> list[Outcome]:
-        """Run the next attempt with these processes by rank, some of which get a fault."""
+        """Run the next attempt with a process for each rank, in the order of ``names``. ``faults``
+        are called in their processes first."""
         self._attempt += 1
         made = self.job(len(names), **job)
         for name, fault in (faults or {}).items():

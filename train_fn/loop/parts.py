@@ -54,7 +54,7 @@ class Parts:
     built_weights: dict[str, Sketch]
     """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
     origin: Origin | None = None
-    """Submission and attempt that made the state; None for what was built in this attempt."""
+    """Submission and attempt that trained the state; None if this attempt built it."""
     numerics: Numerics | None = None
     """The fingerprint of this rank's kernels, which only weights as they were built give."""
     moving: set[str] = field(default_factory=set)

@@ -124,7 +124,7 @@ def _build(
         replica=replica,
         restored=restored,
         reporter=Reporter(ctx, state, state.chain.enter),
-        clock=StepClock([*replica.parameters, *replica.idle_parameters], ctx.device),
+        clock=StepClock(replica.gradient_parameters, ctx.device),
         stragglers=watch_stragglers(ctx, replica),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
         flips=flips,

@@ -38,7 +38,7 @@ class Bundle:
     group: PlacementGroup
     node_id: str
     number: int
-    """Of the run's bundles, each of which has another."""
+    """No other bundle of the run has this number."""
 
 
 class Placement:

@@ -14,6 +14,9 @@ from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train import rank_process
 from train_fn.recovery.launch import RankLaunch
 
+_IN_MEMORY = frozenset({"process", "snapshot"})
+"""Sources of a state that survivors of the failure left."""
+
 
 class RankJournal:
     """Pass a rank's events to its journal client. On rank 0 of an attempt that follows a failure,
@@ -142,10 +145,6 @@ class RankJournal:
         if self._launch.num_stayed and self._source in _IN_MEMORY:
             return Rung.IN_PROCESS.value
         return self._source if self._source in set(Rung) else None
-
-
-_IN_MEMORY = frozenset({"process", "snapshot"})
-"""Sources of a state that survivors of the failure left."""
 
 
 def _rejected_step(restored: dict[str, Any], attempt: int) -> int:

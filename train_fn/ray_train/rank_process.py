@@ -86,7 +86,7 @@ def prepare(launch: RankLaunch) -> None:
     global _attempt
     if _attempt is not None:
         _attempt.end()
-        end_process_group()  # ranks that were asked to exit have left it as it is
+        end_process_group()  # a rank that was asked to exit may not have ended it
         gc.collect()
     _attempt = _Attempt(launch)
     take_environment(launch.env)

@@ -47,12 +47,12 @@ class Survivors:
         self._held += survivors
 
     def take(self) -> list[Survivor]:
-        """Return what is held, newest state first, and hold it no longer."""
+        """Return the processes that are held, newest state first. They are no longer held then."""
         taken, self._held = sorted(self._held, key=lambda one: -one.step), []
         return taken
 
     def end(self) -> None:
-        """End what is held, since no attempt takes it."""
+        """End the processes that are held, since no attempt follows that could use them."""
         end_processes([one.actor for one in self.take()], self._hold_s)
 
 

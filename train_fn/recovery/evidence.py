@@ -75,9 +75,9 @@ class RankReport:
     def may_stay(self) -> bool:
         """Return whether its process can serve the next attempt: it merely lost a peer, has left
         that peer in order, and its state is whole."""
-        in_order = not (self.died or self.unresponsive or self.still_running or self.error is None)
+        has_ended = not (self.died or self.unresponsive or self.still_running)
         return (
-            in_order
+            has_ended
             and self.node_alive
             and self.error is not None
             and self.error.collateral
