@@ -27,6 +27,7 @@ from train_fn.loop import survivor
 from train_fn.loop.epoch_hook import TORN, is_torn
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
+from train_fn.node.broken_device import is_broken, keep_for_ever
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
@@ -62,12 +63,16 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     distrusted = _why_distrusted(ctx, cause)
     may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
     memory = memory_summary(cause, ctx.device)
-    forget_frames(cause)
     replica, training = progress.replica, progress.training
+    broken = is_broken(ctx.device)
+    if broken:
+        keep_for_ever(cause, replica, training)
+    else:
+        forget_frames(cause)
     if training is not None:
         training.saver.close()
         training.clock.close()
-    if replica is not None:
+    if replica is not None and not broken:
         replica.let_go()
     gc.collect()
     if frees_peers:

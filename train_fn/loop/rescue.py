@@ -43,24 +43,30 @@ class Rescue:
         self._trains = threading.get_ident()
         self._is_leaving = False
         self._lock = threading.Lock()
-        self._on_gpu = ctx.device.type == "cuda"
-        self._committed = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        on_gpu = ctx.device.type == "cuda"
+        self._committed = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._memory: Any = None
-        """Of an earlier copy, on GPUs: to pin memory may wait for a device that hangs."""
+        """Of an earlier copy: to pin memory may wait for a device that hangs."""
+        self._has_stepped = False
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
         nccl.keep_before_abort(self.keep)
 
     def prepare(self) -> None:
-        """Take the memory of a copy. Called by the training thread, once the state is restored."""
+        """Take the memory of a copy. Called by the training thread, once the state is restored, and
+        again after the first step: only then a new optimizer has all its tensors."""
         replica = self._progress.replica
-        if self._on_gpu and replica is not None and not nccl.fails_by_itself():
-            self._memory = copy_to_cpu(replica.state.state_dict())
-            self.step_committed()
+        if replica is not None and not nccl.fails_by_itself():
+            self._memory = copy_to_cpu(replica.state.state_dict(), self._memory)
+        if self._committed is not None:
+            self._committed.record()
 
     def step_committed(self) -> None:
         """Remember which of the device's work a copy has to wait for. Called after each commit."""
-        if self._committed is not None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.prepare()
+        elif self._committed is not None:
             self._committed.record()
 
     def leave(self) -> int | None:
@@ -86,7 +92,15 @@ class Rescue:
 
     def _copied(self) -> dict[str, Any] | None:
         gives_up_at = time.monotonic() + PATIENCE_S
-        while not self._is_leaving and time.monotonic() < gives_up_at:
+        while not self._is_leaving:
+            if time.monotonic() > gives_up_at:
+                logger.warning(
+                    "nothing is kept before the abort: for %g s the training thread stood nowhere "
+                    "where its state is whole (phase %s)",
+                    PATIENCE_S,
+                    self._progress.phase,
+                )
+                return None
             place = self._place()
             if place is None:
                 return None

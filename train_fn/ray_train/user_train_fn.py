@@ -20,6 +20,7 @@ from storage.run_control import Stop
 from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, forget_frames
+from train_fn.node.broken_device import is_broken, keep_for_ever
 from train_fn.own_loop import StopAgreed
 from train_fn.ray_train.checkpoint_list import latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
@@ -137,11 +138,13 @@ def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFa
     anything else.
     """
     protected = protection()
-    if protected is not None and protected.left is not None:
-        forget_frames(cause)
-        return StepFailed(protected.left.error, protected.left.problem)
     error = describe_error(cause, ctx.world_rank)
-    forget_frames(cause)
+    if is_broken(ctx.device):
+        keep_for_ever(cause)
+    else:
+        forget_frames(cause)
+    if protected is not None and protected.left is not None:
+        return StepFailed(protected.left.error, protected.left.problem)
     gc.collect()
     end_process_group()
     close_store()

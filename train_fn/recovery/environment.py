@@ -43,15 +43,21 @@ _NODE_DEFAULTS = {
     # InfiniBand and RoCE retry 7 times, after 4.096 us * 2**19 each: 15 s, like silent_peer_s
     "NCCL_IB_TIMEOUT": "19",
     "NCCL_IB_RETRY_CNT": "7",
+    # pin memory with several threads: four times as fast
+    "PYTORCH_CUDA_ALLOC_CONF": ("pinned_use_cuda_host_register:True,pinned_num_register_threads:8"),
 }
 """Defaults, if neither the node's environment nor the spec sets these variables."""
+
+_OTHER_NAMES = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+"""Newer names of the same variables."""
 
 
 def take_environment(env: Mapping[str, str]) -> None:
     """Set a rank's environment in this process, before anything reads it."""
     os.environ.update(env)
     for name, value in _NODE_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+        if _OTHER_NAMES.get(name) not in os.environ:
+            os.environ.setdefault(name, value)
 
 
 def device_env(spec: RunSpec) -> dict[str, str]:

@@ -146,6 +146,9 @@ class Loader:
         loaded = ahead or self._load()
         if self._copies is not None:
             computing = torch.cuda.current_stream(self._device)
+            # Raises what broke the device, before the last micro-batch is freed: torch would end
+            # the process that frees it (``node/broken_device.py``).
+            computing.query()
             computing.wait_stream(self._copies)
             for tensor in tensors_in(loaded.batch):
                 # Its memory must not be reused before the step has read it.

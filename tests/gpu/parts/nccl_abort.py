@@ -8,6 +8,7 @@ that hangs as NCCL does.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ class Hanging(Regression):
         self._passes += model.training
         if self._passes == HANGS_IN_PASS:
             threading.Timer(0.5, self.abort).start()
+            faulthandler.dump_traceback_later(SPIN_S / 2)  # for the log, if the state is not kept
             hang(self._device)
         return super().loss(model, batch)
 
@@ -94,7 +96,8 @@ def _keep_beside_a_hang(device: torch.device, directory: Path) -> str:
     except StepFailed as exc:
         assert exc.error.collateral, exc.error.summary
     ahead_s = time.monotonic() - found.get("at", float("inf"))
-    assert ahead_s > SPIN_S / 2, "the state was not kept while the device hung"
+    faulthandler.cancel_dump_traceback_later()
+    assert ahead_s > SPIN_S / 2, f"the state was not kept while the device hung: {found}"
     assert found["kept"] in found["readable"], f"{found['readable']} can be read"
     return (
         f"step {found['kept']} was kept {ahead_s:.1f} s before the device went on; the abort took "

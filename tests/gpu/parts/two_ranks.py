@@ -7,6 +7,7 @@ the loop, the rescue, the restart, the restored state.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
@@ -29,10 +30,9 @@ NEVER = [Strike("start", 1, 0, 99, SIGKILL)]
 
 def run(device: torch.device, directory: Path) -> Shown:
     on_gpu = device.type == "cuda"
-    env = autoload_plugin(directory / "plug-in", "gloo_on_gpus", take_gpus)
-    with ray_cluster(2, gpus_per_node=int(on_gpu), **env) as cluster:
-        peace = _train(cluster, directory / "peace", NEVER, device)
-        struck = _train(cluster, directory / "struck", STRIKES, device)
+    with cluster_of_two(device, directory) as cluster:
+        peace = train(cluster, directory / "peace", NEVER, device)
+        struck = train(cluster, directory / "struck", STRIKES, device)
     failures = [(each.data["verdict"], each.data["first_rank"]) for each in struck.of(FAILURE)]
     assert failures == [("worker_lost", 1), ("hang", 1)], f"the failures were {failures}"
     recovered = [event.data for event in struck.of(EventKind.RECOVERED)]
@@ -50,10 +50,23 @@ def run(device: torch.device, directory: Path) -> Shown:
 FAILURE = EventKind.FAILURE
 
 
-def _train(
-    cluster: RayCluster, directory: Path, strikes: list[Strike], device: torch.device
+def cluster_of_two(device: torch.device, directory: Path) -> AbstractContextManager[RayCluster]:
+    """Return a cluster of two nodes, which share the machine's GPU over gloo."""
+    env = autoload_plugin(directory / "plug-in", "gloo_on_gpus", take_gpus)
+    return ray_cluster(2, gpus_per_node=int(device.type == "cuda"), **env)
+
+
+def train(
+    cluster: RayCluster,
+    directory: Path,
+    strikes: list[Strike],
+    device: torch.device,
+    *,
+    in_process: bool = False,
 ) -> DrivenRun:
-    run = DrivenRun(cluster, directory, _spec(strikes, device), module="tests.chaos.deadly_driver")
+    """Train two ranks to the end, and strike them on the way."""
+    spec = _spec(strikes, device, in_process=in_process)
+    run = DrivenRun(cluster, directory, spec, module="tests.chaos.deadly_driver")
     try:
         run.start(**PATIENCE)
         assert run.wait_for_end() == 0, run.describe()
@@ -67,8 +80,8 @@ def _train(
         run.stop()
 
 
-def _spec(strikes: list[Strike], device: torch.device) -> RunSpec:
-    spec = deadly_spec(2, strikes).model_dump(mode="json")
+def _spec(strikes: list[Strike], device: torch.device, *, in_process: bool) -> RunSpec:
+    spec = deadly_spec(2, strikes, in_process=in_process).model_dump(mode="json")
     scaling = {**spec["scaling"], "use_gpu": device.type == "cuda"}
     train = {**spec["train"], "deterministic": True}
     return RunSpec.model_validate({**spec, "scaling": scaling, "train": train})

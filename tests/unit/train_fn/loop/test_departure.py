@@ -32,6 +32,7 @@ from train_fn.samples.loader import Loader
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.digest import digest
+from train_fn.state.tensor_tree import take_apart
 from train_fn.state.train_state import TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
@@ -362,6 +363,46 @@ def test_what_was_kept_before_the_device_broke_is_what_the_rank_leaves(
     assert failed.snapshot_problem is None
     [label] = labels(run_dir)
     assert (label.step, label.problem) == (3, None)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_nothing_of_a_broken_device_is_freed(
+    broken: bool, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch ends a process that frees memory of it, before the process can report the error."""
+    ends: list[weakref.ref[Any]] = []
+
+    def break_here(self: Reporter, *_: Any) -> float:
+        batch = torch.zeros(1)
+        ends.append(weakref.ref(batch))
+        raise Broken("with a tensor in a frame")
+
+    monkeypatch.setattr(departure, "is_broken", lambda device: broken)
+    monkeypatch.setattr(Reporter, "step_done", break_here)
+    fail(run_dir, 1)
+    assert (ends[0]() is not None) is broken
+
+
+def test_a_copy_beside_a_device_that_hangs_takes_no_new_memory(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To pin memory may wait for the device. A new optimizer has its tensors after one step."""
+    taken: list[tuple[set[int], set[int]]] = []
+
+    def keep(self: Rescue) -> None:
+        ahead: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        take_apart(self._memory, ahead)
+        take_apart(self._copied(), copied)
+        taken.append(
+            ({each.data_ptr() for each in ahead}, {each.data_ptr() for each in copied}),
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rescue.nccl, "fails_by_itself", lambda: False)
+        kept_by(run_dir, patch, keep)
+    [(ahead, copied)] = taken
+    assert copied and copied <= ahead
 
 
 def kept_by(

@@ -112,6 +112,25 @@ def test_infiniband_gives_a_silent_host_up_as_soon_as_tcp_does_unless_somebody_k
     assert seconds == pytest.approx(RecoverySettings().silent_peer_s, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("of_the_spec", "is_pinned_fast"),
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+    ],
+)
+def test_memory_is_pinned_by_several_threads_unless_the_spec_sets_the_allocator(
+    of_the_spec: dict[str, str], is_pinned_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
+    take_environment(of_the_spec)
+    assert of_the_spec.items() <= environ.items()
+    words = environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    assert ("pinned_num_register_threads:8" in words) is is_pinned_fast
+
+
 @pytest.mark.parametrize(("wanted", "is_set"), [(True, True), ("auto", False), (False, False)])
 def test_one_order_of_summation_is_set_where_the_spec_asks_for_it(
     wanted: bool | str, is_set: bool
