@@ -20,7 +20,7 @@ query() { docker compose exec -T database psql --username=everstep --dbname=ever
 running=$(docker compose ps --quiet)
 [ -z "$running" ] || fail "parts of the deployment run here; stop them first: docker compose down"
 docker compose run --rm --no-deps -T prepare
-held=$(in_volume find /data -mindepth 1 -not -name lost+found -print -quit)
+held=$(in_volume find /data -mindepth 1 -name lost+found -prune -o -print -quit)
 [ -z "$held" ] || fail "the volume of the object store is not empty; $elsewhere"
 docker compose up --detach --wait --no-deps database
 tables=$(query "SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")

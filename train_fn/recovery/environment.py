@@ -56,7 +56,7 @@ def take_environment(env: Mapping[str, str]) -> None:
     """Set a rank's environment in this process, before anything reads it."""
     os.environ.update(env)
     for name, value in _NODE_DEFAULTS.items():
-        if _OTHER_NAMES.get(name) not in os.environ:
+        if _OTHER_NAMES.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from everstep.spec.run_spec import RunSpec
 from train_fn.node.gpu_memory import memory_summary
+from train_fn.recovery import environment
 from train_fn.recovery.environment import COMMUNICATOR_S, rank_env, take_environment
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.step import nccl
@@ -123,11 +124,12 @@ def test_infiniband_gives_a_silent_host_up_as_soon_as_tcp_does_unless_somebody_k
 def test_memory_is_pinned_by_several_threads_unless_the_spec_sets_the_allocator(
     of_the_spec: dict[str, str], is_pinned_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environ: dict[str, str] = {}
-    monkeypatch.setattr(os, "environ", environ)
+    for name in (*environment._NODE_DEFAULTS, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     take_environment(of_the_spec)
-    assert of_the_spec.items() <= environ.items()
-    words = environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    assert of_the_spec.items() <= os.environ.items()
+    words = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     assert ("pinned_num_register_threads:8" in words) is is_pinned_fast
 
 
