@@ -74,8 +74,10 @@ class Deployment:
 
     def up(self, workers: int) -> None:
         """Start the missing parts and this many workers. Wait until all are ready."""
-        scale = ["--scale", f"worker={workers}"]
-        self.compose("up", "--detach", "--no-build", *scale)
+        try:
+            self.compose("up", "--detach", "--no-build", "--scale", f"worker={workers}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._told()}") from None
         wait_for(self.is_ready, UP_S, "the service behind the proxy", every_s=ASK_S)
         wait_for(
             lambda: len(self.live_nodes()) == workers, UP_S, f"{workers} workers", every_s=ASK_S
@@ -100,6 +102,13 @@ class Deployment:
         """Return a container's address in each of its networks."""
         networks = self.inspect(container)["NetworkSettings"]["Networks"]
         return {name: each["IPAddress"] for name, each in networks.items()}
+
+    def _told(self) -> str:
+        """Return what the health checks and the parts said last."""
+        each = "{{.Name}} {{if .State.Health}}{{json .State.Health}}{{end}}"
+        containers = self.compose("ps", "--all", "--quiet").split()
+        checks = run("docker", "inspect", "--format", each, *containers)
+        return checks + self.compose("logs", "--tail", "40")
 
     # -- from outside
 

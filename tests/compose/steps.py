@@ -9,11 +9,21 @@ from contextlib import contextmanager
 import httpx
 
 from tests.compose.deployment import Deployment
+from tests.compose.engine import run
+from tests.compose.operations_page import command
 from tests.hosts.trial import Trial
 
 EPOCHS = 45
 AHEAD = 40
 """Steps that a run must make to show that it trains."""
+DAILY = "Day to day"
+
+
+def follow(deployment: Deployment, heading: str, part: str, **values: str) -> None:
+    """Type a command of docs/operations.md in the deployment's directory."""
+    typed = command(heading, part, **values)
+    print("$", *typed, flush=True)
+    run(*typed, cwd=deployment.directory, timeout_s=900)
 
 
 def container_of(trial: Trial[Deployment], rank: int) -> str:

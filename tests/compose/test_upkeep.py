@@ -9,20 +9,18 @@ import pytest
 from tests.compose.conftest import WORKERS
 from tests.compose.deployment import Deployment
 from tests.compose.engine import run
-from tests.compose.operations_page import command
-from tests.compose.steps import EPOCHS, assert_never_interrupted, go_on, polled
+from tests.compose.steps import (
+    DAILY,
+    EPOCHS,
+    assert_never_interrupted,
+    follow,
+    go_on,
+    polled,
+)
 from tests.hosts.trial import Trial
 from tests.support.service_process import ASK_S, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
-DAILY = "Day to day"
-
-
-def follow(deployment: Deployment, heading: str, part: str, **values: str) -> None:
-    """Type a command of docs/operations.md in the deployment's directory."""
-    typed = command(heading, part, **values)
-    print("$", *typed, flush=True)
-    run(*typed, cwd=deployment.directory, timeout_s=900)
 
 
 def test_fewer_workers_and_more(deployment: Deployment) -> None:
