@@ -8,7 +8,6 @@ import pytest
 
 from tests.compose.conftest import WORKERS
 from tests.compose.deployment import Deployment
-from tests.compose.engine import run
 from tests.compose.steps import (
     DAILY,
     EPOCHS,
