@@ -42,17 +42,19 @@ def start(service: ServiceProcess) -> RunHandle:
     return run
 
 
-def settle(run: RunHandle) -> None:
-    """Wait until the newest attempt, at full size, has been training for a while."""
+def settle(run: RunHandle, ranks: int = 2) -> None:
+    """Wait until the newest attempt, with all its ranks, has been training for a while."""
 
     def settled() -> bool:
         if run.refresh().status != "RUNNING" or not run.attempts():
             return False
         attempt = run.attempts()[-1]
         began = attempt.first_step
-        return attempt.world_size == 2 and began is not None and run.step >= began + SETTLE_STEPS
+        return (
+            attempt.world_size == ranks and began is not None and run.step >= began + SETTLE_STEPS
+        )
 
-    wait_for(settled, GIVE_UP_S, f"two ranks that train {run.id}")
+    wait_for(settled, GIVE_UP_S, f"{ranks} ranks that train {run.id}")
 
 
 def recovery(run: RunHandle, fault: Callable[[], float]) -> dict[str, float]:
@@ -112,7 +114,7 @@ def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     service.refill()
 
     def added() -> float:
-        wait_for(lambda: len(_nodes(service)) == 3, GIVE_UP_S, "the new node")
+        wait_for(lambda: len(_nodes(service)) == service.num_nodes + 1, GIVE_UP_S, "the new node")
         return time.time()
 
     return recovery(run, added)
