@@ -106,7 +106,7 @@ def averages_of(measured: list[tuple[int, Sums]]) -> dict[str, float]:
 
 def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
     """Measure one validation micro-batch on each rank and drop the result, so that errors appear
-    now and not at the end of an epoch.
+    now and not at the end of an epoch. Raise BadTask for what it changes and cannot be put back.
 
     The model's buffers and modes, the task's state and the global random generators stay as they
     were. An iterable data set is read in a loader process, or from a copy.
@@ -139,8 +139,15 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             _measure_all(ctx, replica, own, with_samples_unchanged(replica.task, first))
         require_weights_unchanged(replica, before)
     finally:
+        lost = untrained.changed_without_copy()
         untrained.put_back()
         replica.task_state.load(replica.state.task)
+    if lost:
+        raise BadTask(
+            f"the first validation batch changed {', '.join(lost)}, of which no copy is kept "
+            "because it is large, so that ranks would train on different values. Change it in "
+            "training only: if self.training"
+        )
 
 
 def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> list[tuple[int, Sums]]:

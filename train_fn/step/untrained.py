@@ -313,6 +313,15 @@ class WarmUp:
             for number, seen in self._seen.items()
         )
 
+    def changed_without_copy(self) -> list[str]:
+        """Return the names of tensors that have changed, by a sample of their elements, and of
+        which no copy was kept."""
+        return [
+            place.name
+            for place, kept in zip(self._places, self._kept, strict=True)
+            if kept.copy is None and kept.differs(kept.tensor)
+        ]
+
     @torch.no_grad()
     def put_back(self) -> list[str]:
         """Restore every tensor object, and its contents where a copy was kept. Return the names of

@@ -19,13 +19,14 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
 from train_fn.checkpoints.reading import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.loop import parts, replica
+from train_fn.loop import parts, replica, training
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots import store as snapshot
 from train_fn.standalone.submission import begin_run
 from train_fn.state.skipped_steps import MOST_IN_A_ROW
+from train_fn.step.untrained import COPIED_BYTES
 
 pytestmark = pytest.mark.own_process
 
@@ -386,3 +387,50 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
         point["step"]: point["values"]["skipped_steps"] for point in journal_of(again).points
     }
     assert (counted[4], counted[5]) == (2, 2)
+
+
+class CountedInValidation(nn.Module):
+    """Adds to a buffer in eval mode."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(num_elements))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.seen += 1
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class RegressionCountedInValidation(Regression):
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self._num_elements = num_elements
+
+    def build_model(self) -> nn.Module:
+        return CountedInValidation(self._num_elements)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_the_first_validation_batch_changes_is_put_back_or_refused(
+    is_large: bool, begin: Callable[..., WorkerContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank tries another batch, so that their buffers would differ."""
+    after: list[float] = []
+    tried = training.try_evaluation
+
+    def try_and_look(ctx: WorkerContext, built: replica.Replica) -> None:
+        tried(ctx, built)
+        after.append(float(built.state.model.seen.sum()))
+
+    monkeypatch.setattr(training, "try_evaluation", try_and_look)
+    num_elements = COPIED_BYTES // 4 + is_large
+    ctx = begin(RegressionCountedInValidation(num_elements), max_steps=1)
+    if is_large:
+        message = refusal(ctx).error.message
+        assert message.startswith("the first validation batch changed seen, of which no copy is")
+        return
+    assert train(ctx) is None
+    assert after == [0.0]
