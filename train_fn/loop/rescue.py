@@ -22,6 +22,7 @@ import torch
 from train_fn.context import WorkerContext
 from train_fn.loop.training import Progress
 from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.state.optimizers import each_of
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
 
@@ -47,27 +48,32 @@ class Rescue:
         self._committed = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._memory: Any = None
         """Of an earlier copy: to pin memory may wait for a device that hangs."""
-        self._has_stepped = False
+        self._num_values = 0
+        """Parameters of which the optimizer held values when that memory was taken."""
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
         nccl.keep_before_abort(self.keep)
 
     def prepare(self) -> None:
-        """Take the memory of a copy. Called by the training thread, once the state is restored, and
-        again after the first step: only then a new optimizer has all its tensors."""
-        replica = self._progress.replica
-        if replica is not None and not nccl.fails_by_itself():
-            self._memory = copy_to_cpu(replica.state.state_dict(), self._memory)
+        """Take the memory of a copy. Called by the training thread, once the state is restored."""
+        if self._progress.replica is not None and not nccl.fails_by_itself():
+            self._take_memory()
         if self._committed is not None:
             self._committed.record()
 
     def step_committed(self) -> None:
         """Remember which of the device's work a copy has to wait for. Called after each commit."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self.prepare()
-        elif self._committed is not None:
+        if self._memory is not None and self._num_values != self._count_values():
+            self._take_memory()  # a new optimizer has its tensors after one step
+        if self._committed is not None:
             self._committed.record()
+
+    def _take_memory(self) -> None:
+        self._num_values = self._count_values()
+        self._memory = copy_to_cpu(self._replica.state.state_dict(), self._memory)
+
+    def _count_values(self) -> int:
+        return sum(len(each.state) for each in each_of(self._replica.state.optimizer).values())
 
     def leave(self) -> int | None:
         """End the rescue, since the training thread leaves by itself. Return the step that was kept

@@ -14,7 +14,7 @@ import torch
 
 def is_broken(device: torch.device) -> bool:
     """Return whether the device's context has failed. Work that still runs is not waited for."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
         torch.cuda.current_stream(device).query()
