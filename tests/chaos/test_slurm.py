@@ -11,6 +11,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
+from everstep import Client
+from everstep.client.runs import RunHandle
+from everstep.errors import Unavailable
 from storage.run_dir import RunDir
 from tests.chaos.test_standalone import (
     assert_equal_to_one_left_alone,
@@ -156,3 +159,84 @@ def test_torchrun_loses_no_step_to_the_end_of_a_rank_a_job_and_a_node(
     sources = [source for source, _ in beginnings(run_dir)]
     assert sources == ["fresh", "snapshot", "checkpoint", "snapshot"]
     assert_equal_to_one_left_alone(spec_file, tmp_path, run_dir)
+
+
+@pytest.fixture
+def service(slurm: SlurmCluster, tmp_path: Path) -> Iterator[tuple[Job, Client]]:
+    """The service and its Ray cluster inside a job on both nodes, which is cancelled afterwards."""
+    ports = {name: str(free_port()) for name in ("DASHBOARD_PORT", "API_PORT")}
+    home = tmp_path / "home"
+    env = {
+        **ports,
+        "EVERSTEP_HOME": str(home),
+        "EVERSTEP_BIN": str(Path(sys.executable).parent),
+        "RAY_TMPDIR": str(slurm.local / "ray"),
+    }
+    job = Job(slurm, tmp_path, env, "slurm/everstep.sbatch")
+    address = f"http://{slurm.addresses['n1']}:{ports['API_PORT']}"
+    job.wait_for(lambda: f"Everstep: {address}" in job.output(), "the service")
+    client = Client(address, (home / "token").read_text(), max_tries=20)
+    yield job, client
+    client.close()
+    slurm.run("scancel", job.number)
+    wait_for(lambda: job.state == "CANCELLED", DEADLINE_S, "the job's end", every_s=0.5)
+
+
+def run_until(job: Job, run: RunHandle, step: int, after: int) -> None:
+    """Wait until a run is at a step again, in a later attempt than that many restarts."""
+
+    def is_there() -> bool:
+        try:
+            run.refresh()
+        except Unavailable:  # the service is on its way back
+            return False
+        assert not run.status.terminal, (run.status, run.reason)
+        return run.step >= step and run.restarts >= after and run.status == "RUNNING"
+
+    job.wait_for(is_there, f"step {step} after {after} restarts")
+
+
+def test_the_service_inside_a_job_loses_no_step_to_a_node_or_a_requeue(
+    slurm: SlurmCluster, service: tuple[Job, Client]
+) -> None:
+    """A node loses its power, the job is asked to leave and starts again, then the node of head
+    and service loses its power, and the job is requeued: the run ends with every sample used
+    once."""
+    job, client = service
+    run = client.runs.create(
+        {
+            "name": "slurm",
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet", "args": {"width": 8}},
+                "data": {"name": "digits"},
+            },
+            "train": {"epochs": 80, "global_batch_size": 64, "micro_batch_size": 32},
+            "scaling": {"min_workers": 1, "max_workers": 2, "use_gpu": False},
+            "checkpoint": {"every_steps": 50, "keep_latest": 2},
+        }
+    )
+    run_until(job, run, 20, after=0)
+    assert run.world_size == 2
+    slurm.kill_node("n2")
+    run_until(job, run, run.step + 20, after=1)
+    assert (run.world_size, run.steps_lost, job.num_requeued) == (1, 0, 0)
+
+    slurm.start_node("n2", waits=False)
+    before = run.step
+    job.ask_to_leave()
+    job.wait_for(lambda: job.num_requeued == 1, "the job's second start")
+    run_until(job, run, before + 20, after=1)
+    assert run.steps_lost == 0, "it was paused, and the pause saved it"
+
+    before = run.step
+    slurm.kill_node("n1")
+    wait_for(lambda: slurm.state_of("n1") == "down", DEADLINE_S, "Slurm's notice", every_s=0.5)
+    slurm.start_node("n1", waits=False)
+    slurm.run("scontrol", "requeue", job.number)
+    job.wait_for(lambda: job.num_requeued == 2, "the job's third start")
+    run_until(job, run, before + 20, after=1)
+    assert run.steps_lost <= 50, "from the newest checkpoint at least"
+    run.wait(timeout_s=DEADLINE_S)
+    for epoch in run.samples().epochs:
+        assert (epoch.duplicates, epoch.missing) == (0, 0)
