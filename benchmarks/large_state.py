@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
+from benchmarks.heavy_task import HeavyTask
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
 from tests.integration.ranks import Job, ListJournal, make_run_dir, run_ranks
@@ -34,8 +33,6 @@ from train_fn.loop import attempt, replica
 from train_fn.snapshots import publisher
 
 KILL_STEP, LAST_STEP = 3, 5
-BLOCK = 4 << 20
-"""Elements of one weight."""
 STAGES = {
     "leave": "train_fn.loop.attempt:leave",
     "leave: write": "train_fn.snapshots.leaving:SnapshotStore.write",
@@ -51,47 +48,15 @@ STAGES = {
 """What is timed, by the function that does it. The longest of all ranks counts."""
 
 
-class Body(nn.Module):
-    """Weights of a given size, of which the forward pass reads all that are trained."""
-
-    def __init__(self, num_bytes: int, trained: bool, init: Callable[[int], torch.Tensor]) -> None:
-        super().__init__()
-        left, weights = num_bytes // 4, []
-        while left > 0:
-            weights.append(nn.Parameter(init(min(left, BLOCK)), trained))
-            left -= BLOCK
-        self.weights, self.head, self.is_trained = (
-            nn.ParameterList(weights),
-            nn.Linear(4, 1),
-            trained,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(x)
-        return out + sum(weight.mean() for weight in self.weights) if self.is_trained else out
-
-
-class Task:
+class Task(HeavyTask):
     """Fills its weights in the first attempt. In the next one it leaves them as memory is: what a
     task does for values that the state replaces is its own time, not Everstep's."""
 
     attempt = 1
-
-    def __init__(self, megabytes: int, trained: bool) -> None:
-        self._bytes = megabytes * 10**6 // (3 if trained else 1)
-        self._trained = trained
+    num_samples = 64
 
     def _init(self, num_elements: int) -> torch.Tensor:
-        return torch.full((num_elements,), 0.01) if self.attempt == 1 else torch.empty(num_elements)
-
-    def build_model(self) -> nn.Module:
-        return Body(self._bytes, self._trained, self._init)
-
-    def build_datasets(self) -> dict[str, Any]:
-        return {"train": TensorDataset(torch.ones(64, 4)), "val": None}
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        return model(batch[0]).square().sum(), len(batch[0])
+        return super()._init(num_elements) if self.attempt == 1 else torch.empty(num_elements)
 
 
 def set_up() -> None:

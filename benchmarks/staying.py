@@ -18,7 +18,6 @@ from benchmarks import heavy_task
 from benchmarks.faults import drain, growth, recovery, settle
 from benchmarks.recovery import GIVE_UP_S, kill
 from benchmarks.report import summary, write
-from benchmarks.steps import around
 from benchmarks.workloads import WORKLOADS
 from everstep.client.runs import RunHandle
 from tests.support.service_process import ServiceProcess, wait_for
@@ -60,19 +59,15 @@ def twice(service: ServiceProcess, run: RunHandle) -> Found:
         "the next group",
         every_s=0.01,
     )
-    lost = run.refresh().steps_lost
-    killed_at = kill([attempts[-1].workers[0].pid])
-    _, (step, at) = around(run, attempts[-1].attempt, killed_at, GIVE_UP_S)
-    wait_for(
-        lambda: run.refresh().status == "RUNNING" and run.step >= step,
-        GIVE_UP_S,
-        "the service to know of it",
-    )
-    return {
-        "recovery_s": at - killed_at,
-        "between_s": killed_at - began,
-        "steps_lost": run.steps_lost - lost,
-    }
+    between_s = 0.0
+
+    def kill_again() -> float:
+        nonlocal between_s
+        killed_at = kill([attempts[-1].workers[0].pid])
+        between_s = killed_at - began
+        return killed_at
+
+    return recovery(run, kill_again) | {"between_s": between_s}
 
 
 CASES: dict[str, tuple[int, Callable[[ServiceProcess, RunHandle], Found]]] = {

@@ -76,12 +76,12 @@ class Deployment:
         """Start the missing parts and this many workers. Wait until all are ready."""
         try:
             self.compose("up", "--detach", "--no-build", "--scale", f"worker={workers}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._told()}") from None
-        wait_for(self.is_ready, UP_S, "the service behind the proxy", every_s=ASK_S)
-        wait_for(
-            lambda: len(self.live_nodes()) == workers, UP_S, f"{workers} workers", every_s=ASK_S
-        )
+            wait_for(self.is_ready, UP_S, "the service behind the proxy", every_s=ASK_S)
+            wait_for(
+                lambda: len(self.live_nodes()) == workers, UP_S, f"{workers} workers", every_s=ASK_S
+            )
+        except (AssertionError, TimeoutError) as error:
+            raise AssertionError(f"{error}\n{self._told()}") from error
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a part's running containers, in the order of their numbers."""
@@ -204,7 +204,7 @@ class Disk:
 @contextlib.contextmanager
 def deployed(workers: int) -> Iterator[Deployment]:
     """Build the image and bring everything up, by the commands at the head of docker-compose.yml.
-    Take it down on exit, and say what its parts logged if something failed."""
+    Take it down on exit."""
     with tempfile.TemporaryDirectory(prefix="everstep-compose-") as base:
         directory = Path(base) / "everstep"
         _copy_repository(directory)
@@ -218,9 +218,6 @@ def deployed(workers: int) -> Iterator[Deployment]:
             deployment.up(workers)
             print(f"{time.monotonic() - began:6.1f} s  ready", flush=True)
             yield deployment
-        except BaseException:
-            print(deployment.compose("logs", "--tail", "40"), flush=True)
-            raise
         finally:
             os.environ.pop("SSL_CERT_FILE", None)
             deployment.close()

@@ -27,7 +27,7 @@ from train_fn.loop import survivor
 from train_fn.loop.epoch_hook import TORN, is_torn
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
-from train_fn.node.broken_device import is_broken, keep_for_ever
+from train_fn.node.broken_device import keep_if_broken
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.snapshots.last_save import newest_durable
@@ -64,10 +64,8 @@ def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepF
     may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
     memory = memory_summary(cause, ctx.device)
     replica, training = progress.replica, progress.training
-    broken = is_broken(ctx.device)
-    if broken:
-        keep_for_ever(cause, replica, training)
-    else:
+    broken = keep_if_broken(ctx.device, cause, replica, training)
+    if not broken:
         forget_frames(cause)
     if training is not None:
         training.saver.close()

@@ -138,8 +138,8 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
         with generators_kept(ctx.device), evaluating(model):
             _measure_all(ctx, replica, own, with_samples_unchanged(replica.task, first))
         require_weights_unchanged(replica, before)
-    finally:
         lost = untrained.changed_without_copy()
+    finally:
         untrained.put_back()
         replica.task_state.load(replica.state.task)
     if lost:

@@ -47,9 +47,9 @@ class Rescue:
         on_gpu = ctx.device.type == "cuda"
         self._committed = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._memory: Any = None
-        """Of an earlier copy: to pin memory may wait for a device that hangs."""
+        """An earlier copy, whose memory is used again: pinning may wait for a device that hangs."""
         self._num_values = 0
-        """Parameters of which the optimizer held values when that memory was taken."""
+        """Number of parameters that had optimizer values when ``_memory`` was taken."""
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
         nccl.keep_before_abort(self.keep)
@@ -98,15 +98,7 @@ class Rescue:
 
     def _copied(self) -> dict[str, Any] | None:
         gives_up_at = time.monotonic() + PATIENCE_S
-        while not self._is_leaving:
-            if time.monotonic() > gives_up_at:
-                logger.warning(
-                    "nothing is kept before the abort: for %g s the training thread stood nowhere "
-                    "where its state is whole (phase %s)",
-                    PATIENCE_S,
-                    self._progress.phase,
-                )
-                return None
+        while not self._is_leaving and time.monotonic() < gives_up_at:
             place = self._place()
             if place is None:
                 return None
@@ -116,6 +108,13 @@ class Rescue:
                 if state is not None and self._place() == place and self._is_whole():
                     self._replica.state.require_sound(state)
                     return state
+        if not self._is_leaving:
+            logger.warning(
+                "nothing is kept before the abort: for %g s the training thread stood nowhere "
+                "where its state is whole (phase %s)",
+                PATIENCE_S,
+                self._progress.phase,
+            )
         return None
 
     def _place(self) -> tuple[FrameType, int, int] | None:

@@ -23,6 +23,14 @@ def is_broken(device: torch.device) -> bool:
     return False
 
 
+def keep_if_broken(device: torch.device, *objects: object) -> bool:
+    """Return whether the device is broken. If so, keep these objects until the process ends."""
+    broken = is_broken(device)
+    if broken:
+        keep_for_ever(*objects)
+    return broken
+
+
 def keep_for_ever(*objects: object) -> None:
     """Never free these objects, nor what they refer to, not even when the process ends."""
     for each in objects:

@@ -10,7 +10,7 @@ from typing import Any
 from train_fn.context import WorkerContext
 from train_fn.errors import StepNotWhole
 from train_fn.loop.departure import keep_state, not_copied
-from train_fn.node.broken_device import is_broken, keep_for_ever
+from train_fn.node.broken_device import keep_if_broken
 from train_fn.own_loop import Left
 from train_fn.protect.training import Training
 from train_fn.recovery.rank_error import describe_error
@@ -34,8 +34,7 @@ def leave(
         training: None if the error came before it was built.
     """
     error = describe_error(cause, ctx.world_rank)
-    if is_broken(ctx.device):
-        keep_for_ever(cause, training)
+    keep_if_broken(ctx.device, cause, training)
     fault, is_known = None, False
     frees_peers = fails_by_itself()
     if training is not None:

@@ -20,7 +20,7 @@ from storage.run_control import Stop
 from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, forget_frames
-from train_fn.node.broken_device import is_broken, keep_for_ever
+from train_fn.node.broken_device import keep_if_broken
 from train_fn.own_loop import StopAgreed
 from train_fn.ray_train.checkpoint_list import latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
@@ -138,13 +138,12 @@ def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFa
     anything else.
     """
     protected = protection()
-    error = describe_error(cause, ctx.world_rank)
-    if is_broken(ctx.device):
-        keep_for_ever(cause)
-    else:
+    left = None if protected is None else protected.left
+    error = describe_error(cause, ctx.world_rank) if left is None else left.error
+    if not keep_if_broken(ctx.device, cause):
         forget_frames(cause)
-    if protected is not None and protected.left is not None:
-        return StepFailed(protected.left.error, protected.left.problem)
+    if left is not None:
+        return StepFailed(error, left.problem)
     gc.collect()
     end_process_group()
     close_store()

@@ -44,7 +44,7 @@ _NODE_DEFAULTS = {
     "NCCL_IB_TIMEOUT": "19",
     "NCCL_IB_RETRY_CNT": "7",
     # pin memory with several threads: four times as fast
-    "PYTORCH_CUDA_ALLOC_CONF": ("pinned_use_cuda_host_register:True,pinned_num_register_threads:8"),
+    "PYTORCH_CUDA_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
 }
 """Defaults, if neither the node's environment nor the spec sets these variables."""
 
