@@ -67,7 +67,8 @@ class WorkerContext:
     """Return whether the journal has confirmed lately that no newer attempt has begun. If not, wait
     up to so many seconds for its reply."""
     journaled_step: Callable[[], float] = lambda: inf
-    """Return the newest step that is in the journal, as far as this rank knows; never blocks."""
+    """Return the newest step whose metrics are in the journal, as far as this rank knows; infinity
+    where no rank can know. Never blocks."""
     steps_before: int = 0
     """Steps that earlier attempts are known to have done; set for a user's script only."""
     report_state_bytes: Callable[[int], None] = lambda num_bytes: None

@@ -33,7 +33,7 @@ def open_journal(
     """Start the submission's journal, and report that the submission has started. Return the
     journal's actor, and the driver's client of it."""
     node_id = ray.get_runtime_context().get_node_id()
-    actor = start_journal(run_dir, submission, DriverProcess.own(), node_id)
+    actor = start_journal(run_dir, submission, DriverProcess.own(), node_id, history.last_step)
     interval_s = max(0.1, run_dir.storage.batch_s)
     client = ActorJournalClient(
         deliver_to(actor), "driver", history.last_attempt, interval_s=interval_s, beat_s=BEAT_S

@@ -115,6 +115,12 @@ class ActorJournalClient:
         """Return the most steps done, as of the journal's last reply; None if unknown."""
         return self._reply.progress.last_step if self._reply else None
 
+    @property
+    def told_step(self) -> int | None:
+        """Return the newest step whose metrics the journals have, as of the last reply; None if
+        unknown, or if they have none."""
+        return self._reply.progress.told_step if self._reply else None
+
     def moved_at(self, attempt: int) -> float | None:
         """Return when that attempt last advanced, as of the journal's last reply, in Unix seconds;
         None if unknown."""

@@ -22,15 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class JournalServer:
-    """Write one submission's journal. Clients call ``deliver`` one at a time, in any order."""
+    """Write one submission's journal. Clients call ``deliver`` one at a time, in any order.
 
-    def __init__(self, run_dir: RunDir, submission: int) -> None:
+    Args:
+        told_step: newest step whose metrics the journals of earlier submissions have; None if they
+            have none, or if that is not known.
+    """
+
+    def __init__(self, run_dir: RunDir, submission: int, told_step: int | None = None) -> None:
         self._run_dir, self._submission = run_dir, submission
+        self._told_step = told_step
         self._writer: JournalWriter | None = None
         self._stop: Stop | None = None
         self._profile: ProfileOrder | None = None
         self._flip: DrillOrder | None = None
-        self._progress = ProgressTracker()
+        self._progress = ProgressTracker(told_step)
         try:
             self._open()
         except StorageError as exc:
@@ -42,7 +48,7 @@ class JournalServer:
         if self._writer is None:
             writer = JournalWriter(self._run_dir, self._submission)
             self._profile = self._flip = None
-            self._progress = ProgressTracker()
+            self._progress = ProgressTracker(self._told_step)
             try:
                 if writer.last_n:
                     self._read_back(self._run_dir)

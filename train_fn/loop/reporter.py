@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +13,10 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
-from train_fn.state.event_tail import NUM_OTHERS, NUM_POINTS
 from train_fn.state.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
 
-TAIL_S = 10.0
-"""How far back metrics are reported again after a recovery. Reports become durable much faster than
-this."""
-OTHERS_S = 60.0
-"""The same for events that not every step has. A storage that failed for a while may have delayed
-them."""
 HAND_OVER_S = 0.1
 """How long metrics are gathered before they are sent, while steps are shorter: each time costs a
 step 0.02 ms."""
@@ -33,7 +27,7 @@ _METRICS_KIND = _METRICS.value
 class Reporter:
     """Reports metrics and events. Every rank calls it with the same values.
 
-    After a recovery it reports again what a dead rank 0 may not have delivered. Readers fold events
+    After a recovery it reports again what a dead rank 0 has not delivered. Readers fold events
     by step and epoch, so an event that is reported twice changes nothing.
 
     Args:
@@ -111,9 +105,9 @@ class Reporter:
         if self._journal is None or not self._points:
             return
         self._complete()
-        self._journal.emit(_METRICS, {"points": self._points})
-        # The attempt's first step travels alone: it marks the end of a recovery.
-        self._points, self._late_points = self._late_points, []
+        # In one event: once the journal has this step, it has all those before it.
+        self._journal.emit(_METRICS, {"points": self._late_points + self._points})
+        self._points, self._late_points = [], []
         self._hand_over_at = time.perf_counter() + HAND_OVER_S
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
@@ -130,20 +124,23 @@ class Reporter:
             self._journal.emit(kind, data)
 
     def report_again(self) -> None:
-        """After a restore, report again what was reported just before the state was saved: it may
-        never have arrived."""
-        tail = self._state.tail
-        if self._journal is None or not (entries := list(tail)):
+        """After a restore, report again what the journal may lack of the steps before it.
+
+        However long ago that was: the journal may have been away for many slow steps. Metrics
+        travel with the attempt's first step.
+        """
+        if self._journal is None:
             return
-        newest_at = entries[-1]["at"]
-        points = list(tail.points)
-        unreported, late = points[:-NUM_POINTS], points[-NUM_POINTS:]
-        late = unreported + [entry for entry in late if entry["at"] >= newest_at - TAIL_S]
-        self._late_points = [entry["data"] for entry in late]
-        others = list(tail.others)
-        recent = [each for each in others[-NUM_OTHERS:] if each["at"] >= newest_at - OTHERS_S]
-        for entry in others[:-NUM_OTHERS] + recent:
-            self._journal.emit(EventKind(entry["kind"]), entry["data"])
+        journaled = self._journaled_step()
+        if math.isinf(journaled):
+            journaled = -1  # nobody knows
+        tail = self._state.tail
+        self._late_points = [
+            entry["data"] for entry in tail.points if entry["data"]["step"] > journaled
+        ]
+        for entry in tail.others:
+            if entry.get("step", journaled) >= journaled:
+                self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:
         """Return how long the epoch that ends now took in this attempt."""

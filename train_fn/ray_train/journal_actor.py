@@ -28,8 +28,10 @@ class LastingJournalActor(JournalServer):
     """Serve the journal on the driver's node. It outlives the driver until the ranks have sent
     their last events."""
 
-    def __init__(self, run_dir: RunDir, submission: int, driver: DriverProcess) -> None:
-        super().__init__(run_dir, submission)
+    def __init__(
+        self, run_dir: RunDir, submission: int, driver: DriverProcess, told_step: int | None
+    ) -> None:
+        super().__init__(run_dir, submission, told_step)
         self._driver = driver
         self._called_at = time.monotonic()
         threading.Thread(target=self._end_when_lonely, name="lonely", daemon=True).start()
@@ -49,8 +51,11 @@ class LastingJournalActor(JournalServer):
                     ray.kill(ray.get_runtime_context().current_actor)  # on exit Ray restarts it
 
 
-def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_id: str) -> Any:
-    """Start the submission's journal on ``node_id`` and return the actor's handle.
+def start_journal(
+    run_dir: RunDir, submission: int, driver: DriverProcess, node_id: str, told_step: int | None
+) -> Any:
+    """Start the submission's journal on ``node_id`` and return the actor's handle. Earlier journals
+    have the metrics of all steps up to ``told_step``.
 
     Ray restarts the actor if its process dies, and it continues. It does not end with its driver:
     kill it when the run is done.
@@ -64,7 +69,7 @@ def start_journal(run_dir: RunDir, submission: int, driver: DriverProcess, node_
         namespace=NAMESPACE,
         lifetime="detached",
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    ).remote(run_dir, submission, driver)
+    ).remote(run_dir, submission, driver, told_step)
 
 
 def deliver_to(actor: Any, timeout_s: float = 10.0) -> Deliver:

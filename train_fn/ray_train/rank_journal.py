@@ -89,8 +89,8 @@ class RankJournal:
         return self._client.holds_lease(timeout_s)
 
     def journaled_step(self) -> float:
-        """Return the newest step that the journal has."""
-        return self._client.last_step or 0
+        """Return the newest step whose metrics the journal has."""
+        return self._client.told_step or 0
 
     def _note(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Note the restored step, then report the recovery with the first new step."""
@@ -103,7 +103,14 @@ class RankJournal:
             self._rejected_step = _rejected_step(data, self._launch.attempt - 1)
         if kind is EventKind.METRICS and data["points"]:
             self._recovering = False
-            self._client.emit(EventKind.RECOVERED, self._recovered(float(data["points"][0]["at"])))
+            self._client.emit(EventKind.RECOVERED, self._recovered(self._first_at(data["points"])))
+
+    def _first_at(self, points: list[dict[str, Any]]) -> float:
+        """Return when the attempt's first step ended, in Unix seconds. Steps from before the
+        failure may come along with it."""
+        done = self._restored_step if isinstance(self._restored_step, int) else 0
+        first = next((point for point in points if point["step"] > done), points[0])
+        return float(first["at"])
 
     def _recovered(self, first_step_at: float) -> dict[str, Any]:
         """Return the recovery's duration by phase, and the lost steps, given the time of the first

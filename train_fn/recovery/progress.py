@@ -71,6 +71,8 @@ class Progress:
     """Events of its ranks so far that show progress."""
     last_step: int | None = None
     """Most steps done, as far as any event of the submission says."""
+    told_step: int | None = None
+    """Newest step up to which the journals have the metrics of all; None if none has any."""
     step_p99_s: float | None = None
     """99th percentile of recent step times in seconds; None for fewer than 20 steps."""
     quiet_s: float = 0.0
@@ -85,7 +87,9 @@ class Progress:
 class ProgressTracker:
     """Takes a submission's events in journal order and keeps the progress of its newest attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, told_step: int | None = None) -> None:
+        """Begin with what earlier submissions have told: metrics up to ``told_step``."""
+        self._told_step = told_step
         self._attempt = 0
         self._phase = Phase.START
         self._num_signs = 0
@@ -163,6 +167,7 @@ class ProgressTracker:
             self._phase,
             self._num_signs,
             self._last_step,
+            self._told_step,
             p99,
             quiet_s,
             self._moved_at,
@@ -178,6 +183,7 @@ class ProgressTracker:
         if kind is EventKind.METRICS:
             for point in data["points"]:
                 self._last_step = max(self._last_step or 0, point["step"])
+                self._told_step = max(self._told_step or 0, point["step"])
                 step_s = point["values"].get("step_s")
                 if step_s is not None:
                     self._step_s.append(step_s)
@@ -187,3 +193,6 @@ class ProgressTracker:
             EventKind.EVALUATED,
         } and isinstance(data.get("step"), int):
             self._last_step = max(self._last_step or 0, data["step"])
+        if kind is EventKind.RESTORED and isinstance(data.get("step"), int):
+            # Steps beyond it are made again.
+            self._told_step = min(self._told_step or 0, data["step"])

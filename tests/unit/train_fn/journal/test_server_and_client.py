@@ -368,3 +368,25 @@ def test_a_full_disk_says_nothing_about_the_ranks(tmp_path: Path) -> None:
         filler.unlink()
         progress = actor.deliver("rank-0.a001", [step]).progress
         assert (progress.is_written, progress.last_step) == (True, 9)
+
+
+def test_only_metrics_say_up_to_which_step_the_journal_has_them(run_dir: RunDir) -> None:
+    """After the head was away, an attempt begins beyond the newest metrics that arrived."""
+
+    def metrics(number: int, *steps: int) -> SourceEvent:
+        points = [{"step": step, "at": 1.0, "values": {}} for step in steps]
+        return event(number, EventKind.METRICS, points=points)
+
+    journal = JournalServer(run_dir, 2, told_step=22)
+    told = [
+        journal.deliver("rank-0.a001", [each]).progress.told_step
+        for each in (
+            event(1, EventKind.RESTORED, step=60),
+            event(2, EventKind.EVALUATED, step=60),
+            event(3, EventKind.CHECKPOINT_COMMITTED, step=60),
+            metrics(4, 23, 60, 61),
+            event(5, EventKind.RESTORED, step=50),
+            metrics(6, 51),
+        )
+    ]
+    assert told == [22, 22, 22, 61, 50, 51]

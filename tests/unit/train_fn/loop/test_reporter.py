@@ -135,8 +135,9 @@ def test_survivors_report_again_what_rank_0_could_not_tell() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_steps: int) -> None:
-    """Also where the attempt has no step left to make."""
+def test_after_a_recovery_late_steps_travel_with_the_first_one(num_steps: int) -> None:
+    """Also where the attempt has no step left to make. The journal that has the first one has them
+    all."""
     old, state, _ = begin()
     for _ in range(2):
         end_step(old, state)
@@ -147,8 +148,28 @@ def test_after_a_recovery_the_first_step_travels_alone_and_late_ones_follow(num_
         end_step(reporter, state)
     reporter.close()
     assert sorted(reported_steps(journal)) == list(range(1, 3 + num_steps))
-    if num_steps:
-        assert [point["step"] for point in journal.of_kind(EventKind.METRICS)[0]["points"]] == [3]
+    first = journal.of_kind(EventKind.METRICS)[0]["points"]
+    assert [point["step"] for point in first] == list(range(1, 3 + min(num_steps, 1)))
+
+
+@pytest.mark.parametrize("journaled", [22, 40])
+def test_slow_steps_that_the_journal_missed_are_reported_again(journaled: int) -> None:
+    """The head was away for minutes, in which few steps were made: no more than are always kept."""
+    clock = Clock()
+    with patch.object(reporter_module.head_clock, "now", lambda: clock.now):
+        old, state, _ = begin(rank=1)
+        for step in range(1, 61):
+            clock.now += 30
+            end_step(old, state)
+            if step % 20 == 0:
+                old.emit(EventKind.EPOCH_COMPLETED, {"epoch": step // 20 - 1})
+        ctx = replace(one_rank(SPEC, NOWHERE, attempt=2), journaled_step=lambda: journaled)
+        again = Reporter(ctx, state)
+        again.report_again()
+        end_step(again, state)
+    assert reported_steps(journal_of(ctx)) == list(range(journaled + 1, 62))
+    told = [data["epoch"] for data in journal_of(ctx).of_kind(EventKind.EPOCH_COMPLETED)]
+    assert told == [1, 2], "that of step 40 follows its metrics, so the journal may lack it"
 
 
 def recovered(
