@@ -80,9 +80,9 @@ class WorkerContext:
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
     in_process: bool = False
     """Whether the rank may keep its state in its process when it leaves, for the next attempt."""
-    yields: Callable[[], bool] = lambda: False
-    """Return whether the controller has asked this rank to exit, so that another group follows. Its
-    peers may not know yet."""
+    hands_over: Callable[[], bool] = lambda: False
+    """Return whether the controller has asked the ranks to exit for a group that follows at once,
+    and in which processes of this one go on. Rank 0 decides by it for all."""
     on_replaced: Callable[[str], None] = lambda why: None
     """Called once the storage shows that a newer attempt or submission has begun. Under a driver it
     ends the process."""

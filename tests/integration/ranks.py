@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.drills import DrillKind
@@ -25,6 +25,10 @@ from storage.run_dir import RunDir
 from tests.support.rank_processes import run_id_for, run_to_end
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
+from train_fn.recovery.launch import Left
+
+if TYPE_CHECKING:
+    from train_fn.context import WorkerContext
 
 _LOST = "lost"
 """A file beside the ranks' results: one of them has died, or raised."""
@@ -74,7 +78,7 @@ class Outcome:
     signal."""
 
     exit_code: int | None
-    stop: Stop | None = None
+    stop: Left | None = None
     error: BaseException | None = None
     events: list[tuple[EventKind, dict[str, Any]]] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
@@ -235,7 +239,6 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     import torch
     import torch.distributed as dist
 
-    from train_fn.context import WorkerContext
     from train_fn.loop.attempt import train
     from train_fn.step.nccl import begin_attempt, group_backend
 
@@ -252,7 +255,26 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     )
     outcome = Outcome(exit_code=None)
     journal = ListJournal(job, rank, outcome)
-    context = WorkerContext(
+    context = context_of(job, rank, journal, outcome)
+    _follow_restores(journal)
+    try:
+        outcome.stop = train(context)
+    except Exception as exc:
+        outcome.error = exc
+        Path(base, _LOST).touch()
+    ended.set()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return outcome
+
+
+def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> WorkerContext:
+    """Return the place of a rank in an attempt."""
+    import torch
+
+    from train_fn.context import WorkerContext
+
+    return WorkerContext(
         spec=job.spec,
         run_dir=job.run_dir,
         submission=job.submission,
@@ -269,24 +291,21 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
         profile_ordered=lambda: job.profiled,
         is_abandoned=journal.is_abandoned,
         in_process=job.in_process,
-        yields=lambda: job.in_process and job.stopped is not None,
+        hands_over=lambda: job.in_process and job.stopped is not None,
         flip_ordered=journal.flip_ordered,
     )
-    _follow_restores(journal)
-    try:
-        outcome.stop = train(context)
-    except Exception as exc:
-        outcome.error = exc
-        Path(base, _LOST).touch()
-    ended.set()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return outcome
+
+
+def build_ahead_of(job: Job) -> None:
+    """Build in this process what a rank of the job trains, before it has a rank."""
+    from train_fn.loop.survivor import build_ahead
+
+    outcome = Outcome(exit_code=None)
+    build_ahead(context_of(job, 0, ListJournal(job, 0, outcome), outcome))
 
 
 def _follow_restores(journal: ListJournal) -> None:
     """Let the journal know at which step its rank began, which only the loop knows."""
-    from train_fn.context import WorkerContext
     from train_fn.loop import attempt
     from train_fn.loop.training import Progress, Training
 

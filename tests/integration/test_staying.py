@@ -7,8 +7,9 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -17,8 +18,9 @@ import torch
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from tests.integration import moving_buffers, own_steps_task, staying_faults
-from tests.integration.ranks import Job, Outcome, make_run_dir
+from tests.integration.ranks import Job, Outcome, build_ahead_of, make_run_dir
 from tests.integration.staying_faults import STEP
 from tests.integration.staying_ranks import StayingRanks, staying_ranks
 from tests.integration.test_exactness import assert_same, make_spec
@@ -161,15 +163,36 @@ def test_with_elastic_exactness_any_number_of_survivors_makes_the_same_bits(
     run.require_as_undisturbed(2)
 
 
-def test_ranks_that_yield_stay_and_meet_more_or_fewer(ranks: StayingRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("built_ahead", [False, True])
+def test_ranks_hand_over_to_more_or_fewer_without_a_checkpoint(
+    built_ahead: bool, ranks: StayingRanks, tmp_path: Path
+) -> None:
     run = Run(ranks, tmp_path, elastic(moving_buffers.SPEC))
+    if built_ahead:
+        ranks.call("C", partial(build_ahead_of, run.job(2)), run.job(2))
+        model = ranks.call("C", model_here, run.job(2))
+        assert ranks.call("C", kept_here, run.job(2)) is None, "it has no state"
     for names, step in (("AB", 2), ("CAB", 3), ("BC", 6)):
         stopped = run.attempt(names, stopped=("pause", step - 1))
-        assert [each.stop for each in stopped] == ["pause"] * len(names)
+        assert [each.stop for each in stopped] == ["yielded"] * len(names)
         assert [ranks.call(name, kept_here, run.job(2)) for name in names] == [step] * len(names)
         assert restored(stopped[0])[0] == ("fresh" if step == 2 else "process")
+        if built_ahead:
+            assert ranks.call("C", model_here, run.job(2)) == model, "what was built is trained"
+    assert saved_steps(run) == []
     assert restored(require_done(run.attempt("B"))) == ("process", 6)
     run.require_as_undisturbed(2)
+
+
+def model_here() -> int:
+    from train_fn.snapshots import process_slot
+
+    held: Any = process_slot._stay
+    return id(held.parts.state.model)
+
+
+def saved_steps(run: Run) -> list[int]:
+    return [manifest.step for manifest in CheckpointStore(run.run_dir).list()]
 
 
 def test_a_survivor_one_step_behind_receives_the_newer_state(

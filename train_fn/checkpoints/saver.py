@@ -86,6 +86,13 @@ class Saver:
         """Return the stop that the run's spec asks for after too many failed saves."""
         return self._failures.stop
 
+    @property
+    def has_best_to_write(self) -> bool:
+        """Return whether the best state so far is not in a checkpoint yet."""
+        with self._mutex:
+            saves = (self._slot.waiting, self._slot.current)
+            return any(save is not None and save.is_best for save in saves)
+
     def newest_committed(self, reported: int) -> int:
         """Return the step of the newest checkpoint that this attempt committed, if it is later than
         ``reported``; else 0."""

@@ -54,8 +54,15 @@ class RankLog:
 
     def start(self) -> None:
         """Start to copy stdout, stderr and logging, including those of processes that are forked
-        later. They still go to their original destination, too.
+        later. They still go to their original destination, too. Lines that were put by come first.
         """
+        self._lines.extend(_put_by)
+        _put_by.clear()
+        self.listen()
+        self._thread.start()
+
+    def listen(self) -> None:
+        """Start to copy, but write nothing yet."""
         global _started
         self._forked = ForkedOutput(self._add_forked)
         self._forked.start()
@@ -68,7 +75,6 @@ class RankLog:
         root.addHandler(self._handler)
         if root.level > logging.INFO or root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
-        self._thread.start()
 
     def add(self, level: str, message: str) -> None:
         """Add a line for which the budget has room. A very long one is cut."""
@@ -133,6 +139,23 @@ class RankLog:
 
     def close(self) -> None:
         """Restore stdout, stderr and logging, write the remaining lines, and end the threads."""
+        self._stop_listening()
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self.flush()
+        with self._write_lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def put_by(self) -> None:
+        """Restore stdout, stderr and logging, and keep the lines for the next log of this
+        process."""
+        self._stop_listening()
+        _put_by.extend(self._lines)
+
+    def _stop_listening(self) -> None:
         global _started
         if _started is self:
             _started = None
@@ -149,14 +172,6 @@ class RankLog:
         root = logging.getLogger()
         root.removeHandler(self._handler)
         root.setLevel(self._root_level)
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self.flush()
-        with self._write_lock:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
 
     def _run(self) -> None:
         while not self._closing.wait(self._interval_s):
@@ -165,6 +180,8 @@ class RankLog:
 
 _started: RankLog | None = None
 """The log of this process and of processes that it forks."""
+_put_by: deque[LogRecord] = deque(maxlen=MAX_LINES)
+"""Lines of this process from before it had a rank."""
 
 
 def mark_output(mark: str) -> None:

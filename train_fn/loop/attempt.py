@@ -8,22 +8,27 @@ from train_fn.loop.beginning import begin
 from train_fn.loop.boundary import close_boundary
 from train_fn.loop.built_alike import require_same_after_step
 from train_fn.loop.commit import commit, require_whole
-from train_fn.loop.departure import leave, stay
+from train_fn.loop.departure import leave
 from train_fn.loop.elastic_step import elastic_step
 from train_fn.loop.final_checkpoint import finish, report_checkpoint
 from train_fn.loop.gradients import forward_backward
+from train_fn.loop.hand_over import hand_over, hands_over
 from train_fn.loop.own_step import make_step
 from train_fn.loop.ranks_apart import require_together
 from train_fn.loop.rescue import Rescue
+from train_fn.loop.survivor import build_ahead
 from train_fn.loop.training import Progress, Training, prepare
+from train_fn.recovery.launch import YIELDED, Left
+
+__all__ = ["build_ahead", "train", "train_openly"]
 
 
-def train(ctx: WorkerContext) -> Stop | None:
+def train(ctx: WorkerContext) -> Left | None:
     """Train this rank's share of every global batch. Return None when all steps are done, else the
     stop that all ranks agreed on.
 
-    If the controller has asked the ranks to stop, because another group follows, the rank may keep
-    what it trains in its process.
+    If the controller has asked the ranks to make room for a group that follows at once, they keep
+    what they train in their processes, and return ``YIELDED``.
 
     Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
     keeps it in its process, and has let its peers go.
@@ -31,11 +36,11 @@ def train(ctx: WorkerContext) -> Stop | None:
     progress = Progress()
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
-        stop = train_openly(ctx, progress)
+        left = train_openly(ctx, progress)
         rescue.leave()
-        if stop is not None and ctx.in_process and ctx.yields():
-            stay(progress)
-        return stop
+        if left == YIELDED:
+            hand_over(progress)
+        return left
     except BaseException as exc:
         failed = leave(ctx, progress, exc)
     # Outside the handler: a context would keep the frames of the broken attempt alive, and with
@@ -43,7 +48,7 @@ def train(ctx: WorkerContext) -> Stop | None:
     raise failed
 
 
-def train_openly(ctx: WorkerContext, progress: Progress) -> Stop | None:
+def train_openly(ctx: WorkerContext, progress: Progress) -> Left | None:
     """Like ``train``, but let every exception through. ``progress`` says what exists by then."""
     training = prepare(ctx, progress)
     replica = training.replica
@@ -51,6 +56,8 @@ def train_openly(ctx: WorkerContext, progress: Progress) -> Stop | None:
     is_best, stop = begin(training), None
     while state.step < replica.last_step and stop is None:
         is_best, stop = take_step(training)
+    if stop is not None and hands_over(training, stop):
+        return YIELDED
     finish(training, is_best, stop)
     return stop
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
@@ -135,29 +133,14 @@ def _leave_state(
         is_saved = progress.phase == "checkpoint"
         is_shared = replica.before_hook is not None or replica.parts.exchanges_in_build
         if may_stay and not is_saved and not is_shared and end_process_group():
-            _keep(replica, made_by, found)
+            keep_in_process(replica, made_by, found)
             return None
         return leave_snapshot(made_by, found)
 
     return step, keep_state(ctx, state, partial(_last_committed, replica), leave_or_keep)
 
 
-def stay(progress: Progress) -> None:
-    """Keep the state of an attempt that has ended in order, for the group that follows, and leave
-    this one."""
-    replica, training = progress.replica, progress.training
-    assert replica is not None and training is not None
-    progress.replica = progress.training = None
-    training.clock.close()
-    replica.let_go()
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if replica.state.complete and not replica.parts.exchanges_in_build:
-        _keep(replica, training.ctx, replica.state.state_dict())
-
-
-def _keep(replica: Replica, made_by: WorkerContext, found: dict[str, Any]) -> None:
+def keep_in_process(replica: Replica, made_by: WorkerContext, found: dict[str, Any]) -> None:
     """Keep the state ``found``, and everything that it was trained with, in this process."""
     parts, state = replica.parts, replica.state
     if not state.complete:  # it is a copy from before the step

@@ -71,18 +71,19 @@ class Parts:
         return self.origin is not None
 
     def begin_attempt(self, ctx: WorkerContext) -> None:
-        """Prepare what an earlier attempt trained for the next one, which may have another number
-        of ranks.
+        """Prepare what an earlier attempt trained, or what was built ahead, for the next attempt,
+        which may have another number of ranks.
 
         A step that broke may have changed what a forward pass changes beside tensors, and read
         iterable data. So these are as built, as in a new process, and the task has its state of
         the last step.
         """
         state = self.state
-        if any(map(is_iterable, filter(None, self.datasets.values()))):
-            self.datasets = build_datasets(ctx, self.task)
-        self.built.put_back()
-        TaskState(self.task).load(state.task)
+        if self.is_kept:
+            if any(map(is_iterable, filter(None, self.datasets.values()))):
+                self.datasets = build_datasets(ctx, self.task)
+            self.built.put_back()
+            TaskState(self.task).load(state.task)
         self.train_set, self.sampler = training_data(ctx, self.task, self.datasets["train"])
         state.sampler = self.sampler
         if isinstance(self.train_set, StreamSet):

@@ -265,22 +265,30 @@ class Replica:
                 fill_gradients(self._dense)
 
 
+def new_parts(ctx: WorkerContext) -> Parts:
+    """Build the spec's task, and everything from it."""
+    spec, train = ctx.spec, ctx.spec.train
+    if spec.code is not None:
+        add_to_path(ctx.run_dir.storage, spec.code.archive)
+    before = num_collectives()
+    seed_building(train.seed, _TASK)
+    parts = build_parts(ctx, build_task(spec))
+    parts.exchanges_in_build = num_collectives() != before
+    return parts
+
+
 def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
     """Build the replica from the spec, the same on every rank. Nothing is exchanged yet.
 
     Args:
-        parts: what an earlier attempt of this process has trained; None to build it.
+        parts: what an earlier attempt of this process has trained, or what was built ahead; None to
+            build it.
     """
     spec, train = ctx.spec, ctx.spec.train
     set_determinism(train.wants_determinism, ctx.device)
+    bring_packages(ctx)  # all ranks wait there for those that are new
     if parts is None:
-        bring_packages(ctx)
-        if spec.code is not None:
-            add_to_path(ctx.run_dir.storage, spec.code.archive)
-        before = num_collectives()
-        seed_building(train.seed, _TASK)
-        parts = build_parts(ctx, build_task(spec))
-        parts.exchanges_in_build = num_collectives() != before
+        parts = new_parts(ctx)
     else:
         parts.begin_attempt(ctx)
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)

@@ -1,7 +1,9 @@
-"""What a process keeps of an attempt that broke, for the next attempt that it serves.
+"""What a process holds for the next attempt that it serves: what it keeps of an earlier one, or
+what it has built ahead.
 
 A rank that merely lost a peer keeps its model, optimizer and state where they are, on its device.
-The slot (``process_slot``) is empty in a new process, so that its first attempt builds everything.
+The slot (``process_slot``) is empty in other new processes, so that their first attempt builds
+everything.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from storage.run_names import Origin
 from train_fn.context import WorkerContext
 from train_fn.errors import TrainError
 from train_fn.loop.parts import Parts
+from train_fn.loop.replica import new_parts
 from train_fn.snapshots import process_slot
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label
 from train_fn.state.digest import tree_digest
 from train_fn.state.tensor_tree import take_apart
+from train_fn.step.determinism import set_determinism
+from train_fn.user_code.packages import add_packages
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +66,6 @@ class Survivor:
     def origin(self) -> Origin:
         return self.ctx.submission, self.ctx.attempt
 
-    def serves(self, ctx: WorkerContext) -> bool:
-        """Return whether an attempt trains the same run in the same way."""
-        mine = self.ctx
-        return (mine.run_dir.uri, mine.submission, mine.spec, mine.device) == (
-            ctx.run_dir.uri,
-            ctx.submission,
-            ctx.spec,
-            ctx.device,
-        )
-
     def leave(self) -> str | None:
         """Leave the state as a snapshot on this node. Return None, or the problem."""
         wait([self.described])  # one thread at a time reads the state
@@ -81,6 +76,19 @@ class Survivor:
         except (TrainError, RuntimeError) as exc:  # a device may not be readable any more
             logger.warning("the kept state of step %d cannot be left: %s", self.step, exc)
             return f"the kept state of step {self.step} cannot be left: {exc}"
+
+
+@dataclass(frozen=True)
+class Recruit:
+    """Parts that nothing was trained with yet, for a rank that is to join."""
+
+    parts: Parts
+    ctx: WorkerContext
+    """In which they were built. Its rank and size are not those that the rank gets."""
+    step: None = None
+
+    def leave(self) -> None:
+        """Leave nothing, since there is no state."""
 
 
 def keep(parts: Parts, ctx: WorkerContext, state: dict[str, Any]) -> None:
@@ -107,11 +115,28 @@ def _describe(described: Future[Kept], label: Label, state: dict[str, Any]) -> N
         described.set_exception(exc)
 
 
-def take(ctx: WorkerContext) -> Survivor | None:
-    """Return what an earlier attempt of this process has kept for such an attempt, and empty the
-    slot. What it has kept for any other is dropped."""
-    survivor = process_slot.take()
-    if not isinstance(survivor, Survivor) or not ctx.in_process or not survivor.serves(ctx):
+def build_ahead(ctx: WorkerContext) -> None:
+    """Build what a rank trains while it has no peers yet, and keep it in this process."""
+    spec = ctx.spec
+    set_determinism(spec.train.wants_determinism, ctx.device)
+    if spec.runtime_env is not None:
+        add_packages(spec.runtime_env.pip)
+    process_slot.keep(Recruit(new_parts(ctx), ctx))
+
+
+def take(ctx: WorkerContext) -> Survivor | Recruit | None:
+    """Return what this process holds for such an attempt, and empty the slot. What it holds for any
+    other is dropped."""
+    held = process_slot.take()
+    if not isinstance(held, Survivor | Recruit) or not ctx.in_process:
         return None
-    survivor.parts.origin = survivor.origin
-    return survivor
+    if _trained(held.ctx) != _trained(ctx):
+        return None
+    if isinstance(held, Survivor):
+        held.parts.origin = held.origin
+    return held
+
+
+def _trained(ctx: WorkerContext) -> tuple[object, ...]:
+    """Return what an attempt trains, and where."""
+    return ctx.run_dir.uri, ctx.submission, ctx.spec, ctx.device

@@ -90,8 +90,9 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
     """
     sweep_forgotten(ctx)
-    progress.survivor = survivor = take(ctx)
-    replica = progress.replica = build_replica(ctx, None if survivor is None else survivor.parts)
+    held = take(ctx)
+    progress.survivor = survivor = held if isinstance(held, Survivor) else None
+    replica = progress.replica = build_replica(ctx, None if held is None else held.parts)
     require_best_metric(ctx, replica)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())

@@ -29,6 +29,7 @@ from train_fn.ray_train.ray_internals import (
     ShuttingDownState,
     TrainController,
 )
+from train_fn.ray_train.recruits import Recruits
 from train_fn.ray_train.scaling import LiveScalingPolicy
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
@@ -58,11 +59,15 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._nodes = LiveNodes(self._settings, job.run_dir.storage)
         self._placement = Placement(job.run_dir.run_id)
         self._sizes = self._new_sizes(train_run_context.scaling_config)
-        self._yielding = YieldRequest(
-            self._settings, self._sizes, self._attempt_log, lambda: self._driver.is_leaving
-        )
         self.worker_group_cls = GroupFactory(
             engine, self._attempt_log, self._placement, self._nodes, self._on_new, self._on_started
+        )
+        self._yielding = YieldRequest(
+            self._settings,
+            self._sizes,
+            self._attempt_log,
+            lambda: self._driver.is_leaving,
+            self._recruits(),
         )
         self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
@@ -95,6 +100,13 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._placement.held,
             WorkersLimit(job.run_dir, job.workers_limit).value,
         )
+
+    def _recruits(self) -> Recruits | None:
+        """Return what makes processes for ranks that join; None if no process stays for them."""
+        groups = self.worker_group_cls
+        if not groups.in_process:
+            return None
+        return Recruits(self._engine, self._placement, self._nodes.read, groups.survivors)
 
     def _new_failures(self, failure_config: Any) -> EvidencePolicy:
         """Return the failure policy."""
@@ -226,6 +238,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 self._attempt_log.ended("resized")
         super()._shutdown_worker_group()
         if not is_followed:
+            self._yielding.reset()
             self.worker_group_cls.survivors.end()
 
     # -- called by its parts

@@ -114,6 +114,17 @@ class Placement:
             )
         return _in_turns(self._bundles)
 
+    def add(self, wanted: Mapping[str, int], per_worker: Mapping[str, float]) -> list[Bundle]:
+        """Begin to reserve what is missing to the wanted number of bundles on each node, beside
+        those that are held. Return the new ones, which may not be placed yet.
+
+        Args:
+            wanted: number of bundles by node id.
+            per_worker: resources of a bundle.
+        """
+        lacking = Counter(wanted) - Counter(bundle.node_id for bundle in self._bundles)
+        return [self._create(node_id, per_worker) for node_id in lacking.elements()]
+
     def unfit(self) -> list[str]:
         """Return the nodes that failed to place a bundle at least twice in a row although they
         should have had room. This happens if whole GPUs are wanted but only halves are free."""

@@ -28,7 +28,7 @@ from train_fn.ray_train.start_checks import (
     network_reports,
     prepared,
 )
-from train_fn.ray_train.survivors import Survivor, end_processes
+from train_fn.ray_train.survivors import NO_STATE, Survivor, end_processes
 from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
@@ -132,7 +132,7 @@ class RankActors:
         launch = dataclasses.replace(
             self._launch,
             num_nodes=len({bundle.node_id for bundle in self._bundles}),
-            num_stayed=len(stayed),
+            num_stayed=sum(one.step != NO_STATE for one in self._survivors),
         )
         readiness = [actor.prepare.remote(launch) for actor in actors]
         metadata = [actor.get_metadata.remote() for actor in actors]
@@ -199,32 +199,33 @@ class RankActors:
 
     def _end_all_but(self, used: Sequence[Survivor]) -> None:
         """End the survivors that this group does not use, before their bundles are removed and
-        before a rank looks for their states."""
-        unused = [one.actor for one in self._survivors if one not in used]
+        before a rank looks for their states. A state that two used ones have is not written."""
+        unused = [one for one in self._survivors if one not in used]
         self._survivors = list(used)
-        end_processes(unused, self._settings.hold_s)
+        asked = []
+        for one in unused:
+            if one.step == NO_STATE or sum(other.step >= one.step for other in used) > 1:
+                ray.kill(one.actor)
+            else:
+                asked.append(one.actor)
+        end_processes(asked, self._settings.hold_s)
 
     def _with_new_actors(
         self, resources_per_worker: dict[str, float], stayed: Mapping[int, Any]
     ) -> list[Any]:
-        """Return an actor for each bundle: the one that stayed there, else a new one without a
-        runtime_env, so that an idle process can run it.
+        """Return an actor for each bundle: the one that stayed there, else a new one.
 
         Args:
             stayed: actors by the number of their bundle.
         """
-        options = worker_group_module.bundle_to_remote_args(resources_per_worker)
-        actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2}, **options)(
-            EverstepTrainWorker
+        new = iter(
+            new_actors(
+                [bundle for bundle in self._bundles if bundle.number not in stayed],
+                resources_per_worker,
+            )
         )
         return [
-            stayed[bundle.number]
-            if bundle.number in stayed
-            else actor_class.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=bundle.group, placement_group_bundle_index=0
-                )
-            ).remote()
+            stayed[bundle.number] if bundle.number in stayed else next(new)
             for bundle in self._bundles
         ]
 
@@ -250,6 +251,20 @@ class RankActors:
             raise WorkerGroupStartupFailedError(
                 "; ".join(sorted({report.error.summary for report in reports if report.error}))
             )
+
+
+def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> list[Any]:
+    """Create an actor in each bundle, without a runtime_env, so that an idle process can run it."""
+    options = worker_group_module.bundle_to_remote_args(dict(per_worker))
+    actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2}, **options)(EverstepTrainWorker)
+    return [
+        actor_class.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=bundle.group, placement_group_bundle_index=0
+            )
+        ).remote()
+        for bundle in bundles
+    ]
 
 
 def _on(chosen: Mapping[str, int], survivors: Sequence[Survivor]) -> list[Survivor]:

@@ -72,6 +72,11 @@ class RankJournal:
         so that the loop saves and exits. ``run_rank`` tells them apart."""
         return self._client.stop_requested or ("pause" if rank_process.yield_asked() else None)
 
+    def hands_over(self) -> bool:
+        """Return whether the controller has asked for the exit, for a group in which processes of
+        this one go on, and the user for none."""
+        return self._client.stop_requested is None and rank_process.hands_over()
+
     def profile_ordered(self) -> ProfileOrder | None:
         """Return the newest profile that was requested."""
         return self._client.profile_ordered

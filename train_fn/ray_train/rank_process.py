@@ -47,6 +47,8 @@ class _Attempt:
     def __init__(self, launch: RankLaunch) -> None:
         self.launch = launch
         self.yield_asked = threading.Event()
+        self.hands_over = False
+        """Whether processes of this attempt go on in the next one, if the rank is asked to exit."""
         self.abandoned = threading.Event()
         self.news = threading.Event()
         """A report waits to be taken, or ``trained`` is set."""
@@ -112,9 +114,12 @@ def take_precedence() -> None:
                 os.sched_setaffinity(thread, cores)
 
 
-def ask_to_yield() -> None:
-    """Ask the loop to save and exit at a step that all ranks agree on."""
-    _current().yield_asked.set()
+def ask_to_yield(hands_over: bool) -> None:
+    """Ask the loop to exit at a step that all ranks agree on: with a final checkpoint, or, if it
+    hands over, with its state in this process."""
+    attempt = _current()
+    attempt.hands_over = hands_over
+    attempt.yield_asked.set()
 
 
 def abandon() -> None:
@@ -189,6 +194,13 @@ def current_launch() -> RankLaunch:
 def yield_asked() -> bool:
     """Return whether the controller has asked the rank to exit."""
     return _current().yield_asked.is_set()
+
+
+def hands_over() -> bool:
+    """Return whether the controller has asked the rank to exit for a group in which processes of
+    this one go on."""
+    attempt = _current()
+    return attempt.yield_asked.is_set() and attempt.hands_over
 
 
 def is_abandoned() -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from types import ModuleType
 
 import ray
 import ray.train
@@ -16,7 +17,6 @@ import torch
 
 from everstep.wire import ErrorKind
 from storage.errors import StorageUnavailable
-from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.rank_logging import RankLog
@@ -31,7 +31,7 @@ from train_fn.ray_train import rank_process
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.rank_journal import RankJournal
-from train_fn.recovery.launch import YIELDED, RankJob, RankLaunch
+from train_fn.recovery.launch import YIELDED, Left, RankJob, RankLaunch
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage
@@ -97,13 +97,13 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         log.close()
 
 
-def _outcome(stop: Stop | None, client: ActorJournalClient) -> str | None:
+def _outcome(stop: Left | None, client: ActorJournalClient) -> str | None:
     """Return what ``run_rank`` returns once the rank's events are durable."""
     if not client.flush(LAST_FLUSH_S):
         raise StorageUnavailable(
             f"the journal did not accept this rank's last events within {LAST_FLUSH_S:g} s"
         )
-    if stop is None or not rank_process.yield_asked():
+    if stop is None or stop == YIELDED or not rank_process.yield_asked():
         return stop
     client.ask(ASK_S)  # rank 0 may know of the user's stop request before this rank does
     return stop if client.stop_requested is not None else YIELDED
@@ -126,7 +126,7 @@ def _failure(exc: BaseException, rank: int, job: RankJob, redactor: Redactor) ->
     return StepFailed(error)
 
 
-def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | None:
+def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Left | None:
     """Run the loop, or the user's function, to its end."""
     set_threads(job.spec)
     reports = CheckpointReports(job.run_dir, rank_process.note_report)
@@ -142,15 +142,8 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     )
     wait_for_free_memory(context.device)
     prove_storage(context, Peers(context.world_rank, context.world_size, context.device))
-    module, _, function = job.train.partition(":")
-    train: Callable[[WorkerContext], Stop | None] = getattr(
-        importlib.import_module(module), function
-    )
-    if gc.get_freeze_count() == 0:
-        # Objects of the imports stay alive. A rank that leaves a broken step collects garbage,
-        # which should not search all of torch. Only once in a process: an object of an earlier
-        # attempt must not stay forever.
-        gc.freeze()
+    module, function = loop_of(job)
+    train: Callable[[WorkerContext], Left | None] = getattr(module, function)
     rank, node_id = context.world_rank, context.node_id
     with (
         GpuWatch(journal.emit, rank, node_id, context.device),
@@ -162,6 +155,18 @@ def _train(job: RankJob, launch: RankLaunch, journal: RankJournal) -> Stop | Non
     if not reports.close(REPORT_S):
         logger.warning("Ray Train did not take all reports of checkpoints within %g s", REPORT_S)
     return stop
+
+
+def loop_of(job: RankJob) -> tuple[ModuleType, str]:
+    """Import the module of the training loop. Return it, and the name of its function."""
+    name, _, function = job.train.partition(":")
+    module = importlib.import_module(name)
+    if gc.get_freeze_count() == 0:
+        # Objects of the imports stay alive. A rank that leaves a broken step collects garbage,
+        # which should not search all of torch. Only once in a process: an object of an earlier
+        # attempt must not stay forever.
+        gc.freeze()
+    return module, function
 
 
 def _context(
@@ -192,7 +197,7 @@ def _context(
         report_kept=rank_process.note_kept,
         is_abandoned=rank_process.is_abandoned,
         in_process=launch.in_process,
-        yields=rank_process.yield_asked,
+        hands_over=journal.hands_over,
         on_replaced=lambda why: _leave_at_once(launch),
     )
 

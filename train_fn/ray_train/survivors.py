@@ -16,6 +16,9 @@ from train_fn.ray_train.group_shutdown import hold_for
 from train_fn.ray_train.placement import Bundle
 from train_fn.recovery.hang import SILENT_S
 
+NO_STATE = -1
+"""Step of a process that has no state yet."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +30,8 @@ class Survivor:
     bundle: Bundle
     pid: int
     step: int
-    """Step of the state that its rank left, in the process or on its node."""
+    """Step of the state that its rank left, in the process or on its node; NO_STATE for a recruit.
+    """
 
 
 class Survivors:

@@ -20,9 +20,10 @@ from train_fn.node.preflight import check_in_new_process, check_node
 from train_fn.node.probe import accepts_connection
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process
+from train_fn.ray_train.build_ahead import build_ahead
 from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
 from train_fn.recovery.collective_trace import CollectiveCounts
-from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.launch import RankJob, RankLaunch
 from train_fn.snapshots import process_slot
 from train_fn.step.flight_recorder import collective_counts
 
@@ -79,6 +80,12 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
 
+    def get_ready(self, launch: RankLaunch, job: RankJob) -> int:
+        """Build what this process will train once it has a rank. Return its id."""
+        rank_process.prepare(launch)
+        build_ahead(job, launch)
+        return os.getpid()
+
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Ray's train context. Ranks that do not synchronise on reports use the given
         checkpoint name."""
@@ -111,9 +118,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Return the seconds to send a block to another node; None if it does not arrive."""
         return pass_time(address, timeout_s)
 
-    def ask_to_yield(self) -> None:
-        """Ask the training function to save and exit at the next step that all ranks agree on."""
-        rank_process.ask_to_yield()
+    def ask_to_yield(self, hands_over: bool) -> None:
+        """Ask the training function to exit at the next step that all ranks agree on, with a final
+        checkpoint unless it hands over to a group in this process."""
+        rank_process.ask_to_yield(hands_over)
 
     def abandon(self) -> None:
         """Make the training function leave its step, since a peer is gone or assumed to be."""

@@ -204,10 +204,16 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             found[worker.metadata.node_id] = (ranks + 1, taken + was_idle)
         return found
 
-    def ask_to_yield(self) -> None:
-        """Ask every rank to save and exit at the next step that all agree on."""
+    def ask_to_yield(self, *, hands_over: bool) -> None:
+        """Ask every rank to exit at the next step that all agree on: with a final checkpoint, or,
+        if the group hands over, with their states in their processes."""
         for worker in self.get_workers():
-            worker.actor.ask_to_yield.remote()
+            worker.actor.ask_to_yield.remote(hands_over)
+
+    def ranks_outside(self, node_ids: Collection[str]) -> list[int]:
+        """Return the ranks that are on none of these nodes."""
+        workers = enumerate(self.get_workers())
+        return [rank for rank, worker in workers if worker.metadata.node_id not in node_ids]
 
     def break_hang(self, reason: str) -> list[int]:
         """Kill the ranks that hold up the others, and return them. ``wait_for_survivors`` reports
@@ -247,17 +253,14 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     def keep_all(self, apart_from: Collection[str]) -> None:
         """Let the processes of all ranks serve the next attempt, once they have exited on request.
+        All have the same state, so a single one that stays also writes it.
 
         Args:
             apart_from: ids of nodes that are about to be removed.
         """
-        self.keep(
-            {
-                rank: 0
-                for rank, worker in enumerate(self.get_workers())
-                if worker.metadata.node_id not in apart_from
-            }
-        )
+        staying = self.ranks_outside(apart_from)
+        self._gone = [rank for rank in range(len(self.get_workers())) if rank not in staying]
+        self.keep(dict.fromkeys(staying, 0), staying if len(staying) == 1 else ())
 
     def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.

@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
@@ -14,8 +14,11 @@ from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.history import History
 from train_fn.recovery.settings import RecoverySettings
 
-YIELDED = "yielded"
+YIELDED: Final = "yielded"
 """Returned by a rank that left because the group is resized or moved."""
+
+Left = Stop | Literal["yielded"]
+"""Why a rank left its attempt before all steps were done."""
 
 
 @dataclass(frozen=True)

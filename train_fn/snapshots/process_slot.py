@@ -11,11 +11,11 @@ from typing import Protocol
 
 
 class Stay(Protocol):
-    """A state that stays in this process, whole at a committed step."""
+    """What stays in this process: a state, whole at a committed step, or what has no state yet."""
 
     @property
-    def step(self) -> int:
-        """Return the number of steps done in the state."""
+    def step(self) -> int | None:
+        """Return the number of steps done in the state; None without one."""
 
     def leave(self) -> str | None:
         """Write the state as a snapshot on this node. Return why that cannot be done, or None."""

@@ -7,13 +7,13 @@ import time
 
 from everstep.spec.run_spec import RunSpec
 from storage.filesystem import open_storage
-from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
 from train_fn.journal.local_journal import Say
 from train_fn.loop.attempt import train_openly
 from train_fn.loop.departure import save_last
 from train_fn.loop.training import Progress
+from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.snapshots.store import snapshot_store
 from train_fn.standalone.own_code import OwnCode, bring_code
@@ -70,7 +70,7 @@ def run_id_of(spec: RunSpec) -> str:
     )
 
 
-def train_in_the_open(ctx: WorkerContext) -> Stop | None:
+def train_in_the_open(ctx: WorkerContext) -> Left | None:
     """Like ``train``, but an exception keeps its frames. No peer waits for this rank.
 
     The state goes into a checkpoint. Snapshots on this node stay until their state is in one.

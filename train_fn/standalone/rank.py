@@ -14,12 +14,12 @@ from everstep.errors import EverstepError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
-from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn.checkpoints.save_events import committed_data
 from train_fn.context import WorkerContext
 from train_fn.journal.local_journal import LocalJournal, Say, open_local_journal
 from train_fn.loop import attempt
+from train_fn.recovery.launch import Left
 from train_fn.recovery.rank_error import StepFailed
 from train_fn.snapshots.last_save import save_own
 from train_fn.snapshots.store import snapshot_store
@@ -60,7 +60,7 @@ def run_rank(
     fresh: bool,
     stopping: threading.Event,
     say: Say = say_line,
-    train: Callable[[WorkerContext], Stop | None] = attempt.train,
+    train: Callable[[WorkerContext], Left | None] = attempt.train,
 ) -> Ended:
     """Train one rank to its end. The process group exists.
 
@@ -149,7 +149,7 @@ def begin_attempt(
     return ctx, journal
 
 
-def report_end(journal: LocalJournal, stop: Stop | None) -> None:
+def report_end(journal: LocalJournal, stop: Left | None) -> None:
     """Report that all steps are done, or that the ranks agreed to stop."""
     cause = "stopped" if stop else "finished"
     journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": journal.step})

@@ -36,6 +36,7 @@ from tests.support.saves import (
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.save_slot import Save
 from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
 from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.samples.ledger import Count
@@ -330,6 +331,28 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path, monkeypatch: pytest.MonkeyP
     now[0] += 5
     assert saver.is_due()
     monkeypatch.undo()
+    saver.close()
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_the_best_state_is_known_to_be_unsaved_until_it_is_written(
+    is_best: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, state = make_context(tmp_path), make_state()
+    saver = Saver(ctx, state, BoundaryCopies(state))
+    may_write, write = threading.Event(), saver._committer.commit
+
+    def commit(save: Save) -> Any:
+        assert may_write.wait(60)
+        return write(save)
+
+    monkeypatch.setattr(saver._committer, "commit", commit)
+    advance(state, 10)
+    saver.offer(due=True, is_best=is_best)
+    assert saver.has_best_to_write is is_best
+    may_write.set()
+    assert saver.wait_idle(time.monotonic() + 60)
+    assert not saver.has_best_to_write
     saver.close()
 
 

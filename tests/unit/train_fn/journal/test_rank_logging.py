@@ -57,6 +57,30 @@ def test_prints_logging_and_progress_bars_become_lines(
     )
 
 
+def test_what_a_process_printed_before_it_had_a_rank_comes_first_in_that_rank_s_log(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = RankLog(run_dir, 1, 1, None)
+    before.redact = lambda line: line.replace("secret", "…")
+    before.listen()
+    print("built with secret")
+    before.put_by()
+    print("nobody listens")
+    assert read(run_dir) == []
+    for rank in (2, 0):
+        log = RankLog(run_dir, 1, 2, rank)
+        log.start()
+        print("trains")
+        log.close()
+    found = read_rank_logs(run_dir, limit=100)[0]
+    assert sorted((line.rank, line.message) for line in found if line.rank is not None) == [
+        (0, "trains"),
+        (2, "built with …"),
+        (2, "trains"),
+    ]
+    assert "secret" not in capsys.readouterr().out
+
+
 def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> None:
     log = RankLog(run_dir, 1, 1, 0)
     log.start()

@@ -19,9 +19,15 @@ class Group:
     def __init__(self) -> None:
         self.num_asked = 0
         self.abandoned: list[Collection[str]] = []
+        self.hands_over = False
+        self.node_ids = ["a", "b"]
 
-    def ask_to_yield(self) -> None:
+    def ask_to_yield(self, *, hands_over: bool) -> None:
         self.num_asked += 1
+        self.hands_over = hands_over
+
+    def ranks_outside(self, node_ids: Collection[str]) -> list[int]:
+        return [rank for rank, node_id in enumerate(self.node_ids) if node_id not in node_ids]
 
     def abandon(self, node_ids: Collection[str]) -> list[int]:
         self.abandoned.append(node_ids)
@@ -31,7 +37,7 @@ class Group:
 class Turns:
     """Turns of the control loop at times that the test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recruits: Any = None) -> None:
         self.now = 100.0
         self.leave_by: float | None = None
         self.is_leaving = False
@@ -40,10 +46,15 @@ class Turns:
             draining=frozenset({"b"}),
             must_have_left=lambda now: self.leave_by is not None and self.leave_by <= now,
         )
-        attempt_log: Any = SimpleNamespace(world_size=2)
+        self.sizes.scaling_config = None
+        attempt_log: Any = SimpleNamespace(world_size=2, attempt=4)
         self.group = Group()
         self.request = YieldRequest(
-            RecoverySettings(yield_timeout_s=60.0), self.sizes, attempt_log, lambda: self.is_leaving
+            RecoverySettings(yield_timeout_s=60.0),
+            self.sizes,
+            attempt_log,
+            lambda: self.is_leaving,
+            recruits,
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(yield_request, "time", clock)
@@ -100,3 +111,55 @@ def test_ranks_that_would_be_taken_away_with_their_node_are_killed_once(turns: T
     for now in (112.0, 113.0):
         turns.turn(now)
         assert turns.group.abandoned == [frozenset({"b"})]
+
+
+class Recruiting:
+    """Is ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready, self.asked_for, self.ended = False, list[tuple[int, int]](), 0
+
+    def are_ready(self, num_workers: int, scaling: object, attempt: int) -> bool:
+        self.asked_for.append((num_workers, attempt))
+        return self.ready
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_ranks_train_on_until_those_that_join_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    recruits = Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    turns.sizes.wanted = 3
+    turns.turn(100.0)
+    turns.turn(150.0)
+    assert turns.group.num_asked == 0 and recruits.asked_for == [(3, 4)] * 2
+    recruits.ready = True
+    turns.turn(151.0)
+    assert turns.group.num_asked == 1 and turns.group.hands_over
+    turns.request.reset()
+    assert recruits.ended == 1
+
+
+def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(monkeypatch, Recruiting())
+    turns.sizes.wanted, turns.leave_by = 2, 1120.0
+    turns.turn(103.0)
+    assert turns.group.num_asked == 0
+    turns.turn(104.0)
+    assert turns.group.num_asked == 1 and turns.group.hands_over
+
+
+@pytest.mark.parametrize("case", ["the driver is gone", "all nodes go", "new processes"])
+def test_ranks_save_where_no_process_of_theirs_goes_on(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recruits = None if case == "new processes" else Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    if recruits is not None:
+        recruits.ready = True
+    turns.sizes.wanted, turns.is_leaving = 1, case == "the driver is gone"
+    if case == "all nodes go":
+        turns.sizes.draining = frozenset({"a", "b"})
+    turns.turn(100.0)
+    assert turns.group.num_asked == 1 and not turns.group.hands_over

@@ -1,0 +1,109 @@
+"""Groups that change their size while a run trains, with ``recovery.in_process``, on a real cluster:
+ranks that stay keep their processes, those that join are built first, and no checkpoint is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from everstep import Client
+from everstep.client.runs import RunHandle
+from tests.support.digits_run import (
+    assert_every_sample_counted_once,
+    assert_every_step_is_there_once,
+    digits,
+    wait_for_step,
+)
+from tests.support.service_process import ServiceProcess, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+EPOCHS = 120
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceProcess]:
+    with ServiceProcess(nodes=3) as process:
+        yield process
+
+
+@pytest.fixture
+def client(service: ServiceProcess) -> Iterator[Client]:
+    with service.client() as made:
+        yield made
+        for node in made.cluster().nodes:
+            if node.mark is not None:
+                made.nodes.uncordon(node.id)
+
+
+def begun(client: Client, name: str, workers: tuple[int, int]) -> RunHandle:
+    spec: dict[str, Any] = digits(name, epochs=EPOCHS, workers=workers)
+    spec["recovery"] = {"in_process": True}
+    spec["checkpoint"] = {"every_steps": 1_000_000}
+    run = client.runs.create(spec)
+    wait_for_step(run, 25)
+    return run
+
+
+def wait_for_ranks(run: RunHandle, attempt: int, ranks: int) -> None:
+    """Wait until that attempt has so many ranks, and has done steps."""
+
+    def trains() -> bool:
+        newest = run.attempts()[-1]
+        return newest.attempt == attempt and newest.world_size == ranks and run.refresh().step > 0
+
+    wait_for(trains, 120, f"attempt {attempt} of {run.id} with {ranks} ranks")
+    before = run.step
+    wait_for_step(run, before + 10)
+
+
+def check_end(run: RunHandle) -> None:
+    run.wait(timeout_s=240)
+    assert run.status == "SUCCEEDED" and run.steps_lost == 0
+    assert_every_sample_counted_once(run, EPOCHS)
+    assert_every_step_is_there_once(run, EPOCHS)
+    events = list(run.events())
+    saved = [event.data["step"] for event in events if event.kind == "checkpoint_committed"]
+    assert saved == [run.step], "only the last state"
+    sources = [event.data["source"] for event in events if event.kind == "restored"]
+    assert sources == ["fresh", *["process"] * (len(sources) - 1)]
+    assert [event for event in events if event.kind == "fell_back"] == []
+
+
+def pids(run: RunHandle, attempt: int) -> dict[str, int]:
+    """The process of each node's rank."""
+    [found] = [each for each in run.attempts() if each.attempt == attempt]
+    return {worker.node_id: worker.pid for worker in found.workers}
+
+
+def test_a_group_shrinks_for_a_drain_and_grows_back(client: Client) -> None:
+    run = begun(client, "shrinks and grows", (1, 3))
+    leaving = run.attempts()[-1].workers[1].node_id
+    client.nodes.drain(leaving, deadline_s=120)
+    wait_for_ranks(run, 2, 2)
+    client.nodes.uncordon(leaving)
+    wait_for_ranks(run, 3, 3)
+    whole, smaller, grown = (pids(run, attempt) for attempt in (1, 2, 3))
+    del whole[leaving]
+    assert whole == smaller and smaller.items() < grown.items()
+    check_end(run)
+    [failure] = run.failures()
+    assert (failure.verdict, failure.rung, failure.steps_lost) == ("preemption", "in_process", 0)
+
+
+def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> None:
+    run = begun(client, "moves", (2, 2))
+    leaving = run.attempts()[-1].workers[0].node_id
+    client.nodes.drain(leaving, deadline_s=120)
+    wait_for_ranks(run, 2, 2)
+    before, after = pids(run, 1), pids(run, 2)
+    assert leaving not in after and len(set(before.items()) & set(after.items())) == 1
+    [joined] = set(after.values()) - set(before.values())
+    born = psutil.Process(joined).create_time()
+    check_end(run)
+    [ended] = [e for e in run.events() if e.kind == "attempt_ended" and e.attempt == 1]
+    assert born < ended.at.timestamp(), "it was made while the group before it trained"

@@ -1,0 +1,80 @@
+"""Build what a rank will train in a process that has no rank yet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import ray
+import torch
+
+from train_fn.context import WorkerContext
+from train_fn.journal.local_journal import LocalJournal
+from train_fn.journal.rank_logging import RankLog
+from train_fn.node.cpu_threads import set_threads
+from train_fn.node.gpu_memory import wait_for_free_memory
+from train_fn.node.secrets import Redactor, read_secrets
+from train_fn.ray_train.rank_training import loop_of
+from train_fn.recovery.launch import RankJob, RankLaunch
+
+logger = logging.getLogger(__name__)
+
+
+def build_ahead(job: RankJob, launch: RankLaunch) -> None:
+    """Import the training loop, and let it build what needs no peers, if it can.
+
+    Never raises: what fails here fails again, and is reported, once the process has its rank. What
+    it prints goes into that rank's log.
+    """
+    redactor = Redactor()
+    log = RankLog(job.run_dir, job.submission, launch.attempt, None)
+    log.redact = redactor
+    log.listen()
+    try:
+        with _secrets(job, redactor):
+            set_threads(job.spec)
+            module, _ = loop_of(job)
+            build: Callable[[WorkerContext], None] | None = getattr(module, "build_ahead", None)
+            if build is not None:
+                context = _context(job, launch)
+                wait_for_free_memory(context.device)
+                build(context)
+    except Exception as exc:
+        logger.warning("nothing could be built ahead: %s", exc)
+    finally:
+        log.put_by()
+
+
+@contextlib.contextmanager
+def _secrets(job: RankJob, redactor: Redactor) -> Iterator[None]:
+    secrets = read_secrets(job.spec, os.environ)
+    redactor.learn(secrets.values())
+    os.environ.update(secrets)
+    try:
+        yield
+    finally:
+        for variable in secrets:
+            os.environ.pop(variable, None)
+
+
+def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:
+    """Return a place alone. The one that the process gets has peers, and a journal."""
+    return WorkerContext(
+        spec=job.spec,
+        run_dir=job.run_dir,
+        submission=job.submission,
+        attempt=launch.attempt,
+        world_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_id=ray.get_runtime_context().get_node_id(),
+        num_nodes=1,
+        device=torch.device("cuda", 0) if job.use_gpu else torch.device("cpu"),
+        journal=LocalJournal(None, threading.Event(), lambda line: None),
+        report_checkpoint=lambda name, metrics: None,
+        in_process=True,
+    )
