@@ -1,6 +1,6 @@
-"""Groups that change their size while a run trains, with ``recovery.in_process``, on a real cluster:
-ranks that stay keep their processes, those that join are built first, and no checkpoint is written.
-"""
+"""Groups that change their size while a run trains, with ``recovery.in_process``, on a real
+cluster: ranks that stay keep their processes, those that join are built first, and no checkpoint is
+written."""
 
 from __future__ import annotations
 

@@ -59,9 +59,12 @@ class RankJournal:
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Queue an event. Never blocks."""
-        if self._recovering:
+        was_recovering = self._recovering
+        if was_recovering:
             self._note(kind, data)
         self._client.emit(kind, data)
+        if was_recovering and not self._recovering:
+            self._client.flush(0.0)  # this rank may be the next one to die
         if kind is EventKind.TRAINING_STARTED and self._recovering and self._reports_nothing:
             self._recovering = False
             self._client.emit(EventKind.RECOVERED, self._recovered(head_clock.now()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import psutil
@@ -175,9 +176,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         return process_slot.kept_step(), rank_process.state_bytes()
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def insure_kept_state(self) -> str | None:
-        """Write that state as a snapshot, and keep it. Return as ``leave_kept_state``."""
-        return process_slot.insure()
+    def insure_kept_state(self, most_bytes: float = inf) -> str | None:
+        """Write that state as a snapshot, and keep it, unless it is larger than ``most_bytes``.
+        Return as ``leave_kept_state``."""
+        return process_slot.insure() if rank_process.state_bytes() <= most_bytes else None
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def leave_kept_state(self) -> str | None:

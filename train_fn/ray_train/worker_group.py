@@ -4,6 +4,7 @@ state, and report on each of its ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from math import inf
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.staying import SOON_WRITTEN_BYTES
 from train_fn.step.nccl import group_backend, is_known_to_fail
 
 
@@ -239,28 +241,35 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     # -- end
 
-    def keep(self, steps: Mapping[int, int], insured: Collection[int] = ()) -> None:
+    def keep(
+        self, steps: Mapping[int, int], insured: Collection[int] = (), most_bytes: float = inf
+    ) -> None:
         """Let the processes of these ranks serve the next attempt.
 
         Args:
             steps: the step of the state that each left, by rank.
             insured: ranks that write the state they keep as a snapshot, while the next attempt
                 starts.
+            most_bytes: of a state that is written so.
         """
         self._keep = dict(steps)
         for rank in insured:
-            self.get_workers()[rank].actor.insure_kept_state.remote()
+            self.get_workers()[rank].actor.insure_kept_state.remote(most_bytes)
 
     def keep_all(self, apart_from: Collection[str]) -> None:
         """Let the processes of all ranks serve the next attempt, once they have exited on request.
-        All have the same state, so a single one that stays also writes it.
+        All have the same state. As after a failure, one of each node also writes it, if it is small
+        or if no other process has it.
 
         Args:
             apart_from: ids of nodes that are about to be removed.
         """
+        workers = self.get_workers()
         staying = self.ranks_outside(apart_from)
-        self._gone = [rank for rank in range(len(self.get_workers())) if rank not in staying]
-        self.keep(dict.fromkeys(staying, 0), staying if len(staying) == 1 else ())
+        self._gone = [rank for rank in range(len(workers)) if rank not in staying]
+        first_on = {workers[rank].metadata.node_id: rank for rank in reversed(staying)}
+        most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
+        self.keep(dict.fromkeys(staying, 0), sorted(first_on.values()), most_bytes)
 
     def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
