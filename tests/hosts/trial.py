@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,8 @@ from tests.support.service_process import ASK_S, wait_for
 
 NUM_WORKERS = 3
 """Worker hosts, and ranks of a run that uses all of them."""
+IN_PROCESS = os.environ.get("IN_PROCESS") == "1"
+"""Whether survivors stay in their processes: ``IN_PROCESS=1 make hosts``."""
 
 
 def spec(
@@ -34,6 +37,7 @@ def spec(
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "checkpoint": {"every_steps": 50},
         **(changes or {}),
+        "recovery": {"in_process": IN_PROCESS, **(changes or {}).get("recovery", {})},
     }
 
 
