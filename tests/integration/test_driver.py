@@ -31,6 +31,9 @@ pytestmark = pytest.mark.timeout(600)
 
 Begin = Callable[..., DrivenRun]
 
+OUTAGE_S = 14.0
+"""Longer than the time for which ranks once told again what the journal had not taken."""
+
 
 @pytest.fixture
 def cluster(two_nodes: RayCluster) -> RayCluster:
@@ -256,6 +259,26 @@ def test_a_killed_journal_loses_and_doubles_nothing(begin: Begin) -> None:
     assert [step for step, _ in run.steps()] == list(range(1, 401))
     assert run.of(EventKind.FAILURE) == []
     assert run.events[-1].kind is EventKind.FINISHED
+
+
+def test_slow_steps_that_a_silent_journal_missed_are_reported_by_the_survivor(
+    begin: Begin,
+) -> None:
+    """Rank 0 dies while the journal does not answer, and few steps are made meanwhile."""
+    slow = {"epochs": 6, "global_batch_size": 128, "micro_batch_size": 2}
+    run = begin(spec(train=slow))
+    run.wait_for_step(2)
+    journal = run.actor_pid("JournalActor")
+    os.kill(journal, signal.SIGSTOP)
+    try:
+        time.sleep(OUTAGE_S)  # the length of the outage
+        os.kill(run.worker(0)["pid"], signal.SIGKILL)
+    finally:
+        os.kill(journal, signal.SIGCONT)
+    assert run.wait_for_end() == 0, run.describe()
+    assert len(run.of(EventKind.FAILURE)) == 1
+    check_lossless(run, 6 * 12)
+    assert {each.data["epoch"] for each in run.of(EventKind.EPOCH_COMPLETED)} == set(range(6))
 
 
 def test_a_killed_controller_is_replaced(begin: Begin) -> None:
