@@ -82,6 +82,7 @@ class Story:
     machine's."""
     world_size_after: int | None = None
     _attempt: int = 0
+    _restored_step: int = 0
     total_steps: int | None = None
 
     def take(self, event: Event) -> None:
@@ -89,11 +90,15 @@ class Story:
             self.total_steps = event.data.get("total_steps")
         if event.kind == EventKind.ATTEMPT_STARTED and self.killed_at and self.next_step_at is None:
             self.world_size_after = event.data.get("world_size")
+        if event.kind == EventKind.RESTORED:
+            self._restored_step = event.data["step"]
         if event.kind == EventKind.METRICS and (points := event.data.get("points")):
             if self.killed_at is None:
                 self.killed_step, self._attempt = points[-1]["step"], event.attempt
             elif self.next_step_at is None and event.attempt > self._attempt:
-                self.next_step_at = points[0]["at"]
+                # Steps before the restored one come along, if nobody had told of them.
+                new = [point["at"] for point in points if point["step"] > self._restored_step]
+                self.next_step_at = min(new, default=None)
 
     @property
     def is_due(self) -> bool:

@@ -130,12 +130,13 @@ def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_n
     take(story, "metrics", points=[{"step": 51, "at": 10.2, "values": {}}])
     assert story.next_step_at is None
     take(story, "attempt_started", attempt=2, world_size=2)
-    take(
-        story,
-        "metrics",
-        attempt=2,
-        points=[{"step": 52, "at": 12.5, "values": {}}, {"step": 53, "at": 13.0, "values": {}}],
+    take(story, "restored", attempt=2, step=51)
+    late, first, second = (
+        {"step": step, "at": at, "values": {}} for step, at in ((51, 10.2), (52, 12.5), (53, 13.0))
     )
+    take(story, "metrics", attempt=2, points=[late])
+    assert story.next_step_at is None
+    take(story, "metrics", attempt=2, points=[late, first, second])
     take(story, "metrics", attempt=3, points=[{"step": 54, "at": 20.0, "values": {}}])
     assert (story.next_step_at, story.world_size_after, story.killed_step) == (12.5, 2, 50)
 
