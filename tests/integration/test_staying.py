@@ -367,6 +367,9 @@ class Owned(NamedTuple):
 
 
 def owned() -> Owned:
+    for thread in threading.enumerate():
+        if thread.name == "digest-state":  # of the attempt that has just ended
+            thread.join()
     gc.collect()
     process = psutil.Process()
     return Owned(
