@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.user_code import RuntimeEnvSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
@@ -222,6 +223,16 @@ def test_a_torn_state_and_a_rank_that_failed_by_itself_do_not_stay(
     assert ranks.call("B", kept_here, run.job(3)) is None
     source, step = restored(require_done(run.attempt("ADC")))
     assert (source, step) == ("process", STEP + 1)
+    run.require_as_undisturbed(3)
+
+
+def test_survivors_wait_with_one_that_joins_for_the_packages_of_the_run(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    packages = RuntimeEnvSpec(pip=["numpy"])
+    run = Run(ranks, tmp_path, moving_buffers.SPEC.model_copy(update={"runtime_env": packages}))
+    assert stay_of(run.attempt("ABC", killed=(1, STEP))) == [STEP, None, STEP]
+    assert restored(require_done(run.attempt("ADC"))) == ("process", STEP)
     run.require_as_undisturbed(3)
 
 
