@@ -45,20 +45,21 @@ def begun(client: Client, name: str, workers: tuple[int, int]) -> RunHandle:
     spec["recovery"] = {"in_process": True}
     spec["checkpoint"] = {"every_steps": 1_000_000}
     run = client.runs.create(spec)
-    wait_for_step(run, 25)
+    wait_for_ranks(run, workers[1])
     return run
 
 
-def wait_for_ranks(run: RunHandle, attempt: int, ranks: int) -> None:
-    """Wait until that attempt has so many ranks, and has done steps."""
+def wait_for_ranks(run: RunHandle, ranks: int, after: int = 0) -> int:
+    """Wait until an attempt after that one has so many ranks, and has done steps. Return its
+    number."""
 
     def trains() -> bool:
-        newest = run.attempts()[-1]
-        return newest.attempt == attempt and newest.world_size == ranks and run.refresh().step > 0
+        newest = run.attempts()[-1:]
+        return bool(newest) and newest[0].attempt > after and newest[0].world_size == ranks
 
-    wait_for(trains, 120, f"attempt {attempt} of {run.id} with {ranks} ranks")
-    before = run.step
-    wait_for_step(run, before + 10)
+    wait_for(trains, 120, f"{ranks} ranks of {run.id} after attempt {after}")
+    wait_for_step(run, run.refresh().step + 10)
+    return run.attempts()[-1].attempt
 
 
 def check_end(run: RunHandle) -> None:
@@ -82,12 +83,13 @@ def pids(run: RunHandle, attempt: int) -> dict[str, int]:
 
 def test_a_group_shrinks_for_a_drain_and_grows_back(client: Client) -> None:
     run = begun(client, "shrinks and grows", (1, 3))
+    first = run.attempts()[-1].attempt
     leaving = run.attempts()[-1].workers[1].node_id
     client.nodes.drain(leaving, deadline_s=120)
-    wait_for_ranks(run, 2, 2)
+    second = wait_for_ranks(run, 2, first)
     client.nodes.uncordon(leaving)
-    wait_for_ranks(run, 3, 3)
-    whole, smaller, grown = (pids(run, attempt) for attempt in (1, 2, 3))
+    third = wait_for_ranks(run, 3, second)
+    whole, smaller, grown = (pids(run, attempt) for attempt in (first, second, third))
     del whole[leaving]
     assert whole == smaller and smaller.items() < grown.items()
     check_end(run)
@@ -99,8 +101,8 @@ def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> 
     run = begun(client, "moves", (2, 2))
     leaving = run.attempts()[-1].workers[0].node_id
     client.nodes.drain(leaving, deadline_s=120)
-    wait_for_ranks(run, 2, 2)
-    before, after = pids(run, 1), pids(run, 2)
+    second = wait_for_ranks(run, 2, after=1)
+    before, after = pids(run, 1), pids(run, second)
     assert leaving not in after and len(set(before.items()) & set(after.items())) == 1
     [joined] = set(after.values()) - set(before.values())
     born = psutil.Process(joined).create_time()
