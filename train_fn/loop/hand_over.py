@@ -29,9 +29,11 @@ def hands_over(training: Training, stop: Stop) -> bool:
 
 def hand_over(progress: Progress) -> None:
     """Leave an attempt that nothing broke, and keep its state in this process. All ranks are
-    between the same two steps."""
+    between the same two steps. Raises as ``TrainState.require_sound``."""
     replica, training = progress.replica, progress.training
     assert replica is not None and training is not None
+    state = replica.state.state_dict()
+    replica.state.require_sound(state)
     training.profiler.close()
     training.reporter.hand_over()
     training.publisher.close()
@@ -44,4 +46,4 @@ def hand_over(progress: Progress) -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    keep_in_process(replica, training.ctx, replica.state.state_dict())
+    keep_in_process(replica, training.ctx, state)
