@@ -18,7 +18,7 @@ BLOCK = 4 << 20
 
 
 class Body(nn.Module):
-    """Weights of a given size, of which the forward pass reads all that are trained."""
+    """Weights of a given size. The forward pass reads them if they are trained."""
 
     def __init__(self, num_bytes: int, trained: bool, init: Callable[[int], torch.Tensor]) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ class Story:
             if self.killed_at is None:
                 self.killed_step, self._attempt = points[-1]["step"], event.attempt
             elif self.next_step_at is None and event.attempt > self._attempt:
-                # Steps before the restored one come along, if nobody had told of them.
+                # The first report of an attempt may repeat steps of the one before.
                 new = [point["at"] for point in points if point["step"] > self._restored_step]
                 self.next_step_at = min(new, default=None)
 

@@ -30,15 +30,8 @@ def service() -> Iterator[ServiceProcess]:
 
 @pytest.fixture
 def client(service: ServiceProcess) -> Iterator[Client]:
-    """A client; every node is open again afterwards, and no run is left."""
-    with service.client() as made:
+    with service.tidy_client() as made:
         yield made
-        for run in made.runs.list(status=["QUEUED", "STARTING", "RUNNING", "RECOVERING"]):
-            run.cancel()
-            wait_for(lambda run=run: run.refresh().status.terminal, 120, f"the end of {run.id}")
-        for node in made.cluster().nodes:
-            if node.mark is not None:
-                made.nodes.uncordon(node.id)
 
 
 def nodes_of(run: RunHandle) -> list[str]:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -137,6 +138,18 @@ class ServiceProcess:
 
     def client(self) -> Client:
         return Client(self.url, self.token)
+
+    @contextmanager
+    def tidy_client(self) -> Iterator[Client]:
+        """A client; every node is open again afterwards, and no run is left."""
+        with self.client() as made:
+            yield made
+            for run in made.runs.list(status=["QUEUED", "STARTING", "RUNNING", "RECOVERING"]):
+                run.cancel()
+                wait_for(lambda run=run: run.refresh().status.terminal, 120, f"the end of {run.id}")
+            for node in made.cluster().nodes:
+                if node.mark is not None:
+                    made.nodes.uncordon(node.id)
 
     def cluster(self) -> dict[str, Any]:
         return dict(json.loads((self.home / "cluster.json").read_text()))

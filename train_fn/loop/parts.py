@@ -71,8 +71,8 @@ class Parts:
         return self.origin is not None
 
     def begin_attempt(self, ctx: WorkerContext) -> None:
-        """Prepare what an earlier attempt trained, or what was built ahead, for the next attempt,
-        which may have another number of ranks.
+        """Prepare these parts for the next attempt, which may have another number of ranks. An
+        earlier attempt trained them, or they were built ahead.
 
         A step that broke may have changed what a forward pass changes beside tensors, and read
         iterable data. So these are as built, as in a new process, and the task has its state of

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -90,3 +92,17 @@ class Redactor:
         return dataclasses.replace(
             error, message=self(error.message), traceback=self(error.traceback)
         )
+
+
+@contextlib.contextmanager
+def secrets_set(spec: RunSpec, redactor: Redactor) -> Iterator[None]:
+    """Set the variables of the spec's secrets in this process for as long as the context lasts, and
+    let ``redactor`` know their values. Raises SecretMissing."""
+    try:
+        secrets = read_secrets(spec, os.environ)
+        redactor.learn(secrets.values())
+        os.environ.update(secrets)
+        yield
+    finally:
+        for variable in spec.secrets:
+            os.environ.pop(variable, None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import ray
 import torch
@@ -16,7 +14,7 @@ from train_fn.journal.local_journal import LocalJournal
 from train_fn.journal.rank_logging import RankLog
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.gpu_memory import wait_for_free_memory
-from train_fn.node.secrets import Redactor, read_secrets
+from train_fn.node.secrets import Redactor, secrets_set
 from train_fn.ray_train.rank_training import loop_of
 from train_fn.recovery.launch import RankJob, RankLaunch
 
@@ -34,7 +32,7 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
     log.redact = redactor
     log.listen()
     try:
-        with _secrets(job, redactor):
+        with secrets_set(job.spec, redactor):
             set_threads(job.spec)
             module, _ = loop_of(job)
             build: Callable[[WorkerContext], None] | None = getattr(module, "build_ahead", None)
@@ -46,18 +44,6 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
         logger.warning("nothing could be built ahead: %s", exc)
     finally:
         log.put_by()
-
-
-@contextlib.contextmanager
-def _secrets(job: RankJob, redactor: Redactor) -> Iterator[None]:
-    secrets = read_secrets(job.spec, os.environ)
-    redactor.learn(secrets.values())
-    os.environ.update(secrets)
-    try:
-        yield
-    finally:
-        for variable in secrets:
-            os.environ.pop(variable, None)
 
 
 def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:

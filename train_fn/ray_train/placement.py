@@ -115,8 +115,8 @@ class Placement:
         return _in_turns(self._bundles)
 
     def add(self, wanted: Mapping[str, int], per_worker: Mapping[str, float]) -> list[Bundle]:
-        """Begin to reserve what is missing to the wanted number of bundles on each node, beside
-        those that are held. Return the new ones, which may not be placed yet.
+        """Begin to reserve more bundles, up to the wanted number on each node. All that are held
+        stay. Return the new ones, which may not be placed yet.
 
         Args:
             wanted: number of bundles by node id.

@@ -25,7 +25,7 @@ from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_memory import wait_for_free_memory
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.host_use import HostWatch
-from train_fn.node.secrets import Redactor, read_secrets
+from train_fn.node.secrets import Redactor, secrets_set
 from train_fn.node.silent_peers import unheard_hosts
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
@@ -80,19 +80,15 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         on_superseded=partial(_leave_at_once, launch),
     )
     try:
-        secrets = read_secrets(job.spec, os.environ)
-        redactor.learn(secrets.values())
-        os.environ.update(secrets)
-        journal = RankJournal(
-            client, launch, rank, place.get_world_size(), runs_script=job.spec.runs_script
-        )
-        stop = _train(job, launch, journal)
-        return _outcome(stop, client)
+        with secrets_set(job.spec, redactor):
+            journal = RankJournal(
+                client, launch, rank, place.get_world_size(), runs_script=job.spec.runs_script
+            )
+            stop = _train(job, launch, journal)
+            return _outcome(stop, client)
     except BaseException as exc:
         raise _failure(exc, rank, job, redactor) from None
     finally:
-        for variable in job.spec.secrets:
-            os.environ.pop(variable, None)
         client.close(FLUSH_S)
         log.close()
 

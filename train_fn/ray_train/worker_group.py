@@ -37,7 +37,7 @@ from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.staying import SOON_WRITTEN_BYTES
+from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
 
 
@@ -267,9 +267,9 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         workers = self.get_workers()
         staying = self.ranks_outside(apart_from)
         self._gone = [rank for rank in range(len(workers)) if rank not in staying]
-        first_on = {workers[rank].metadata.node_id: rank for rank in reversed(staying)}
+        insured = first_of_each_node({rank: workers[rank].metadata.node_id for rank in staying})
         most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
-        self.keep(dict.fromkeys(staying, 0), sorted(first_on.values()), most_bytes)
+        self.keep(dict.fromkeys(staying, 0), insured, most_bytes)
 
     def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.

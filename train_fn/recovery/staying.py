@@ -3,7 +3,7 @@ that they keep. Pure functions of the ranks' reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from everstep.wire import Verdict
 from train_fn.recovery.decision import Decision
@@ -50,5 +50,10 @@ def ranks_to_insure(reports: Sequence[RankReport]) -> list[int]:
     is_large = any(report.state_bytes > SOON_WRITTEN_BYTES for report in holders)
     if is_large and len(holders) > 1:
         return []
-    first_on = {report.node_id: report.rank for report in reversed(holders)}
+    return first_of_each_node({report.rank: report.node_id for report in holders})
+
+
+def first_of_each_node(nodes: Mapping[int, str]) -> list[int]:
+    """Return the lowest rank of each node, given each rank's node."""
+    first_on = {nodes[rank]: rank for rank in sorted(nodes, reverse=True)}
     return sorted(first_on.values())
