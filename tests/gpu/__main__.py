@@ -29,6 +29,7 @@ from train_fn.node.node_dir import shared_memory_root
 LIMITS_S = {
     "two_ranks": 150.0,
     "survivors": 150.0,
+    "hand_over": 150.0,
     "illegal_access": 60.0,
     "snapshots": 120.0,
     "memory_of_a_dead": 60.0,

@@ -77,7 +77,7 @@ def test_deterministic_kernels_give_the_same_bits_after_a_restart(tmp_path: Path
     parts = RunDir(storage, "parts")
     parts.write_spec(whole)
     assert run_local(whole, storage.uri, "parts").code == 0
-    assert events(parts, EventKind.RESTORED)[0]["step"] == 20
+    assert [each["step"] for each in events(parts, EventKind.RESTORED)] == [0, 20]
     first, second = (
         torch.load(io.BytesIO(store.read_file(store.list()[-1].name, "model.pt")))
         for store in map(CheckpointStore, (RunDir(storage, "whole"), parts))

@@ -12,7 +12,7 @@ import torch
 from tests.gpu import __main__ as ten_minutes
 from tests.gpu.verdict import Shown, Word, verdict_of
 
-LONG = {"two_ranks", "survivors", "illegal_access", "visible_devices"}
+LONG = {"two_ranks", "survivors", "hand_over", "illegal_access", "visible_devices"}
 """Parts that take half a minute or longer: the first trains three times through Ray."""
 PATIENCE_S = 240.0
 """Longest part, where the cores are shared with other tests."""

@@ -20,7 +20,7 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
     num_samples, share, hashes, expected = replica.plans.of(state.step)
     scale = replica.loss_scale(num_samples)
     exchange.begin(state.step, state.k, expected.samples, replica.fingerprints.header)
-    volatile.begin(num_samples, len(share))
+    training.begin(num_samples, len(share))
     for position, micro in enumerate(share):
         batch, differs = load_next(training, micro, hashes[position])
         if position:

@@ -25,7 +25,7 @@ def forward_backward(training: Training) -> StepTotals:
     scale = replica.loss_scale(num_samples)
     carrier.begin(state.step, expected, replica.fingerprints.header)
     num_passes = replica.num_passes(len(share))
-    volatile.begin(num_samples, num_passes)
+    training.begin(num_samples, num_passes)
     for position in range(num_passes):
         batch, number, differs, own_samples = None, 0, None, 0
         if position < len(share):

@@ -38,7 +38,7 @@ def make_step(training: Training) -> StepTotals:
     own.lr = set_rates(training)
     own.shadow.take()
     state.complete = False  # until the commit
-    volatile.begin(num_samples, 1)
+    training.begin(num_samples, 1)
     own.mean.begin(state.step, own_samples / num_samples)
     replica.seed(state.step, micro.number)
     values = own.run(state, batch)

@@ -4,6 +4,10 @@ Where collectives do not fail by themselves, only an abort frees that thread, an
 long or never end. So the thread that is about to abort copies the state first and leaves it as a
 snapshot. It may do so because the training thread stands still: what it changes between two steps
 is whole, and what a forward pass changes is read from the values that the step began with.
+
+A GPU on which a kernel hangs copies memory, but CUDA waits for it to load a kernel or to make the
+first stream. So the stream is made ahead, and the copy runs no kernel but comparisons that have run
+before.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from train_fn.context import WorkerContext
 from train_fn.loop.training import Progress
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.state.optimizers import each_of
+from train_fn.state.packed_moments import Packer
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
 
@@ -45,11 +50,15 @@ class Rescue:
         self._is_leaving = False
         self._lock = threading.Lock()
         on_gpu = ctx.device.type == "cuda"
-        self._committed = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._work = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        """The device's work that a copy has to wait for."""
+        self._stream = torch.cuda.Stream(ctx.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """The training thread's own stream is blocked then."""
         self._memory: Any = None
         """An earlier copy, whose memory is used again: pinning may wait for a device that hangs."""
         self._num_values = 0
         """Number of parameters that had optimizer values when ``_memory`` was taken."""
+        self._packer = Packer()
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
         nccl.keep_before_abort(self.keep)
@@ -58,19 +67,24 @@ class Rescue:
         """Take the memory of a copy. Called by the training thread, once the state is restored."""
         if self._progress.replica is not None and not nccl.fails_by_itself():
             self._take_memory()
-        if self._committed is not None:
-            self._committed.record()
+            self._replica.volatile.rehearse()
+        self.note_work()
 
     def step_committed(self) -> None:
-        """Remember which of the device's work a copy has to wait for. Called after each commit."""
+        """Take memory for what the step has added. Called after each commit."""
         if self._memory is not None and self._num_values != self._count_values():
             self._take_memory()  # a new optimizer has its tensors after one step
-        if self._committed is not None:
-            self._committed.record()
+        self.note_work()
+
+    def note_work(self) -> None:
+        """Let a copy wait for all work that the device has been given by now. Called after each
+        commit, and once a step has kept what its forward passes change."""
+        if self._work is not None:
+            self._work.record()
 
     def _take_memory(self) -> None:
         self._num_values = self._count_values()
-        self._memory = copy_to_cpu(self._replica.state.state_dict(), self._memory)
+        self._memory = copy_to_cpu(self._replica.state.state_dict(packed=False), self._memory)
 
     def _count_values(self) -> int:
         return sum(len(each.state) for each in each_of(self._replica.state.optimizer).values())
@@ -151,7 +165,7 @@ class Rescue:
         if not replica.state.complete:
             kept: dict[str, Any] = copy_to_cpu(self._shadow(), self._memory)
             return kept
-        state = replica.state.state_dict()
+        state = replica.state.state_dict(packed=False)
         before = replica.volatile.before_step()
         if before is None:
             return None
@@ -163,18 +177,18 @@ class Rescue:
             shared = [name for name, other in part.items() if _is_same(other, now)]
             part.update(dict.fromkeys(shared, value))
         copied: dict[str, Any] = copy_to_cpu(state, self._memory)
-        return copied
+        # as other ranks pack theirs: equal states are told by equal digests
+        return copied | {"optimizer": self._packer.packed(copied["optimizer"])}
 
     @contextmanager
     def _beside_the_hung(self) -> Iterator[None]:
-        """Use a CUDA stream of its own: the training thread's stream is blocked."""
-        if self._committed is None:
+        """Copy on a stream of its own, once the work before the hang is done."""
+        if self._stream is None or self._work is None:
             yield
             return
         torch.cuda.set_device(self._ctx.device)
-        stream = torch.cuda.Stream(self._ctx.device)  # type: ignore[no-untyped-call]
-        stream.wait_event(self._committed)
-        with torch.cuda.stream(stream):
+        self._stream.wait_event(self._work)
+        with torch.cuda.stream(self._stream):
             yield
 
 

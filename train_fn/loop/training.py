@@ -79,6 +79,13 @@ class Training:
     grad_clip_norm: float | None
     """From the spec; read here once because every step asks for it."""
 
+    def begin(self, num_samples: int, num_passes: int) -> None:
+        """Keep what the forward passes of a step change: ``num_passes`` of this rank, for
+        ``num_samples`` in the global batch."""
+        self.replica.volatile.begin(num_samples, num_passes)
+        if self.progress.rescue is not None:
+            self.progress.rescue.note_work()
+
     def watched(self, number: int) -> AbstractContextManager[None]:
         """Return the context of this rank's pass over micro-batch ``number``."""
         return NOT_WATCHED if self.audit is None else self.audit.watched(number)

@@ -155,13 +155,17 @@ class TrainState:
         exception leaves it, the state is not ``complete``."""
         return _Commit(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, packed: bool = True) -> dict[str, Any]:
         """Return the state as nested dicts of plain values and tensors. It can be saved to a file
-        that loads with ``weights_only=True``. Tensors are live, except for packed moments
-        (``Packer``)."""
+        that loads with ``weights_only=True``. Tensors are live, except for packed moments.
+
+        Args:
+            packed: whether to pack small moments (``Packer``), which runs kernels on their device.
+        """
         model, ema = self.model.state_dict(), self.ema.state_dict() if self.ema else None
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
+        optimizer = self.optimizer.state_dict()
         return {
             "version": VERSION,
             "step": self.step,
@@ -183,7 +187,7 @@ class TrainState:
             "modes": self._modes.state_dict(),
             "unsaved": self.unsaved(),
             "task": self.task,
-            "optimizer": self._packer.packed(self.optimizer.state_dict()),
+            "optimizer": self._packer.packed(optimizer) if packed else optimizer,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped.state_dict(),

@@ -198,6 +198,10 @@ class VolatileBuffers:
             return None
         return list(zip(self.moving, self._before, strict=True))
 
+    def rehearse(self) -> None:
+        """Compare contents once, as ``before_step`` may have to where no kernel can be loaded."""
+        self._late.unnoticed()
+
     def put_back(self) -> list[str]:
         """Undo the changes that forward passes made in a step that was not committed.
 

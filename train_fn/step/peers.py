@@ -104,7 +104,14 @@ class Peers:
 
         Raise PeersGone if the collective was aborted.
         """
-        arrived = tensor.cpu()  # waits for the device
+        if tensor.is_cuda:
+            # CUDA locks out every other thread while it copies to memory that is not pinned; one of
+            # them may have to keep the state (`loop/rescue.py`)
+            arrived = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            arrived.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        else:
+            arrived = tensor.cpu()
         self.require_whole()
         return arrived
 

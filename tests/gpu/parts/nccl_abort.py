@@ -42,6 +42,17 @@ class Hanging(Regression):
         self._device, self._passes = device, 0
         self.abort = lambda: None
 
+    def build_model(self) -> torch.nn.Module:
+        """Return a model with buffers that passes change, and one that they do not."""
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
+        )
+        model.register_buffer("unchanged", torch.ones(3))
+        return model
+
     def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self._passes += model.training
         if self._passes == HANGS_IN_PASS:
