@@ -235,7 +235,7 @@ class RecoverySpec(Frozen):
     hang_timeout_s: Seconds | None = None
     """Seconds without a step after which a rank counts as hung; null learns it: max(60 s, 10 x p99
     of the rank's step time)."""
-    in_process: bool = False
+    in_process: bool = True
     """Let ranks that survive a failure or a change of size keep their processes. Faster, but what
     user code keeps in its process survives, too. A Ray Train function or script always gets fresh
     ones."""

@@ -67,12 +67,13 @@ class Story:
     def take(self, event: EventRow) -> None:
         """Add the run's next event; not for events that name a drill."""
         recovering = self.started is not None and self.recovered is None and not self.over
+        follows = self.started is not None and event.attempt > self.started.attempt
         match event.kind:
             case EventKind.FAILURE if recovering and self.failure is None:
                 self.failure = event
-            case EventKind.RESTORED if recovering:
+            case EventKind.RESTORED if recovering and follows:
                 self.restored = event
-            case EventKind.RECOVERED if recovering:
+            case EventKind.RECOVERED if recovering and follows:
                 self.recovered = event
             case EventKind.EPOCH_COMPLETED if self.recovered is not None and self.epoch is None:
                 self.epoch = event

@@ -36,14 +36,15 @@ _FROM_RECOVERY: Final = (
 def failures(events: Iterable[EventRow]) -> list[Failure]:
     """Return every failure, oldest first, damaged checkpoints included.
 
-    - A recovery adds its cost to the failure before it.
+    - A recovery adds its cost to the failure before it: the last one of an earlier attempt, since a
+      recovery may be told of once its own attempt has failed.
     - A drill that was started is the cause of the next failure of its attempt.
     - A lost worker becomes ``out_of_memory`` if its node's kernel reports that it killed it.
     - Failed saves are one failure, once there are so many in a row that the run is
       ``storage_unavailable``.
     """
     found: list[Failure] = []
-    waiting: int | None = None
+    waiting: list[int] = []
     requested: dict[str, EventRow] = {}
     drill: EventRow | None = None
     for event in events:
@@ -52,14 +53,16 @@ def failures(events: Iterable[EventRow]) -> list[Failure]:
         elif event.kind == EventKind.DRILL_STARTED:
             drill = requested.get(str(event.data.get("id")))
         elif event.kind == EventKind.FAILURE:
-            waiting = len(found)
+            waiting.append(len(found))
             found.append(_by_drill(Failure.of(event), drill))
             drill = None
         elif event.kind == EventKind.EVIDENCE:
             _add_evidence(found, event)
-        elif event.kind == EventKind.RECOVERED and waiting is not None:
-            found[waiting] = _recovered(found[waiting], event)
-            waiting = None
+        elif event.kind == EventKind.RECOVERED:
+            over = [number for number in waiting if found[number].attempt < event.attempt]
+            if over:
+                found[over[-1]] = _recovered(found[over[-1]], event)
+                waiting = [number for number in waiting if number > over[-1]]
         elif event.kind == EventKind.RESTORED:
             instead = event.data.get("checkpoint") or event.data.get("source")
             action = f"continued from step {event.data.get('step')} ({instead})"

@@ -58,6 +58,8 @@ class TimeLedger:
     trained: bool = False
     marks_us: dict[str, int] | None = None
     """When each part of the first start ended. None in a ledger of an older version."""
+    failed_attempt: int = 0
+    """Newest attempt that failed. What it tells afterwards is no work."""
 
     @classmethod
     def begin(cls, created_at: float) -> TimeLedger:
@@ -112,7 +114,7 @@ class TimeLedger:
                 self.step = int(data["step"])
             case EventKind.TRAINING_STARTED if self.bucket in ("starting", "idle"):
                 self._work()
-            case EventKind.RECOVERED:
+            case EventKind.RECOVERED if event.attempt > self.failed_attempt:
                 self._work()
             case EventKind.EPOCH_COMPLETED | EventKind.EVALUATED | EventKind.EPOCH_HOOK_DONE if (
                 self.bucket in _WORKING
@@ -121,6 +123,7 @@ class TimeLedger:
             case EventKind.CHECKPOINT_COMMITTED:
                 self._move(self.bucket, "checkpoint_stall", data.get("stall_s"))
             case EventKind.FAILURE:
+                self.failed_attempt = max(self.failed_attempt, event.attempt)
                 self._interrupted(data.get("detect_s"), is_own_loop)
                 self.bucket = "restarting"
             case EventKind.ATTEMPT_ENDED:

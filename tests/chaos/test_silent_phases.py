@@ -22,13 +22,19 @@ __all__ = ["reference"]
 
 pytestmark = pytest.mark.timeout(400)
 
-SHORT = [("all_reduce", 2, SIGKILL), ("all_reduce", 2, SIGSTOP), ("recovery", 2, SIGKILL)]
+SHORT = [
+    ("all_reduce", 2, SIGKILL, True),
+    ("all_reduce", 2, SIGSTOP, False),
+    ("recovery", 2, SIGKILL, True),
+]
+"""Phase, number of ranks, signal, and whether survivors stay in their processes."""
 LONG = [
     plan
     for phase in (*PLANS, "rendezvous")
     for world in (2, 3)
     for how in (SIGKILL, SIGSTOP)
-    if (plan := (phase, world, how)) not in SHORT
+    for stays in (False, True)
+    if (plan := (phase, world, how, stays)) not in SHORT
 ]
 
 
@@ -50,14 +56,18 @@ def hanging_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayClu
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stays", [False, True], ids=["fresh", "stay"])
 def test_no_step_is_lost_where_an_abort_never_ends(
     world: int,
     how: Signals,
+    stays: bool,
     hanging_cluster: RayCluster,
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    run = strike_and_check("all_reduce", world, how, hanging_cluster, reference(world), tmp_path)
+    run = strike_and_check(
+        "all_reduce", world, how, hanging_cluster, reference(world), tmp_path, in_process=stays
+    )
     for event in run.of(EventKind.RECOVERED):
         assert event.data["phases"]["leave"] < 15, "the hold was not waited for to its end"
 
@@ -82,9 +92,13 @@ def test_an_error_of_the_device_is_the_hardwares_and_costs_no_step(
 
 
 @pytest.mark.parametrize(
-    ("phase", "world", "how"),
+    ("phase", "world", "how", "stays"),
     [
-        pytest.param(*plan, id=f"{plan[0]}-{plan[1]}-{plan[2].name}", marks=marks)
+        pytest.param(
+            *plan,
+            id=f"{plan[0]}-{plan[1]}-{plan[2].name}-{'stay' if plan[3] else 'fresh'}",
+            marks=marks,
+        )
         for plans, marks in ((SHORT, ()), (LONG, pytest.mark.chaos))
         for plan in plans
     ],
@@ -93,10 +107,11 @@ def test_a_rank_struck_among_silent_peers(
     phase: str,
     world: int,
     how: Signals,
+    stays: bool,
     cluster: RayCluster,
     reference: Callable[[int], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    run = strike_and_check(phase, world, how, cluster, reference(world), tmp_path)
+    run = strike_and_check(phase, world, how, cluster, reference(world), tmp_path, in_process=stays)
     backends = {event.data["backend"] for event in run.of(EventKind.TRAINING_STARTED)}
     assert backends == {"silent"}

@@ -26,8 +26,8 @@ from train_fn.recovery.sizing import NodeView
 logger = logging.getLogger(__name__)
 
 _PING_S = 1.0
-"""Timeout in seconds for a rank's process to answer that it is alive. A process that is busy
-starting does not answer."""
+"""Timeout in seconds for a rank's process to answer that it is alive. Most do at once, also while
+they wait for a peer that died."""
 
 
 def place_of(rank: int, worker: Worker, nodes: Mapping[str, NodeView]) -> RankReport:
@@ -130,7 +130,8 @@ def reports_after_failed_start(
     and whose process died."""
     if not workers:
         return ()
-    pings = [worker.actor.get_metadata.remote() for worker in workers]
+    # a call that no other call of the start delays
+    pings = [worker.actor.kept_state.remote() for worker in workers]
     ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
     nodes = {node.node_id: node for node in read_nodes()}
     reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]

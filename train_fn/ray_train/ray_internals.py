@@ -55,7 +55,10 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupStateBuilder
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.worker_group import (
+    SynchronizationActor,
+    WorkerGroup,
+)
 from ray.train.v2._internal.util import invoke_context_managers
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -88,6 +91,7 @@ __all__ = [
     "ScalingPolicy",
     "SchedulingState",
     "ShuttingDownState",
+    "SynchronizationActor",
     "TrainController",
     "TrainingFailedError",
     "Worker",

@@ -4,6 +4,7 @@ state, and report on each of its ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.util.placement_group import PlacementGroup
 
 from train_fn.ray_train.group_shutdown import GroupShutdown
 from train_fn.ray_train.hung_ranks import HungRanks
+from train_fn.ray_train.no_barrier import end_barrier, no_barrier
 from train_fn.ray_train.nodes import ReadNodes
 from train_fn.ray_train.placement import Reservation
 from train_fn.ray_train.poll_patience import PollPatience
@@ -126,16 +128,13 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._actors.give_up,
         ) as self._start_limit:
             try:
-                self._start_impl(builder)
-                if not self._meets_to_report:
-                    # No rank calls it, and each process of Ray wakes up 100 times a second.
-                    ray.kill(builder.sync_actor)
+                with nullcontext() if self._meets_to_report else no_barrier():
+                    self._start_impl(builder)
             except BaseException:
                 self._actors.reports = self._actors.reports or reports_after_failed_start(
                     self._ranked, self._read_nodes
                 )
-                if builder.sync_actor is not None:
-                    ray.kill(builder.sync_actor)
+                end_barrier(builder.sync_actor)
                 self._actors.kill()
                 raise
 
@@ -305,7 +304,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 # That one would wait for ranks that are gone.
                 if not isinstance(callback, BackendSetupCallback):
                     callback.before_worker_group_shutdown(self)
-            sync_actor = self.get_worker_group_state().sync_actor
+            barrier = self.get_worker_group_state().sync_actor
             kept = [
                 self._actors.as_survivor(worker.actor, worker.metadata.pid, self._keep[rank])
                 for rank, worker in enumerate(self.get_workers())
@@ -313,7 +312,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             ]
             gone = [self.get_workers()[rank].actor for rank in self._gone]
             self._clear_state()
-            ray.kill(sync_actor)
+            end_barrier(barrier)
             self._actors.kill(keep=[one.actor for one in kept], at_once=gone)
             self._survivors.hold(kept)
             for callback in self._callbacks:

@@ -72,7 +72,7 @@ CONTRACT: dict[str, Any] = {
         "max_user_errors": 1,
         "max_system_failures": 100,
         "hang_timeout_s": None,
-        "in_process": False,
+        "in_process": True,
         "deadline_s": None,
     },
     "resume_from": None,

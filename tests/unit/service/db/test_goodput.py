@@ -17,8 +17,8 @@ from service.projections.goodput import BUCKETS, TimeLedger, goodput, to_us
 BEGIN = 1_000.0
 
 
-def event(kind: str, at: float, **data: Any) -> EventRow:
-    return EventRow(1, BEGIN + at, kind, 1, 1, data)
+def event(kind: str, at: float, *, attempt: int = 1, **data: Any) -> EventRow:
+    return EventRow(1, BEGIN + at, kind, 1, attempt, data)
 
 
 def steps(*pairs: tuple[int, float]) -> EventRow:
@@ -34,6 +34,23 @@ def buckets(events: list[EventRow], end: float) -> dict[str, float]:
     found = goodput(BEGIN, events, BEGIN + end)
     assert found.wall_s == pytest.approx(end)
     return {name: value for name, value in found.buckets.model_dump().items() if value}
+
+
+def test_a_recovery_that_is_told_of_once_its_attempt_has_failed_is_no_work() -> None:
+    history = [
+        status(0, RunStatus.STARTING),
+        event(EventKind.TRAINING_STARTED, 0),
+        steps((1, 1)),
+        event(EventKind.FAILURE, 2, attempt=1, detect_s=1.0),
+        event(EventKind.FAILURE, 5, attempt=2),
+        event(EventKind.RECOVERED, 6, attempt=2),
+        event(EventKind.ATTEMPT_ENDED, 6, attempt=2, cause="node_lost"),
+        event(EventKind.RECOVERED, 20, attempt=3),
+        steps((2, 21)),
+    ]
+    assert buckets(history, 21) == pytest.approx(
+        {"productive": 2, "detecting": 1, "restarting": 18}
+    )
 
 
 def status(at: float, to: RunStatus) -> EventRow:
@@ -84,7 +101,7 @@ def test_time_without_progress_is_never_productive(detect_s: float | None) -> No
         event(EventKind.TRAINING_STARTED, 0),
         steps((1, 1), (2, 2), (3, 3)),
         event(EventKind.FAILURE, 15.8, verdict="hang", detect_s=detect_s),
-        event(EventKind.RECOVERED, 17),
+        event(EventKind.RECOVERED, 17, attempt=2),
         steps((4, 17), (5, 18)),
     ]
     found = buckets(history, 18)
@@ -112,7 +129,7 @@ def test_an_own_loop_worked_until_it_failed(lost: EventRow, detecting_s: float) 
         event(EventKind.TRAINING_STARTED, 0),
         steps((1, 3)),
         lost,
-        event(EventKind.RECOVERED, 17),
+        event(EventKind.RECOVERED, 17, attempt=2),
     ]
     found = goodput(BEGIN, history, BEGIN + 20, is_own_loop=True).buckets.model_dump()
     assert {name: value for name, value in found.items() if value} == pytest.approx(
@@ -130,7 +147,7 @@ def test_an_evaluation_is_progress_and_what_is_told_late_is_none() -> None:
         event(EventKind.FAILURE, 10, verdict="worker_lost", detect_s=None),
         steps((2, 9)),  # by a survivor that took its time
         event(EventKind.RESTORED, 12, step=2),
-        event(EventKind.RECOVERED, 13),
+        event(EventKind.RECOVERED, 13, attempt=2),
     ]
     assert buckets(history, 14) == pytest.approx({"productive": 9, "detecting": 2, "restarting": 3})
 
@@ -144,7 +161,7 @@ def test_points_that_are_told_once_more_after_a_recovery_are_no_rework() -> None
         steps((1, 31), (2, 61)),
         event(EventKind.FAILURE, 62, verdict=Verdict.WORKER_LOST.value, detect_s=0),
         event(EventKind.RESTORED, 63, step=2),
-        event(EventKind.RECOVERED, 64),
+        event(EventKind.RECOVERED, 64, attempt=2),
         steps((3, 64)),
         steps((1, 31), (2, 61), (4, 94)),
         steps((5, 124)),
@@ -162,7 +179,7 @@ def test_a_driver_that_vanishes() -> None:
         steps((1, 1)),
         status(4, RunStatus.RECOVERING),
         event(EventKind.SUBMISSION_STARTED, 6),
-        event(EventKind.RECOVERED, 8),
+        event(EventKind.RECOVERED, 8, attempt=2),
     ]
     assert buckets(history, 9) == pytest.approx({"productive": 2, "detecting": 3, "restarting": 4})
 

@@ -58,13 +58,14 @@ def test_a_failure_learns_from_its_recovery() -> None:
             event(EventKind.FAILURE, verdict="made_up_later", detect_s=0.5, steps_lost=1),
             event(
                 EventKind.RECOVERED,
+                attempt=2,
                 detect_s=9.0,
                 recovery_s=1.5,
                 steps_lost=2,
                 world_size_before=2,
                 world_size_after=1,
             ),
-            event(EventKind.RECOVERED, detect_s=7.0),
+            event(EventKind.RECOVERED, attempt=2, detect_s=7.0),
         ]
     )
     assert [failure.verdict for failure in found] == ["worker_lost", "unknown"]
@@ -76,6 +77,24 @@ def test_a_failure_learns_from_its_recovery() -> None:
         1,
         1,
     )
+
+
+def test_a_recovery_that_is_told_of_late_is_not_that_of_the_next_failure() -> None:
+    """The ranks' node stood still, with what it had to tell, until it was given up."""
+    found = failures.failures(
+        [
+            event(EventKind.FAILURE, attempt=2, verdict="worker_lost"),
+            event(EventKind.FAILURE, attempt=3, verdict="node_lost"),
+            event(EventKind.RECOVERED, attempt=3, rung="in_process", steps_lost=0),
+            event(EventKind.FAILURE, attempt=3, verdict="control_plane"),
+            event(EventKind.RECOVERED, attempt=4, rung="checkpoint", steps_lost=4),
+        ]
+    )
+    assert [(each.verdict, each.rung, each.steps_lost) for each in found] == [
+        ("worker_lost", "in_process", 0),
+        ("node_lost", None, None),
+        ("control_plane", "checkpoint", 4),
+    ]
 
 
 def failed_save(in_a_row: int, seq: int = 1) -> EventRow:
@@ -142,7 +161,7 @@ def test_a_run_that_waits_for_its_storage_says_so_until_it_starts_again() -> Non
 def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() -> None:
     lost = event(EventKind.FAILURE, 1, verdict="node_lost", action="restart")
     saves = [failed_save(number, seq=1 + number) for number in (1, 2, 3, 4)]
-    recovered = event(EventKind.RECOVERED, 9, recovery_s=2.5)
+    recovered = event(EventKind.RECOVERED, 9, attempt=2, recovery_s=2.5)
     found = failures.failures([lost, *saves, recovered])
     assert [(item.verdict, item.recovery_s) for item in found] == [
         ("node_lost", 2.5),
