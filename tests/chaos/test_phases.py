@@ -153,6 +153,34 @@ def test_rank_0_struck_in_every_step_of_what_it_does_to_the_storage(
     assert step >= at_least, f"only {step} steps were found"
 
 
+def test_a_survivor_is_stopped_while_the_next_group_forms(
+    small_cluster: RayCluster, reference: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Fresh processes go on from the state that it has written by then, or from a checkpoint."""
+    strikes = PLANS["all_reduce"](2, SIGKILL)
+    run = DrivenRun(
+        small_cluster,
+        tmp_path,
+        deadly_spec(2, strikes, in_process=True),
+        module="tests.chaos.deadly_driver",
+    )
+    try:
+        run.start(**PATIENCE)
+        run.wait_for(lambda: run.of(EventKind.FAILURE), "the first death")
+        survivor = run.worker(0)["pid"]
+        os.kill(survivor, SIGSTOP)
+        assert run.wait_for_end() == 0, run.describe()
+        blamed = [
+            (each.data["verdict"], each.data["first_rank"]) for each in run.of(EventKind.FAILURE)
+        ]
+        assert blamed[0] == ("worker_lost", 1) and set(blamed[1:]) <= {("hang", 0)}
+        assert len(blamed) + len(run.of(EventKind.FELL_BACK)) == 2, run.describe()
+        assert not psutil.pid_exists(survivor), "it holds what its successor needs"
+        assert_same(final_state(run.run_dir), reference(2))
+    finally:
+        run.stop()
+
+
 @pytest.mark.parametrize("how", [SIGKILL, SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("phase", [*PLANS, "rendezvous"])

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from train_fn.ray_train.link_checks import LinkChecks
@@ -84,6 +85,8 @@ class RankActors:
         """Reports on the ranks if the start failed."""
         self.is_refused = False
         """Whether a check of the nodes found why ranks cannot work there."""
+        self.is_held_up = False
+        """Whether a process of the group did not answer in time."""
 
     @property
     def num_stayed(self) -> int:
@@ -141,9 +144,13 @@ class RankActors:
             for bundle, ref in zip(self._bundles, readiness, strict=True)
             if bundle.number in stayed
         ]
-        prepared(from_before, self._settings, self._answer_s)
-        ready: list[RankReady] = prepared(readiness, self._settings)
-        metas = prepared(metadata, self._settings)
+        try:
+            prepared(from_before, self._settings, self._answer_s)
+            ready: list[RankReady] = prepared(readiness, self._settings)
+            metas = prepared(metadata, self._settings)
+        except WorkerGroupStartupFailedError as exc:
+            self.is_held_up = isinstance(exc.__cause__, GetTimeoutError)
+            raise
         self._check(ready, metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
@@ -188,6 +195,10 @@ class RankActors:
         unused = [one.actor for one in self._survivors if one.actor not in self._actors]
         self._actors, self._survivors = [], []
         self._end([*doomed, *unused])
+        if self.is_held_up:
+            # A process that could not be ended may hold what a new one waits for. It ends with its
+            # bundle.
+            self._placement.release()
 
     def _end(self, actors: Sequence[Any]) -> None:
         """End processes. Ranks that may keep their state in their process first write it."""

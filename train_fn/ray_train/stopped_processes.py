@@ -1,5 +1,5 @@
-"""Find and wake stopped processes on other nodes (SIGSTOP, a debugger, a frozen container). They
-seem alive to the peers that wait for them."""
+"""Find, wake and end stopped processes on other nodes (SIGSTOP, a debugger, a frozen container).
+They seem alive to the peers that wait for them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def find_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
 def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """Continue those processes that are stopped, and return them."""
     return _ask_nodes(wake, processes)
+
+
+def end_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+    """End those processes that are stopped, by SIGKILL, and return them. Ray may have failed to: it
+    first asks the process itself."""
+    return _ask_nodes(end, processes)
 
 
 def _ask_nodes(
@@ -71,4 +77,12 @@ def wake(pids: Collection[int]) -> list[int]:
     found = stopped(pids)
     for pid in found:
         psutil.Process(pid).send_signal(signal.SIGCONT)
+    return found
+
+
+def end(pids: Collection[int]) -> list[int]:
+    """End those of this node's processes that are stopped, by SIGKILL, and return them."""
+    found = stopped(pids)
+    for pid in found:
+        psutil.Process(pid).kill()
     return found

@@ -53,9 +53,10 @@ def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said()
     )
     failed = {"verdict": "worker_lost", "first_rank": 1, "evidence": {}}
     rows = [
-        EventRow(number, float(number), kind, 1, 1, data)
-        for number, (kind, data) in enumerate(
-            [(EventKind.FAILURE, failed), (EventKind.RECOVERED, {**cost, "phases": {}})]
+        EventRow(attempt, float(attempt), kind, 1, attempt, data)
+        for attempt, kind, data in (
+            (1, EventKind.FAILURE, failed),
+            (2, EventKind.RECOVERED, {**cost, "phases": {}}),
         )
     ]
     [found] = failures.failures(rows)
@@ -147,7 +148,7 @@ def drill_of(source: str, unit: str | None = None, lost: int | None = None) -> D
         (EventKind.RECOVERED, {**RECOVERED, "steps_lost": lost, "since_report_s": 3.0}),
     ]
     rows = [
-        EventRow(number, float(number), kind, 1, 1, data)
+        EventRow(number, float(number), kind, 1, 1 if number < 3 else 2, data)
         for number, (kind, data) in enumerate(history)
     ]
     [story] = drills.stories(rows)

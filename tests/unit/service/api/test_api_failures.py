@@ -67,10 +67,9 @@ async def test_the_last_lines_of_the_rank_that_failed_first(api: ApiService) -> 
     run_id, journal = await api.running()
     log(api, run_id, 0, "of another rank")
     log(api, run_id, 1, *(f"line {number}" for number in range(30)))
-    api.apply(
-        run_id,
-        [journal.event(EventKind.FAILURE, **LOST), journal.event(EventKind.RECOVERED, **RECOVERED)],
-    )
+    lost = journal.event(EventKind.FAILURE, **LOST)
+    journal.attempt += 1
+    api.apply(run_id, [lost, journal.event(EventKind.RECOVERED, **RECOVERED)])
     [found] = await failures(api, run_id)
     assert [line.message for line in found.last_lines] == [
         f"line {number}" for number in range(20, 30)

@@ -1,0 +1,46 @@
+"""Stopped processes of a node: found, woken and ended; others are left alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from train_fn.ray_train.stopped_processes import end, stopped, wake
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    made = [
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) for _ in range(2)
+    ]
+    made[0].send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while psutil.Process(made[0].pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def test_one_that_is_stopped_is_ended(processes: list[subprocess.Popen[bytes]]) -> None:
+    pids = [process.pid for process in processes]
+    assert end(pids) == [pids[0]]
+    assert processes[0].wait(30) == -signal.SIGKILL and processes[1].poll() is None
+    assert end(pids) == [], "it is gone"
+
+
+def test_one_that_is_stopped_goes_on(processes: list[subprocess.Popen[bytes]]) -> None:
+    pids = [process.pid for process in processes]
+    assert stopped(pids) == wake(pids) == [pids[0]]
+    deadline = time.monotonic() + 30
+    while stopped(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
