@@ -59,7 +59,7 @@ def recovered(run: RunRow, event: EventRow) -> Changes:
     if event.data.get("unit"):
         since_report_s = event.data.get("since_report_s") or 0.0
         columns["redone_s"] = (run.redone_s or 0.0) + since_report_s
-    # one that is told of late has failed since
+    # Without ranks, this attempt has failed since: its recovery was told of late.
     return Changes(columns, **(to_status(run, RunStatus.RUNNING) if run.workers else {}))
 
 

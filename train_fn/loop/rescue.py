@@ -177,7 +177,7 @@ class Rescue:
             shared = [name for name, other in part.items() if _is_same(other, now)]
             part.update(dict.fromkeys(shared, value))
         copied: dict[str, Any] = copy_to_cpu(state, self._memory)
-        # as other ranks pack theirs: equal states are told by equal digests
+        # Ranks compare states by their digests, and the others pack their moments.
         return copied | {"optimizer": self._packer.packed(copied["optimizer"])}
 
     @contextmanager
