@@ -1,5 +1,5 @@
-"""Processes for ranks that join a group: they start, and build their parts, while the present group
-trains."""
+"""Processes for ranks that join a group: they start, check their nodes and build their parts while
+the present group trains."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ class Recruits:
             silent_peer_s=self._engine.settings.silent_peer_s,
             in_process=True,
         )
+        job, checks = self._engine.job, self._engine.settings.preflight
         self._coming = [
-            _Recruit(actor, bundle, actor.get_ready.remote(launch, self._engine.job))
+            _Recruit(actor, bundle, actor.get_ready.remote(launch, job, checks_node=checks))
             for actor, bundle in zip(new_actors(bundles, per_worker), bundles, strict=True)
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """
 
     _meets_to_report = True
+    _figures: Figures | None = None
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
@@ -81,9 +83,12 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
 
-    def get_ready(self, launch: RankLaunch, job: RankJob) -> int:
-        """Build what this process will train once it has a rank. Return its id."""
+    def get_ready(self, launch: RankLaunch, job: RankJob, *, checks_node: bool) -> int:
+        """Check this node if ``checks_node``, and build what this process will train once it has a
+        rank. Return its id."""
         rank_process.prepare(launch)
+        if checks_node:
+            self.check_node(0)
         build_ahead(job, launch)
         return os.getpid()
 
@@ -106,10 +111,16 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def check_node(self, number: int) -> Figures:
         """Check computation, memory and storage of this node, and return the figures as those of
-        ``number``."""
-        if ray.get_gpu_ids():
-            return check_in_new_process(number, "cuda", own_temporary_dir())
-        return check_node(number, torch.device("cpu"), own_temporary_dir())
+        ``number``. A process measures once, before it trains: training would slow the node."""
+        if self._figures is None:
+            self._figures = (
+                check_in_new_process(number, "cuda", own_temporary_dir())
+                if ray.get_gpu_ids()
+                else check_node(number, torch.device("cpu"), own_temporary_dir())
+            )
+        figures = copy.deepcopy(self._figures)  # who compares nodes adds to it
+        figures.rank = number
+        return figures
 
     def take_in(self, ip: str, timeout_s: float) -> tuple[str, int]:
         """Listen for a block that another node sends to time a link. Return the address."""

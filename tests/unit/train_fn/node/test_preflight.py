@@ -122,12 +122,32 @@ def test_a_node_whose_gpu_cannot_be_used_is_unfit_and_the_rank_has_not_touched_i
         raise AssertionError("looked at the GPU from the rank's own process")
 
     monkeypatch.setattr(worker_actor, "check_node", refuse)
-    figures = EverstepTrainWorker.check_node(SimpleNamespace(), 2)
+    figures = EverstepTrainWorker.check_node(SimpleNamespace(_figures=None), 2)
     [problem] = figures.problems
     assert figures.rank == 2 and problem.startswith("its check failed: ")
     assert "CUDA" in problem
     assert unfit([figures]) == {2: [problem]}
     assert not torch.cuda.is_initialized()
+
+
+def test_a_process_measures_its_node_once_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that joins is checked while the others train, and they are not measured again."""
+    measured = []
+
+    def measure(number: int, *_: object) -> Figures:
+        measured.append(number)
+        return Figures(number, "host")
+
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
+    monkeypatch.setattr(worker_actor, "own_temporary_dir", lambda: tmp_path)
+    monkeypatch.setattr(worker_actor, "check_node", measure)
+    process = SimpleNamespace(_figures=None)
+    figures = EverstepTrainWorker.check_node(process, 0)
+    figures.seconds["link"] = 1.0  # as who compares nodes adds it
+    assert EverstepTrainWorker.check_node(process, 2) == Figures(2, "host")
+    assert measured == [0]
 
 
 def test_a_look_that_does_not_end_is_given_up(
