@@ -79,10 +79,8 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
         totals = forward_backward(training)
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     require_together(training.ctx, replica, totals)
-    audit = training.audit
-    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
-    if audit is not None:
-        audit.check(totals)
+    if training.audit is not None:
+        training.audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
     if progress.rescue is not None:
         progress.rescue.step_committed()

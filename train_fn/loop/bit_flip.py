@@ -27,7 +27,7 @@ class BitFlips:
 
     def flip(self, replica: Replica, *, is_audited: bool) -> None:
         """Flip the bit that the newest drill asks for. Call it between the exchange of a step and
-        its commit. In a step that is audited, the audit flips bits of gradients."""
+        its digests. In a step that is audited, the audit flips bits of gradients."""
         for kind in (DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS):
             if (is_audited and kind is DrillKind.CORRUPT_GRADIENT) or not self.take(kind):
                 continue

@@ -55,7 +55,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     """
     replica = training.replica
     state, scaler, own = replica.state, replica.state.scaler, replica.own_updates
-    replica.fingerprints.take(state.step, gradient=own is None)
+    replica.fingerprints.finish()
     measured = _finish_gradients(training, totals) if own is None else own.measured()
     task_state = replica.task_state.capture()
     if own is None:

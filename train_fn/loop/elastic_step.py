@@ -4,7 +4,7 @@ size."""
 from __future__ import annotations
 
 from train_fn.elastic.exchange import Exchange
-from train_fn.loop.gradients import decisions, load_next
+from train_fn.loop.gradients import decisions, load_next, start_digests
 from train_fn.loop.training import Training
 from train_fn.step.step_totals import StepTotals
 
@@ -46,6 +46,7 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
         volatile.agree()
     if replica.used is not None and is_whole:
         replica.used.drop_unused()
+    start_digests(training)
     progress.own_s = training.clock.gate()
     return totals
 

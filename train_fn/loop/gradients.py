@@ -46,14 +46,25 @@ def forward_backward(training: Training) -> StepTotals:
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
     loader.prefetch()  # the device computes meanwhile
+    if replica.used is None:
+        start_digests(training)  # the device goes on with them while this thread waits
     volatile.wait()
     totals = carrier.take()
     if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
         volatile.agree()
     if replica.used is not None and totals.fault(state.step, num_samples) is None:
         replica.used.drop_unused()
+        start_digests(training)
     progress.own_s = training.clock.gate()
     return totals
+
+
+def start_digests(training: Training) -> None:
+    """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
+    flip their bits before. Only a step that is whole takes these digests."""
+    replica, audit = training.replica, training.audit
+    training.flips.flip(replica, is_audited=audit is not None and audit.is_due)
+    replica.fingerprints.start(replica.state.step, gradient=replica.own_updates is None)
 
 
 def load_next(

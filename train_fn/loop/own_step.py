@@ -15,7 +15,7 @@ import torch
 
 from train_fn.errors import BadTask, PeersGone
 from train_fn.loop.commit import set_rates
-from train_fn.loop.gradients import load_next
+from train_fn.loop.gradients import load_next, start_digests
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
@@ -51,6 +51,7 @@ def make_step(training: Training) -> StepTotals:
     totals = _exchange(training, values, own_samples / num_samples)
     if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
         volatile.agree()
+    start_digests(training)
     progress.own_s = training.clock.gate()
     return totals
 

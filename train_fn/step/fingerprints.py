@@ -3,14 +3,14 @@ the weights that moves on, so that all of them have been compared after ``MOST_P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from train_fn.errors import FOUND_WITHIN
 from train_fn.samples.randomness import MASK64
-from train_fn.step.word_sums import bytes_of, totals_in
+from train_fn.step.word_sums import bytes_of, start_totals
 
 MOST_PARTS = FOUND_WITHIN - 1
 """Parts of the weights of a large model. One is digested at each step and compared at the next."""
@@ -48,18 +48,27 @@ class Fingerprints:
         """Digest of the last step's summed gradient; None if there was none."""
         self.weights: int | None = None
         """Digest of a part of the weights before the last step's update."""
+        self._totals: Callable[[], list[int]] = list
+        self._num_gradients: int | None = None
+        """Totals that are those of gradients; None if there are none to digest."""
 
-    def take(self, step: int, *, gradient: bool = True) -> None:
-        """Digest the gradients, and the part of the weights that is due after ``step`` steps
-        done."""
+    def start(self, step: int, *, gradient: bool = True) -> None:
+        """Start to digest the gradients, and the part of the weights that is due after ``step``
+        steps done. Nothing here waits for a GPU, which digests what it holds at this point of its
+        stream."""
         gradients = self._gradients() if gradient else []
-        totals = totals_in([*gradients, *self._weights(step)])
-        self.gradient = sum(totals[: len(gradients)]) & MASK64 if gradient else None
-        self.weights = sum(totals[len(gradients) :]) & MASK64
+        self._num_gradients = len(gradients) if gradient else None
+        self._totals = start_totals([*gradients, *self._weights(step)])
+
+    def finish(self) -> None:
+        """Take the digests that ``start`` began as those of the step."""
+        totals, of_gradients = self._totals(), self._num_gradients
+        self.gradient = None if of_gradients is None else sum(totals[:of_gradients]) & MASK64
+        self.weights = sum(totals[of_gradients or 0 :]) & MASK64
 
     def of_gradients(self) -> int:
         """Return the digest of the present gradients."""
-        return sum(totals_in(self._gradients())) & MASK64
+        return sum(start_totals(self._gradients())()) & MASK64
 
     @property
     def header(self) -> int:

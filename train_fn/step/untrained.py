@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -82,9 +82,17 @@ def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    if to:
-        with torch.no_grad():
-            torch._foreach_copy_(list(to), list(source))
+    """Copy each tensor of ``source`` into the one at its place in ``to``."""
+    lists: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for there, here in zip(to, source, strict=True):
+        # a GPU copies a whole list in one kernel only if all of its tensors have one type
+        kind = (there.dtype, here.dtype) if there.is_cuda else ()
+        copied, copies = lists.setdefault(kind, ([], []))
+        copied.append(there)
+        copies.append(here)
+    with torch.no_grad():
+        for copied, copies in lists.values():
+            torch._foreach_copy_(copied, copies)
 
 
 def shape_fault(

@@ -3,7 +3,7 @@ fast as memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,13 +39,18 @@ def words_in(data: torch.Tensor) -> Words:
     return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
 
 
-def totals_in(parts: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each part the sum of both numbers of ``words_in``, modulo 2**64. Waits for a GPU
-    once, not for each part."""
+def start_totals(parts: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Start to sum both numbers of ``words_in`` for each part, modulo 2**64. Return what returns
+    the sums.
+
+    A GPU sums the values that the parts have when its stream comes to it, and is waited for once,
+    by the returned function.
+    """
     if not parts or not parts[0].is_cuda:
-        return [sum(words_in(data)) for data in parts]
-    totals: list[int] = torch.stack(list(map(total_on_device, parts))).tolist()
-    return totals
+        totals = [sum(words_in(data)) for data in parts]
+        return lambda: totals
+    on_device = torch.stack(list(map(total_on_device, parts)))
+    return on_device.tolist
 
 
 def total_on_device(data: torch.Tensor) -> torch.Tensor:
@@ -53,6 +58,8 @@ def total_on_device(data: torch.Tensor) -> torch.Tensor:
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() // 8 * 8
+    if whole == data.numel():
+        return data.view(torch.int64).sum()
     rest = pad(data[whole:], (0, whole + 8 - data.numel()))
     return data[:whole].view(torch.int64).sum() + rest.view(torch.int64)[0]
 

@@ -25,10 +25,8 @@ def run(device: torch.device, directory: Path) -> Shown:
         try:
             trained.start(**PATIENCE)
             _change_size(trained, cluster)
-        except BaseException:  # the part's time may be over
-            print(trained.describe(), flush=True)
-            raise
         finally:
+            print(trained.describe(), flush=True)  # for the log
             trained.stop()
     restored = [(each.data["source"], each.data["step"]) for each in trained.of(EventKind.RESTORED)]
     assert [source for source, _ in restored] == ["fresh", "process", "process"], restored

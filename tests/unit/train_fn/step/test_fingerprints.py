@@ -15,7 +15,7 @@ from train_fn.step.carrier import Carrier
 from train_fn.step.fingerprints import HEADER_BITS, MOST_PARTS, Fingerprints, parts_of
 from train_fn.step.peers import Peers
 from train_fn.step.step_totals import StepTotals
-from train_fn.step.word_sums import total_on_device, totals_in
+from train_fn.step.word_sums import start_totals, total_on_device
 
 CPU = torch.device("cpu")
 
@@ -65,8 +65,10 @@ def test_any_flipped_bit_changes_the_header(
         other = Fingerprints(hurt.parameters())
         steps_found = []
         for step in range(num_parts):
-            taken.take(step)
-            other.take(step)
+            taken.start(step)
+            taken.finish()
+            other.start(step)
+            other.finish()
             if taken.header != other.header:
                 steps_found.append(step)
         assert len(steps_found) == (1 if what == "weights" else num_parts)
@@ -81,7 +83,8 @@ def test_layout_in_memory_does_not_matter_to_a_dense_tensor() -> None:
     again.load_state_dict(sound.state_dict())
     found = [Fingerprints(each.parameters()) for each in (other, again)]
     for each in found:
-        each.take(0, gradient=False)
+        each.start(0, gradient=False)
+        each.finish()
     assert found[0].weights == found[1].weights and found[0].gradient is None
 
 
@@ -95,7 +98,8 @@ def test_a_gradient_that_begins_within_a_word_has_the_same_digest() -> None:
         linear.weight.grad = bucket[begin : begin + len(values)].view(300, 300)
         bucket = torch.cat([torch.zeros(3), values])
         taken = Fingerprints(linear.parameters())
-        taken.take(0)
+        taken.start(0)
+        taken.finish()
         digests.add(taken.gradient)
     assert len(digests) == 1
 
@@ -106,14 +110,15 @@ def test_words_are_added_alike_on_the_host_and_where_the_data_is(data: bytes, be
     words = [data[at : at + 8] for at in range(0, len(data), 8)]
     expected = sum(int.from_bytes(word, "little") for word in words)
     part = flat[begin:]
-    for found in (*totals_in([part]), int(total_on_device(part))):
+    for found in (*start_totals([part])(), int(total_on_device(part))):
         assert (found - expected) % (1 << 64) == 0
 
 
 def test_without_parameters_or_gradients_there_is_a_digest_too() -> None:
     empty = Fingerprints([])
     assert empty.header == 0
-    empty.take(7)
+    empty.start(7)
+    empty.finish()
     assert (empty.gradient, empty.weights) == (0, 0)
 
 
