@@ -16,7 +16,6 @@ from train_fn.ray_train.placement import Placement
 from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
-from train_fn.ray_train.stopped_processes import end_stopped
 from train_fn.ray_train.survivors import Survivor, Survivors
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
@@ -107,8 +106,6 @@ class GroupFactory:
                 if not self._falls_back(exc):
                     raise
                 self._attempt_log.fell_back(f"ranks could not start there: {exc}")
-                if self.last is not None and self.last.is_held_up:
-                    end_stopped((one.bundle.node_id, one.pid) for one in survivors)
         return self._start([], **kwargs)
 
     def _falls_back(self, exc: Exception) -> bool:

@@ -29,12 +29,16 @@ from train_fn.ray_train.start_checks import (
     network_reports,
     prepared,
 )
+from train_fn.ray_train.stopped_processes import end_stopped, find_stopped
 from train_fn.ray_train.survivors import NO_STATE, Survivor, end_processes
 from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView, choose_nodes
+
+_ANSWER_S = 2.0
+"""Seconds in which processes of earlier ranks answer, unless they are busy or stopped."""
 
 
 class RankActors:
@@ -85,8 +89,10 @@ class RankActors:
         """Reports on the ranks if the start failed."""
         self.is_refused = False
         """Whether a check of the nodes found why ranks cannot work there."""
-        self.is_held_up = False
-        """Whether a process of the group did not answer in time."""
+        self._processes = {(one.bundle.node_id, one.pid) for one in survivors}
+        """The processes of the group that are known, each with its node."""
+        self._was_silent = False
+        """Whether a process did not answer in time, or is stopped."""
 
     @property
     def num_stayed(self) -> int:
@@ -144,13 +150,15 @@ class RankActors:
             for bundle, ref in zip(self._bundles, readiness, strict=True)
             if bundle.number in stayed
         ]
+        self._require_none_stopped(from_before)
         try:
             prepared(from_before, self._settings, self._answer_s)
             ready: list[RankReady] = prepared(readiness, self._settings)
             metas = prepared(metadata, self._settings)
         except WorkerGroupStartupFailedError as exc:
-            self.is_held_up = isinstance(exc.__cause__, GetTimeoutError)
+            self._was_silent = isinstance(exc.__cause__, GetTimeoutError)
             raise
+        self._processes |= {(meta.node_id, meta.pid) for meta in metas}
         self._check(ready, metas)
         self._born_at = {meta.pid: rank.born_at for rank, meta in zip(ready, metas, strict=True)}
         self.oom_kills = {meta.pid: rank.oom_kills for rank, meta in zip(ready, metas, strict=True)}
@@ -195,9 +203,10 @@ class RankActors:
         unused = [one.actor for one in self._survivors if one.actor not in self._actors]
         self._actors, self._survivors = [], []
         self._end([*doomed, *unused])
-        if self.is_held_up:
-            # A process that could not be ended may hold what a new one waits for. It ends with its
-            # bundle.
+        if self._was_silent or any(report.unresponsive for report in self.reports):
+            # Ray first asks a process to end, and a stopped one does not hear it. It would hold
+            # what its successor waits for.
+            end_stopped(self._processes)
             self._placement.release()
 
     def _end(self, actors: Sequence[Any]) -> None:
@@ -220,6 +229,22 @@ class RankActors:
             else:
                 asked.append(one.actor)
         end_processes(asked, self._settings.hold_s)
+
+    def _require_none_stopped(self, answers: Sequence[Any]) -> None:
+        """Raise WorkerGroupStartupFailedError if a process of an earlier rank is stopped. The
+        others answer at once.
+
+        Args:
+            answers: references to what these processes answer.
+        """
+        if not answers:
+            return
+        _, late = ray.wait(list(answers), num_returns=len(answers), timeout=_ANSWER_S)
+        stopped = find_stopped(self._processes) if late else set()
+        if stopped:
+            self._was_silent = True
+            who = ", ".join(f"{pid} on node {node_id}" for node_id, pid in sorted(stopped))
+            raise WorkerGroupStartupFailedError(f"the process of a rank is stopped: {who}")
 
     def _with_new_actors(
         self, resources_per_worker: dict[str, float], stayed: Mapping[int, Any]

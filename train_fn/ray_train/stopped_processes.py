@@ -3,9 +3,11 @@ They seem alive to the peers that wait for them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import psutil
 import ray
@@ -25,17 +27,17 @@ def find_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
 
 def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """Continue those processes that are stopped, and return them."""
-    return _ask_nodes(wake, processes)
+    return _ask_nodes(signalled, processes, signal.SIGCONT)
 
 
 def end_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """End those processes that are stopped, by SIGKILL, and return them. Ray may have failed to: it
     first asks the process itself."""
-    return _ask_nodes(end, processes)
+    return _ask_nodes(signalled, processes, signal.SIGKILL)
 
 
 def _ask_nodes(
-    question: Callable[[Collection[int]], list[int]], processes: Iterable[tuple[str, int]]
+    question: Callable[..., list[int]], processes: Iterable[tuple[str, int]], *arguments: Any
 ) -> set[tuple[str, int]]:
     pids_by_node: dict[str, list[int]] = {}
     for node_id, pid in processes:
@@ -43,7 +45,7 @@ def _ask_nodes(
     asked = {
         ray.remote(num_cpus=0, max_retries=0)(question)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(tuple(pids)): node_id
+        .remote(tuple(pids), *arguments): node_id
         for node_id, pids in pids_by_node.items()
     }
     answered, _ = (
@@ -72,17 +74,10 @@ def stopped(pids: Collection[int]) -> list[int]:
     return found
 
 
-def wake(pids: Collection[int]) -> list[int]:
-    """Continue those of this node's processes that are stopped, and return them."""
+def signalled(pids: Collection[int], number: signal.Signals) -> list[int]:
+    """Send a signal to those of this node's processes that are stopped, and return them."""
     found = stopped(pids)
     for pid in found:
-        psutil.Process(pid).send_signal(signal.SIGCONT)
-    return found
-
-
-def end(pids: Collection[int]) -> list[int]:
-    """End those of this node's processes that are stopped, by SIGKILL, and return them."""
-    found = stopped(pids)
-    for pid in found:
-        psutil.Process(pid).kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).send_signal(number)
     return found

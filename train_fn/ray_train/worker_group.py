@@ -111,12 +111,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return self._actors.is_refused
 
     @property
-    def is_held_up(self) -> bool:
-        """Return whether a process of the group did not answer, or was stopped, while it
-        started."""
-        return self._actors.is_held_up or any(each.unresponsive for each in self.start_reports)
-
-    @property
     def oom_kills(self) -> dict[int, int | None]:
         """Return the out-of-memory kills of each rank's node when the rank began, by process id."""
         return self._actors.oom_kills

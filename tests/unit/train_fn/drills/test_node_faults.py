@@ -13,7 +13,7 @@ import pytest
 
 from train_fn.drills.node_faults import find_raylet, kill_ranks, kill_raylet, signal_ranks
 from train_fn.node.node_dir import snapshots_dir
-from train_fn.ray_train.stopped_processes import stopped, wake
+from train_fn.ray_train.stopped_processes import signalled, stopped
 
 NODE_ID = "c0ffee" * 9
 PROGRAM = "sleep 60 & echo $!; wait"
@@ -84,8 +84,8 @@ def test_those_that_are_stopped_are_found_and_go_on(node: tuple[int, int]) -> No
     assert stopped([raylet, pid]) == []
     psutil.Process(pid).suspend()
     wait_for_status(pid, psutil.STATUS_STOPPED)
-    assert wake([raylet, pid]) == [pid]
+    assert signalled([raylet, pid], signal.SIGCONT) == [pid]
     wait_for_status(pid, psutil.STATUS_SLEEPING)
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    assert wake([gone.pid]) == []
+    assert signalled([gone.pid], signal.SIGCONT) == []

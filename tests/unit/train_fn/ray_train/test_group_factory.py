@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import group_factory
 from train_fn.ray_train.group_factory import GroupFactory, StayedStarts
 from train_fn.ray_train.ray_internals import (
     WorkerGroupStartupFailedError,
@@ -15,7 +14,7 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.recovery.evidence import RankReport
 
-SURVIVOR = SimpleNamespace(name="a survivor", bundle=SimpleNamespace(node_id="a"), pid=7)
+SURVIVOR = SimpleNamespace(name="a survivor")
 FAILED = WorkerGroupStartupFailedError("a rank's process did not start: it is gone")
 
 
@@ -29,7 +28,6 @@ class Factory:
         survivors: tuple[Any, ...] = (SURVIVOR,),
         reports: tuple[RankReport, ...] = (),
         is_refused: bool = False,
-        is_held_up: bool = False,
     ) -> None:
         self.starts: list[list[Any]] = []
         self.fell_back: list[str] = []
@@ -40,9 +38,7 @@ class Factory:
             _starts=StayedStarts(),
             _attempt_log=SimpleNamespace(fell_back=self.fell_back.append),
             _falls_back=lambda exc: GroupFactory._falls_back(self.factory, exc),
-            last=SimpleNamespace(
-                start_reports=reports, is_refused=is_refused, is_held_up=is_held_up
-            ),
+            last=SimpleNamespace(start_reports=reports, is_refused=is_refused),
         )
 
     def _start(self, survivors: list[Any], **kwargs: Any) -> str:
@@ -71,17 +67,6 @@ def test_a_start_that_fails_there_is_made_again_in_fresh_processes(reports: Any)
     assert made.fell_back == [
         "ranks could not start there: a rank's process did not start: it is gone"
     ]
-
-
-@pytest.mark.parametrize("is_held_up", [False, True])
-def test_a_process_that_held_up_the_start_is_ended_on_its_node_if_it_is_stopped(
-    is_held_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray asks it to end first. One was left so, with the bundle that its successor waited for."""
-    ended: list[list[tuple[str, int]]] = []
-    monkeypatch.setattr(group_factory, "end_stopped", lambda given: ended.append(list(given)))
-    assert Factory(FAILED, is_held_up=is_held_up).create() == "group 2"
-    assert ended == ([[("a", 7)]] if is_held_up else [])
 
 
 @pytest.mark.parametrize(

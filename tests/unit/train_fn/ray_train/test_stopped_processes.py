@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.ray_train.stopped_processes import end, stopped, wake
+from train_fn.ray_train.stopped_processes import signalled, stopped
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def test_one_that_is_stopped_is_ended(processes: list[subprocess.Popen[bytes]]) -> None:
     pids = [process.pid for process in processes]
-    assert end(pids) == [pids[0]]
+    assert signalled(pids, signal.SIGKILL) == [pids[0]]
     assert processes[0].wait(30) == -signal.SIGKILL and processes[1].poll() is None
-    assert end(pids) == [], "it is gone"
+    assert signalled(pids, signal.SIGKILL) == [], "it is gone"
 
 
 def test_one_that_is_stopped_goes_on(processes: list[subprocess.Popen[bytes]]) -> None:
     pids = [process.pid for process in processes]
-    assert stopped(pids) == wake(pids) == [pids[0]]
+    assert stopped(pids) == signalled(pids, signal.SIGCONT) == [pids[0]]
     deadline = time.monotonic() + 30
     while stopped(pids):
         assert time.monotonic() < deadline
