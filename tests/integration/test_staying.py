@@ -170,7 +170,7 @@ def test_ranks_hand_over_to_more_or_fewer_without_a_checkpoint(
 ) -> None:
     run = Run(ranks, tmp_path, elastic(moving_buffers.SPEC))
     if built_ahead:
-        ranks.call("C", partial(build_ahead_of, run.job(2)), run.job(2))
+        ranks.call("C", partial(build_ahead_of, run.job(1)), run.job(1))
         model = ranks.call("C", model_here, run.job(2))
         assert ranks.call("C", kept_here, run.job(2)) is None, "it has no state"
     for names, step in (("AB", 2), ("CAB", 3), ("BC", 6)):
@@ -313,11 +313,16 @@ TASKS: dict[str, tuple[RunSpec, str | None, int]] = {
 }
 
 
+@pytest.mark.parametrize("built_ahead", [False, True])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_kind_of_task_stays_as_it_was(task: str, ranks: StayingRanks, tmp_path: Path) -> None:
+def test_every_kind_of_task_stays_as_it_was(
+    task: str, built_ahead: bool, ranks: StayingRanks, tmp_path: Path
+) -> None:
     spec, setup, step = TASKS[task]
     run = Run(ranks, tmp_path, spec, setup)
     assert stay_of(run.attempt("AB", killed=(0, step))) == [None, step]
+    if built_ahead:
+        ranks.call("C", partial(build_ahead_of, run.job(1)), run.job(1))
     assert restored(require_done(run.attempt("CB"))) == ("process", step)
     run.require_as_undisturbed(2)
 

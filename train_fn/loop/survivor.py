@@ -18,15 +18,14 @@ from storage.run_names import Origin
 from train_fn.context import WorkerContext
 from train_fn.errors import TrainError
 from train_fn.loop.parts import Parts
-from train_fn.loop.replica import new_parts
+from train_fn.loop.replica import build_replica
+from train_fn.samples.stream_set import StreamSet
 from train_fn.snapshots import process_slot
 from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label
 from train_fn.state.digest import tree_digest
 from train_fn.state.tensor_tree import take_apart
-from train_fn.step.determinism import set_determinism
-from train_fn.user_code.packages import add_packages
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +115,20 @@ def _describe(described: Future[Kept], label: Label, state: dict[str, Any]) -> N
 
 
 def build_ahead(ctx: WorkerContext) -> None:
-    """Build what a rank trains while it has no peers yet, and keep it in this process."""
-    spec = ctx.spec
-    set_determinism(spec.train.wants_determinism, ctx.device)
-    if spec.runtime_env is not None:
-        add_packages(spec.runtime_env.pip)
-    process_slot.keep(Recruit(new_parts(ctx), ctx))
+    """Build what a rank trains while it has no peers yet, and keep it in this process.
+
+    The first pass is tried alone, which puts everything back. In a new process it takes longest:
+    kernels load, and memory is taken. Now nobody waits for it.
+
+    Args:
+        ctx: of a rank that is alone.
+    """
+    replica = build_replica(ctx)
+    takes_peers = replica.exchanges_in_forward or replica.parts.exchanges_in_build
+    if not takes_peers and not isinstance(replica.train_set, StreamSet):  # it would use up samples
+        replica.join(is_fresh=True)
+        replica.let_go()
+    process_slot.keep(Recruit(replica.parts, ctx))
 
 
 def take(ctx: WorkerContext) -> Survivor | Recruit | None:
