@@ -116,7 +116,9 @@ def test_the_object_stores_name_means_nothing_for_a_while(whole: Deployment) -> 
     finally:
         whole.tell_names(names)
     record = trial.finish()
-    assert (record["failures"], record["submissions"]) == ([], 1)
+    # Saves that fail one after the other are told as one failure, and no attempt ends for them.
+    assert [failure["verdict"] for failure in record["failures"]] in ([], ["storage"])
+    assert (len(trial.run.attempts()), record["steps_lost"], record["submissions"]) == (1, 0, 1)
 
 
 @pytest.mark.skipif(
