@@ -267,7 +267,7 @@ def test_slow_steps_that_a_silent_journal_missed_are_reported_by_the_survivor(
 ) -> None:
     """Rank 0 dies while the journal does not answer, and few steps are made meanwhile. What has
     reached the journal's process is lost with it."""
-    slow = {"epochs": 20, "global_batch_size": 512, "micro_batch_size": 1}
+    slow = {"epochs": 12, "global_batch_size": 512, "micro_batch_size": 1}
     run = begin(spec(train=slow))
     run.wait_for_step(2)
     journal = run.actor_pid("JournalActor")
@@ -279,8 +279,8 @@ def test_slow_steps_that_a_silent_journal_missed_are_reported_by_the_survivor(
         os.kill(journal, signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
     assert len(run.of(EventKind.FAILURE)) == 1
-    check_lossless(run, 20 * 3)
-    assert {each.data["epoch"] for each in run.of(EventKind.EPOCH_COMPLETED)} == set(range(20))
+    check_lossless(run, 12 * 3)
+    assert {each.data["epoch"] for each in run.of(EventKind.EPOCH_COMPLETED)} == set(range(12))
     [late] = [each for each in run.of(EventKind.METRICS) if each.attempt == 2][:1]
     assert 1 < len(late.data["points"]) < NUM_POINTS, "so few were made in the outage"
 

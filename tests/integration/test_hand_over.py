@@ -22,7 +22,7 @@ from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
-EPOCHS = 120
+EPOCHS = 70
 
 
 @pytest.fixture(scope="module")

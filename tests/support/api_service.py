@@ -18,12 +18,12 @@ import uvicorn
 from everstep.wire import ClusterInfo, Node, NodeState
 from everstep.wire.events import EventKind
 from service.api.context import ApiContext
-from service.db.engine import Database
 from service.model.rows import Role
 from service.model.run_rows import RunRow
 from service.process.app import create_app
 from storage.filesystem import open_storage
 from storage.logs.journal_line import JournalEvent
+from tests.support.prepared_database import prepared_database
 
 NOON = 1_780_000_000.0
 
@@ -155,13 +155,12 @@ class ApiService:
         self.drills = drills
         self.home = directory / "home"
         self.clock = ManualClock()
-        self.database = Database(database_url or f"sqlite:///{directory / 'everstep.db'}")
+        self.database = prepared_database(database_url or f"sqlite:///{directory / 'everstep.db'}")
         self.storage = open_storage(str(directory / "storage"))
         self.cluster = OneNodeCluster()
         self.lag_s: float | None = 0.25
 
     async def __aenter__(self) -> Self:
-        self.database.migrate()
         self.context = ApiContext(
             self.database,
             self.storage,

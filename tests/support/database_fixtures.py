@@ -11,12 +11,12 @@ from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
 from tests.support.api_service import ManualClock
+from tests.support.prepared_database import prepared_database
 
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    database.migrate()
+    database = prepared_database(database_url)
     yield database
     database.close()
 

@@ -14,7 +14,6 @@ from typing import Any
 from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
@@ -30,6 +29,7 @@ from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
+from tests.support.prepared_database import prepared_database
 
 STARTED = (
     (EventKind.ATTEMPT_STARTED, {"world_size": 2, "workers": []}),
@@ -55,8 +55,7 @@ class World:
     def __init__(self, home: Path, ray: RayJobs, database_url: str | None = None) -> None:
         """``database_url`` is one that several replicas share: they lead by turns. None is a SQLite
         of one's own in ``home``."""
-        self.database = Database(database_url or f"sqlite:///{home / 'everstep.db'}")
-        self.database.migrate()
+        self.database = prepared_database(database_url or f"sqlite:///{home / 'everstep.db'}")
         self.leadership = Leadership(LeaseStore(self.database)) if database_url else None
         self.storage = open_storage(str(home / "storage"))
         self.now = time.time()

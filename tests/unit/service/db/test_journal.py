@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import Database
 from service.db.errors import Unstorable
 from service.db.events import EventPage, EventStore, JournalGap
 from service.db.runs import RunStore
@@ -28,12 +27,12 @@ from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, Journal, ManualClock, spec
+from tests.support.prepared_database import prepared_database
 
 
 class Stores:
     def __init__(self, url: str) -> None:
-        self.database = Database(url)
-        self.database.migrate()
+        self.database = prepared_database(url)
         self.clock = ManualClock()
         self.runs = RunStore(self.database, self.clock)
         self.events = EventStore(self.database, self.clock)

@@ -10,7 +10,6 @@ import pytest
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import TERMINAL_STATUSES, RunStatus
-from service.db.engine import Database
 from service.db.runs import RunStore
 from service.model.states import (
     LIVE,
@@ -21,6 +20,7 @@ from service.model.states import (
     is_legal,
 )
 from tests.support.api_service import spec
+from tests.support.prepared_database import prepared_database
 
 
 def path_to(status: RunStatus) -> list[RunStatus]:
@@ -64,8 +64,7 @@ def test_an_illegal_change_names_what_would_be_legal() -> None:
 
 @pytest.mark.parametrize("before", RunStatus)
 def test_the_database_allows_exactly_the_table(before: RunStatus, tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
-    database.migrate()
+    database = prepared_database(f"sqlite:///{tmp_path / 'e.db'}")
     store = RunStore(database)
     for after in RunStatus:
         run, _ = store.create(parse_spec(spec()), "tok_test")

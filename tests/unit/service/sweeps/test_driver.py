@@ -15,7 +15,6 @@ from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.sweep import SweepStatus
 from service.api.sweep_answers import best_of
-from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
@@ -23,14 +22,14 @@ from service.model.run_rows import RunRow
 from service.model.sweep_rows import SweepRow, TrialRow
 from service.sweeps.driver import SweepDriver
 from tests.support.api_service import Journal, ManualClock, spec
+from tests.support.prepared_database import prepared_database
 
 
 class World:
     """A database with sweeps, whose runs do what a test says."""
 
     def __init__(self, url: str) -> None:
-        self.database = Database(url)
-        self.database.migrate()
+        self.database = prepared_database(url)
         clock = ManualClock()
         self.runs = RunStore(self.database, clock)
         self.events = EventStore(self.database, clock)

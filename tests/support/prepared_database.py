@@ -1,0 +1,34 @@
+"""A database with the newest tables, at a tenth of what all migrations one after the other cost."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from service.db.engine import Database
+
+
+def prepared_database(url: str) -> Database:
+    """Return a database with the newest tables. A SQLite file that is not there yet begins as a
+    copy of one that was migrated once; PostgreSQL's tests have such a template of their own."""
+    database = Database(url)
+    path = Path(database.url.database or "")
+    if not database.is_sqlite or path.exists():
+        database.migrate()
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_migrated())
+    return database
+
+
+@cache
+def _migrated() -> bytes:
+    """Return the content of a SQLite file with the newest tables."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "everstep.db")
+        database = Database(f"sqlite:///{path}")
+        database.migrate()
+        database.close()
+        assert [each.name for each in Path(directory).iterdir()] == [path.name], "all is in it"
+        return path.read_bytes()
