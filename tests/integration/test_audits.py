@@ -16,6 +16,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.audit_setups import FAULTY_FROM, FAULTY_RANK
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_exactness_alone import make_text_spec
 from tests.integration.test_exactness_failures import errors_of
 
 SETUPS = "tests.integration.audit_setups"
@@ -23,7 +24,7 @@ MOVING = f"{SETUPS}:moving"
 STEPS, FLIPPED_AT = 9, 4
 
 
-def spec(fraction: float = 1.0, exactness: str = "world_size") -> RunSpec:
+def spec(fraction: float = 1.0, exactness: str = "world_size", precision: str = "fp32") -> RunSpec:
     """Four micro-batches of ten samples a step; one in the third step of each epoch."""
     return RunSpec.model_validate(
         {
@@ -40,6 +41,7 @@ def spec(fraction: float = 1.0, exactness: str = "world_size") -> RunSpec:
                 "global_batch_size": 40,
                 "micro_batch_size": 10,
                 "exactness": exactness,
+                "precision": precision,
                 "audit_fraction": fraction,
                 "loader": {"num_workers": 0},
             },
@@ -57,18 +59,28 @@ def end_of(run_dir: RunDir) -> tuple[Any, ...]:
 def twin_of(job: Job, tmp_path: Path) -> tuple[Any, ...]:
     """The end of a run that nobody audits or disturbs."""
     run_dir = make_run_dir(tmp_path, "run_twin")
-    plain = spec(0.0, job.spec.train.exactness)
+    plain = spec(0.0, job.spec.train.exactness, job.spec.train.precision)
     train_to_end(Job(run_dir, plain, job.world_size, setup=MOVING), tmp_path)
     return end_of(run_dir)
 
 
-@pytest.mark.parametrize("exactness", ["world_size", "elastic"])
+@pytest.mark.parametrize(
+    ("exactness", "precision"),
+    [
+        ("world_size", "fp32"),
+        ("elastic", "fp32"),
+        ("world_size", "bf16"),
+        pytest.param("world_size", "fp16", marks=pytest.mark.chaos),
+        pytest.param("elastic", "bf16", marks=pytest.mark.chaos),
+    ],
+)
 def test_one_wrong_bit_in_a_ranks_own_gradient_is_found_before_the_step(
-    exactness: str, tmp_path: Path
+    exactness: str, precision: str, tmp_path: Path
 ) -> None:
     flipped = (DrillKind.CORRUPT_GRADIENT, 1, FLIPPED_AT)
     run_dir = make_run_dir(tmp_path)
-    job = Job(run_dir, spec(exactness=exactness), 3, flipped=flipped, setup=MOVING)
+    audited = spec(exactness=exactness, precision=precision)
+    job = Job(run_dir, audited, 3, flipped=flipped, setup=MOVING)
     errors = errors_of(run_ranks(job, tmp_path))
     kinds = [error.kind for error in errors]
     assert kinds == [ErrorKind.COLLECTIVE, ErrorKind.CORRUPTION, ErrorKind.COLLECTIVE]
@@ -82,6 +94,19 @@ def test_one_wrong_bit_in_a_ranks_own_gradient_is_found_before_the_step(
     [restored] = train_to_end(again, tmp_path).of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("snapshot", FLIPPED_AT), "0 steps lost"
     assert end_of(run_dir) == twin_of(job, tmp_path), "audits leave no trace"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_language_model_is_audited_without_a_trace(precision: str, tmp_path: Path) -> None:
+    raw = make_text_spec(tmp_path).model_dump(mode="json")
+    ends = []
+    for fraction in (0.0, 1.0):
+        train = {**raw["train"], "audit_fraction": fraction, "precision": precision}
+        run_dir = make_run_dir(tmp_path, f"run_{len(ends)}")
+        train_to_end(Job(run_dir, RunSpec.model_validate({**raw, "train": train}), 2), tmp_path)
+        ends.append(end_of(run_dir))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(("world_size", "kept"), [(1, [FLIPPED_AT]), (2, [FLIPPED_AT, None])])

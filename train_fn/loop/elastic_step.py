@@ -46,7 +46,8 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
         volatile.agree()
     if replica.used is not None and is_whole:
         replica.used.drop_unused()
-    start_digests(training)
+    if is_whole:
+        start_digests(training)
     progress.own_s = training.clock.gate()
     return totals
 

@@ -46,14 +46,18 @@ def forward_backward(training: Training) -> StepTotals:
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
     loader.prefetch()  # the device computes meanwhile
-    if replica.used is None:
-        start_digests(training)  # the device goes on with them while this thread waits
+    # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
+    digests_ahead = replica.used is None and not replica.peers.on_cpu
+    if digests_ahead:
+        start_digests(training)
     volatile.wait()
     totals = carrier.take()
-    if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
+    is_whole = totals.fault(state.step, num_samples) is None
+    if totals.facts.num_with_news and is_whole:
         volatile.agree()
-    if replica.used is not None and totals.fault(state.step, num_samples) is None:
+    if replica.used is not None and is_whole:
         replica.used.drop_unused()
+    if is_whole and not digests_ahead:
         start_digests(training)
     progress.own_s = training.clock.gate()
     return totals
