@@ -19,7 +19,7 @@ def forward_backward(training: Training) -> StepTotals:
 
     A collective. It returns on every rank, or on none, with the same totals and gradients.
     """
-    replica, loader, progress = training.replica, training.loader, training.progress
+    replica, loader = training.replica, training.loader
     state, volatile, carrier = replica.state, replica.volatile, replica.carrier
     num_samples, share, hashes, expected = replica.plans.of(state.step)
     scale = replica.loss_scale(num_samples)
@@ -46,12 +46,20 @@ def forward_backward(training: Training) -> StepTotals:
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
     loader.prefetch()  # the device computes meanwhile
+    return _totals(training, num_samples)
+
+
+def _totals(training: Training, num_samples: int) -> StepTotals:
+    """Wait for the exchange that the last backward pass began, of ``num_samples`` samples. Return
+    the step's totals."""
+    replica, volatile = training.replica, training.replica.volatile
+    state = replica.state
     # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
     digests_ahead = replica.used is None and not replica.peers.on_cpu
     if digests_ahead:
         start_digests(training)
     volatile.wait()
-    totals = carrier.take()
+    totals = replica.carrier.take()
     is_whole = totals.fault(state.step, num_samples) is None
     if totals.facts.num_with_news and is_whole:
         volatile.agree()
@@ -59,7 +67,7 @@ def forward_backward(training: Training) -> StepTotals:
         replica.used.drop_unused()
     if is_whole and not digests_ahead:
         start_digests(training)
-    progress.own_s = training.clock.gate()
+    training.progress.own_s = training.clock.gate()
     return totals
 
 
