@@ -59,7 +59,7 @@ def recovered(run: RunRow, event: EventRow) -> Changes:
     if event.data.get("unit"):
         since_report_s = event.data.get("since_report_s") or 0.0
         columns["redone_s"] = (run.redone_s or 0.0) + since_report_s
-    # Without ranks, this attempt has failed since: its recovery was told of late.
+    # If the run has no workers, the attempt failed before the news of its recovery came.
     return Changes(columns, **(to_status(run, RunStatus.RUNNING) if run.workers else {}))
 
 

@@ -4,7 +4,7 @@ size."""
 from __future__ import annotations
 
 from train_fn.elastic.exchange import Exchange
-from train_fn.loop.gradients import decisions, load_next, start_digests
+from train_fn.loop.gradients import decisions, load_next, settle
 from train_fn.loop.training import Training
 from train_fn.step.step_totals import StepTotals
 
@@ -15,7 +15,7 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
 
     A collective. It returns on every rank, or on none, with the same totals and gradients.
     """
-    replica, progress = training.replica, training.progress
+    replica = training.replica
     state, volatile = replica.state, replica.volatile
     num_samples, share, hashes, expected = replica.plans.of(state.step)
     scale = replica.loss_scale(num_samples)
@@ -41,15 +41,7 @@ def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
     training.loader.prefetch()  # the device computes meanwhile
     totals = exchange.take()
     volatile.wait()
-    is_whole = totals.fault(state.step, num_samples) is None
-    if totals.facts.num_with_news and is_whole:
-        volatile.agree()
-    if replica.used is not None and is_whole:
-        replica.used.drop_unused()
-    if is_whole:
-        start_digests(training)
-    progress.own_s = training.clock.gate()
-    return totals
+    return settle(training, totals)
 
 
 def _send(training: Training, exchange: Exchange, last: int | None) -> None:

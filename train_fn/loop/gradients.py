@@ -46,32 +46,34 @@ def forward_backward(training: Training) -> StepTotals:
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
     loader.prefetch()  # the device computes meanwhile
-    return _totals(training, num_samples)
-
-
-def _totals(training: Training, num_samples: int) -> StepTotals:
-    """Wait for the exchange that the last backward pass began, of ``num_samples`` samples. Return
-    the step's totals."""
-    replica, volatile = training.replica, training.replica.volatile
-    state = replica.state
     # A GPU digests the sums once it has them, while this thread waits. A CPU may not have them yet.
     digests_ahead = replica.used is None and not replica.peers.on_cpu
     if digests_ahead:
-        start_digests(training)
+        _start_digests(training)
     volatile.wait()
-    totals = replica.carrier.take()
-    is_whole = totals.fault(state.step, num_samples) is None
-    if totals.facts.num_with_news and is_whole:
-        volatile.agree()
-    if replica.used is not None and is_whole:
-        replica.used.drop_unused()
-    if is_whole and not digests_ahead:
-        start_digests(training)
+    return settle(training, carrier.take(), has_digests=digests_ahead)
+
+
+def settle(training: Training, totals: StepTotals, *, has_digests: bool = False) -> StepTotals:
+    """Do what follows the exchange of a step, if it is whole: agree on new tensors, drop gradients
+    that no rank used, and digest the rest. Return the totals. A collective.
+
+    Args:
+        has_digests: whether the digests were started before.
+    """
+    replica, state = training.replica, training.replica.state
+    if totals.fault(state.step, replica.plans.of(state.step).num_samples) is None:
+        if totals.facts.num_with_news:
+            replica.volatile.agree()
+        if replica.used is not None:
+            replica.used.drop_unused()
+        if not has_digests:
+            _start_digests(training)
     training.progress.own_s = training.clock.gate()
     return totals
 
 
-def start_digests(training: Training) -> None:
+def _start_digests(training: Training) -> None:
     """Start to digest the gradients that the ranks have summed, and a part of the weights. Drills
     flip their bits before. Only a step that is whole takes these digests."""
     replica, audit = training.replica, training.audit

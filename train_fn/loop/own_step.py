@@ -15,7 +15,7 @@ import torch
 
 from train_fn.errors import BadTask, PeersGone
 from train_fn.loop.commit import set_rates
-from train_fn.loop.gradients import load_next, start_digests
+from train_fn.loop.gradients import load_next, settle
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
@@ -29,7 +29,7 @@ def make_step(training: Training) -> StepTotals:
 
     A collective. It returns on every rank, or on none, with the same totals and weights.
     """
-    replica, progress = training.replica, training.progress
+    replica = training.replica
     state, own, volatile = replica.state, replica.own_updates, replica.volatile
     assert own is not None
     num_samples, _, _, expected = replica.plans.of(state.step)
@@ -49,11 +49,7 @@ def make_step(training: Training) -> StepTotals:
     loss = values.pop(LOSS, torch.zeros(())).to(replica.peers.device)
     replica.carrier.add(loss * own_samples, own_samples, differs)
     totals = _exchange(training, values, own_samples / num_samples)
-    if totals.facts.num_with_news and totals.fault(state.step, num_samples) is None:
-        volatile.agree()
-    start_digests(training)
-    progress.own_s = training.clock.gate()
-    return totals
+    return settle(training, totals)
 
 
 def _batch_of(training: Training) -> tuple[MicroBatch, Any, int, Count | None]:

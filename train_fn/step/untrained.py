@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -83,16 +83,15 @@ def is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
     """Copy each tensor of ``source`` into the one at its place in ``to``."""
-    lists: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    # A GPU copies a whole list in one kernel only if all of its tensors have one type.
+    lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for there, here in zip(to, source, strict=True):
-        # a GPU copies a whole list in one kernel only if all of its tensors have one type
-        kind = (there.dtype, here.dtype) if there.is_cuda else ()
-        copied, copies = lists.setdefault(kind, ([], []))
-        copied.append(there)
-        copies.append(here)
+        written, read = lists.setdefault((there.dtype, here.dtype), ([], []))
+        written.append(there)
+        read.append(here)
     with torch.no_grad():
-        for copied, copies in lists.values():
-            torch._foreach_copy_(copied, copies)
+        for written, read in lists.values():
+            torch._foreach_copy_(written, read)
 
 
 def shape_fault(
