@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire.base import Answer, Time
+
+LONGEST_DEADLINE_S: Final = 30 * 24 * 3600
 
 NodeState = Literal["ALIVE", "CORDONED", "DRAINING", "DRAINED", "DEAD"]
 """``CORDONED``: gets no new ranks, keeps those it has. ``DRAINING``: its ranks are leaving.
@@ -21,6 +25,26 @@ class NodeMark(Answer):
     at: Time
     deadline: Time | None
     """When a draining node will be taken away; null if unknown."""
+
+
+class NodeOrder(BaseModel):
+    """Why a node is cordoned, uncordoned or drained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: str | None = Field(None, max_length=1000, description="Free text, shown with the node.")
+
+
+class DrainOrder(NodeOrder):
+    """Why a node is drained, and until when."""
+
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_DEADLINE_S,
+        allow_inf_nan=False,
+        description="Seconds from now at which the node will be removed.",
+    )
 
 
 class NodeLoad(Answer):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from everstep.wire import Answer, Time
 
 _PACKAGES = ("everstep", "storage", "train_fn")
 """The packages that run on nodes; the service has them too."""
+LONGEST_ALL_REDUCE_S: Final = 60.0
 
 
 def source_digest() -> str | None:
@@ -31,6 +32,20 @@ def source_digest() -> str | None:
             digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+class CheckOrder(BaseModel):
+    """Duration of the parts of a check that take time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all_reduce_s: float = Field(
+        5.0,
+        gt=0,
+        le=LONGEST_ALL_REDUCE_S,
+        allow_inf_nan=False,
+        description="Duration of the all-reduce test in seconds.",
+    )
 
 
 class StorageFacts(Answer):

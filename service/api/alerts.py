@@ -13,12 +13,12 @@ from everstep.wire import Page
 from everstep.wire.alerts import Alert, AlertDelivery, AlertRequest
 from service.alerts.addresses import NotAllowed, check_url
 from service.api.answers import maybe_time, to_time
+from service.api.auth import Administrator
 from service.api.context import ApiContext, Context
 from service.api.openapi import ALERT_BODY, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
 from service.api.problems import invalid_request, not_found
 from service.api.spec_body import read_model
-from service.api.team import Administrator
 from service.db.audit import note_target
 from service.model.alert_rows import AlertRow, DeliveryRow
 from service.projections.alert_messages import example_message

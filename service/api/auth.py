@@ -1,4 +1,8 @@
-"""Authentication: bearer tokens, roles, and the local admin token. There is no anonymous access."""
+"""Authentication: bearer tokens, roles, and the local admin token. There is no anonymous access.
+
+Routes name the role that they need as a dependency, so that a caller without it is refused before
+anything else of the request is read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ EMBEDDED_TRUST: Final = (
     "run is effectively an administrator. For people whom you trust less, use a cluster that runs "
     "as another user: --ray-address (docs/security.md)"
 )
-_bearer = HTTPBearer(
+bearer = HTTPBearer(
     auto_error=False,
     description="A token, for example from `$EVERSTEP_HOME/token` on the service's machine.",
 )
@@ -93,7 +97,7 @@ class Claimant(Principal):
         return _unauthorized()
 
 
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 async def principal(request: Request, context: Context, credentials: Credentials) -> Principal:
@@ -183,6 +187,33 @@ async def claimant(request: Request, context: Context, credentials: Credentials)
 
 
 CallerToConfirm = Annotated[Claimant, Depends(claimant)]
+
+
+async def submitter(caller: Caller) -> Principal:
+    """Return the caller. Raises 403 for viewers."""
+    caller.require("submitter")
+    return caller
+
+
+Submitter = Annotated[Principal, Depends(submitter)]
+
+
+async def submitter_to_confirm(caller: CallerToConfirm) -> Claimant:
+    """Return the caller as ``claimant``. Raises 403 for viewers."""
+    caller.require("submitter")
+    return caller
+
+
+SubmitterToConfirm = Annotated[Claimant, Depends(submitter_to_confirm)]
+
+
+async def administrator(caller: Caller) -> Principal:
+    """Return the caller. Raises 403 if it is not an administrator."""
+    caller.require("admin")
+    return caller
+
+
+Administrator = Annotated[Principal, Depends(administrator)]
 
 
 RunPath = Annotated[str, Path(description="The run's id: `run_…`.")]

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import structlog
-from fastapi import APIRouter, Body, Path
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends, Path
 
 from everstep.spec.catalog import Catalog, catalog
 from everstep.spec.json_schema import spec_schema
 from everstep.wire import ClusterInfo, Node
-from service.api.auth import Caller, Principal
+from everstep.wire.cluster import DrainOrder, NodeOrder
+from service.api.auth import Administrator, Caller, Principal
 from service.api.context import ApiContext, Context
-from service.api.openapi import problem_answers
+from service.api.openapi import DRAIN_BODY, NODE_BODY, problem_answers
 from service.api.problems import ProblemError, not_found, unavailable
+from service.api.spec_body import optional_body
 from service.cluster.cluster_view import with_mark
 from service.db.ids import RUN_ID_PATTERN
 from service.model.rows import MarkState
@@ -27,29 +28,8 @@ from storage.errors import StorageError
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
 _CATALOG: Final = catalog()
 _SCHEMA: Final = spec_schema()
-LONGEST_DEADLINE_S: Final = 30 * 24 * 3600
 
 log = structlog.get_logger(__name__)
-
-
-class NodeOrder(BaseModel):
-    """Why a node is cordoned, uncordoned or drained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    reason: str | None = Field(None, max_length=1000, description="Free text, shown with the node.")
-
-
-class DrainOrder(NodeOrder):
-    """Why a node is drained, and until when."""
-
-    deadline_s: float | None = Field(
-        None,
-        gt=0,
-        le=LONGEST_DEADLINE_S,
-        allow_inf_nan=False,
-        description="Seconds from now at which the node will be removed.",
-    )
 
 
 NodeId = Annotated[str, Path(description="The node's whole id, from `GET /v1/cluster`.")]
@@ -75,55 +55,48 @@ async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
     return await _with_marks_and_runs(context, caller, await context.cluster_view.cluster())
 
 
-Order = Annotated[
-    NodeOrder | None, Body(openapi_examples={"reason": {"value": {"reason": "a disk fails"}}})
-]
-Drain = Annotated[
-    DrainOrder | None,
-    Body(
-        openapi_examples={
-            "deadline": {"value": {"reason": "maintenance at noon", "deadline_s": 300}}
-        }
-    ),
-]
+Order = Annotated[NodeOrder, Depends(optional_body(NodeOrder))]
+Drain = Annotated[DrainOrder, Depends(optional_body(DrainOrder))]
 
 
 @router.post(
     "/cluster/nodes/{node_id}/cordon",
     summary="Cordon a node",
-    responses=problem_answers(403, 404, 409, 422),
+    responses=problem_answers(403, 404, 409, 415, 422),
+    openapi_extra=NODE_BODY,
 )
 async def cordon_node(
-    node_id: NodeId, context: Context, caller: Caller, order: Order = None
+    node_id: NodeId, context: Context, caller: Administrator, order: Order
 ) -> Node:
     """Places no new ranks on the node. Its current ranks stay until their run restarts for another
     reason."""
-    return await _mark(context, caller, node_id, "cordoned", order or NodeOrder())
+    return await _mark(context, caller, node_id, "cordoned", order)
 
 
 @router.post(
     "/cluster/nodes/{node_id}/uncordon",
     summary="Open a node again",
-    responses=problem_answers(403, 404, 422),
+    responses=problem_answers(403, 404, 415, 422),
+    openapi_extra=NODE_BODY,
 )
 async def uncordon_node(
-    node_id: NodeId, context: Context, caller: Caller, order: Order = None
+    node_id: NodeId, context: Context, caller: Administrator, order: Order
 ) -> Node:
     """Ends a cordon or a drain. Earlier failures no longer count against the node."""
-    return await _mark(context, caller, node_id, "open", order or NodeOrder())
+    return await _mark(context, caller, node_id, "open", order)
 
 
 @router.post(
     "/cluster/nodes/{node_id}/drain",
     summary="Drain a node",
-    responses=problem_answers(403, 404, 409, 422),
+    responses=problem_answers(403, 404, 409, 415, 422),
+    openapi_extra=DRAIN_BODY,
 )
 async def drain_node(
-    node_id: NodeId, context: Context, caller: Caller, order: Drain = None
+    node_id: NodeId, context: Context, caller: Administrator, order: Drain
 ) -> Node:
     """Ranks save, leave at once and move to other nodes, without losing a step. The node is
     `DRAINED` once they have left."""
-    order = order or DrainOrder()
     return await _mark(context, caller, node_id, "draining", order, order.deadline_s)
 
 

@@ -12,7 +12,7 @@ from everstep.code.rules import MAX_ARCHIVE_BYTES
 from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.user_code import CodeSpec
 from everstep.wire import CodeArchive
-from service.api.auth import Caller, Principal
+from service.api.auth import Principal, Submitter
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ProblemError, invalid_request
@@ -61,7 +61,7 @@ ARCHIVE_BODY: Final[dict[str, Any]] = {
 async def upload_code(
     request: Request,
     context: Context,
-    caller: Caller,
+    caller: Submitter,
     project: Annotated[
         str | None,
         Query(
@@ -78,7 +78,6 @@ async def upload_code(
     same bytes have the same digest and count once; above the project's limit the response is 409.
     Refused with 422: links, paths that lead outside, archives that unpack to too much, and modules
     whose names are reserved for Everstep, torch, Ray or Python."""
-    caller.require("submitter")
     owner = project or caller.project or DEFAULT_PROJECT
     if not caller.reaches(owner):
         raise ProblemError(

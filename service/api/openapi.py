@@ -14,6 +14,8 @@ from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import SweepSpec
 from everstep.wire import Problem, RunChange
 from everstep.wire.alerts import AlertRequest
+from everstep.wire.cluster import DrainOrder, NodeOrder
+from everstep.wire.deployment import CheckOrder
 from everstep.wire.drills import DrillRequest
 from everstep.wire.profiles import ProfileRequest
 from everstep.wire.replays import ReplayRequest
@@ -63,18 +65,24 @@ SPEC_BODY: Final[dict[str, Any]] = {
 }
 
 
-def json_body(model: str, example: dict[str, Any]) -> dict[str, Any]:
+def json_body(model: str, example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """Return the documentation of a body that a route parses itself."""
-    content = {
-        "application/json": {"schema": {"$ref": _REF.format(model=model)}, "example": example}
-    }
-    return {"requestBody": {"required": True, "content": content}}
+    schema: dict[str, Any] = {"$ref": _REF.format(model=model)}
+    if not required:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    content = {"application/json": {"schema": schema, "example": example}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
 CHANGE_BODY: Final = json_body("RunChange", {"notes": "diverges with warmup below 100"})
 REPLAY_BODY: Final = json_body("ReplayRequest", {"from_step": 400, "to_step": 450})
 PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
+NODE_BODY: Final = json_body("NodeOrder", {"reason": "a disk fails"}, required=False)
+DRAIN_BODY: Final = json_body(
+    "DrainOrder", {"reason": "maintenance at noon", "deadline_s": 300}, required=False
+)
+CHECK_BODY: Final = json_body("CheckOrder", {"all_reduce_s": 10}, required=False)
 PROJECT_BODY: Final = json_body(
     "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
 )
@@ -282,6 +290,9 @@ def install(app: FastAPI) -> None:
                             ProjectRequest,
                             TokenRequest,
                             AlertRequest,
+                            NodeOrder,
+                            DrainOrder,
+                            CheckOrder,
                         )
                     ),
                     (Problem, "serialization"),

@@ -11,7 +11,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run
 from everstep.wire.replays import ReplayRequest
 from service.api.answers import as_json
-from service.api.auth import CallerToConfirm, VisibleRun
+from service.api.auth import CallerToConfirm, ControlledRun, VisibleRun
 from service.api.context import Context
 from service.api.openapi import REPLAY_BODY, problem_answers
 from service.api.replay_rules import trained_by
@@ -35,11 +35,10 @@ _NAME_CHARS: Final = 128
     openapi_extra=REPLAY_BODY,
 )
 async def create_replay(
-    request: Request, run: VisibleRun, context: Context, caller: CallerToConfirm
+    request: Request, run: ControlledRun, context: Context, caller: CallerToConfirm
 ) -> Response:
     """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
     nothing of this run. `replay_of` of the new run has the result once it has ended."""
-    caller.require("submitter")
     wanted = await read_model(ReplayRequest, request)
     raw = replay_spec(run, wanted, await trained_by(context, run))
     made, _ = await submitted(context, caller, raw, None, partial(caller.confirm, context))

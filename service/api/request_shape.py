@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everstep.errors import FieldError
 from everstep.text.close_names import closest
+from service.api.auth import bearer, principal
 from service.api.problems import ProblemError
 
 _RELAYED: Final = "/ray/"
@@ -50,10 +51,11 @@ class HeadMiddleware:
 
 async def refuse_unknown_query(request: Request) -> None:
     """Raise 422 for a query parameter that the route does not have: a typing error would otherwise
-    look like a filter that matches everything."""
+    look like a filter that matches everything. Without a valid token raise 401, as the route."""
     if not request.scope["query_string"]:
         return
-    names = set(_query_names(request.scope["route"].dependant))
+    dependant = request.scope["route"].dependant
+    names = set(_query_names(dependant))
     known = sorted(names)
     if request.method == "GET":
         names |= _OF_LISTS
@@ -63,6 +65,8 @@ async def refuse_unknown_query(request: Request) -> None:
         if name not in names
     ]
     if faults:
+        if any(each is bearer for each in _calls(dependant)):
+            await principal(request, request.app.state.context, await bearer(request))
         raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
 
 
@@ -72,6 +76,14 @@ def _unknown(name: str, known: list[str]) -> str:
     close = closest(name, known)
     hint = f"did you mean {close}?" if close else f"use {', '.join(known)}"
     return f"is not a query parameter of this route; {hint}"
+
+
+def _calls(dependant: Dependant) -> Iterator[object]:
+    """Yield what the route calls before its function; the check of the query is not its own."""
+    for each in dependant.dependencies:
+        if each.call is not refuse_unknown_query:
+            yield each.call
+            yield from _calls(each)
 
 
 def _query_names(dependant: Dependant) -> Iterator[str]:

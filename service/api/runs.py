@@ -11,7 +11,14 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run, RunChange, RunStatus
 from service.api.answers import as_json, run_answer, run_json
-from service.api.auth import Caller, CallerToConfirm, ControlledRun, SeenRunOfPath, VisibleRun
+from service.api.auth import (
+    CallerToConfirm,
+    ControlledRun,
+    SeenRunOfPath,
+    Submitter,
+    SubmitterToConfirm,
+    VisibleRun,
+)
 from service.api.context import ApiContext, Context
 from service.api.openapi import CHANGE_BODY, SPEC_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, parse_order_cursor, parse_run_cursor
@@ -47,7 +54,7 @@ checks: Final = APIRouter(prefix="/v1", tags=["runs"])
 )
 async def create_run(
     context: Context,
-    caller: CallerToConfirm,
+    caller: SubmitterToConfirm,
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
@@ -77,7 +84,7 @@ async def create_run(
 )
 async def validate_spec(
     context: Context,
-    caller: Caller,
+    caller: Submitter,
     raw: Annotated[Any, Depends(read_json)],
     create_project: CreateProject = False,
 ) -> RunSpec:

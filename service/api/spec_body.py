@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -41,6 +41,24 @@ async def read_model(model: type[M], request: Request) -> M:
     return await validated(partial(parse_model, model), await read_json(request))
 
 
+def optional_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
+    """Return a dependency that reads the request's body as ``read_model``; without a body, or
+    with ``null``, it is the model's defaults.
+
+    FastAPI would parse a body that is a parameter before it looks at the caller.
+    """
+
+    async def read(request: Request) -> M:
+        body = await _read_limited(request)
+        if not body.strip():
+            return model()
+        _check_content_type(request.headers.get("content-type"))
+        raw = await _json_value(body)
+        return await validated(partial(parse_model, model), {} if raw is None else raw)
+
+    return read
+
+
 def parse_model(model: type[M], raw: Any) -> M:
     """Return a JSON value as ``model``. Raises 422 with one entry for each fault."""
     try:
@@ -62,7 +80,10 @@ async def read_json(request: Request) -> Any:
     NaN and Infinity pass: the spec's own check names their field. Raises 400, 413 or 415.
     """
     _check_content_type(request.headers.get("content-type"))
-    body = await _read_limited(request)
+    return await _json_value(await _read_limited(request))
+
+
+async def _json_value(body: bytes) -> Any:
     try:
         value = await validated(_parsed, body) if len(body) > _SMALL_BYTES else _parsed(body)
     except RecursionError as exc:

@@ -12,7 +12,7 @@ from everstep.spec.sweep import SweepSpec
 from everstep.wire import Page
 from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 from service.api.answers import as_json
-from service.api.auth import Caller, CallerToConfirm, Principal, visible_run
+from service.api.auth import Caller, Principal, SubmitterToConfirm, visible_run
 from service.api.context import ApiContext, Context
 from service.api.new_sweep import submitted_sweep, validated_sweep
 from service.api.openapi import SWEEP_BODY, CreateProject, problem_answers
@@ -62,7 +62,7 @@ ControlledSweep = Annotated[SweepRow, Depends(controlled_sweep)]
 )
 async def create_sweep(
     context: Context,
-    caller: CallerToConfirm,
+    caller: SubmitterToConfirm,
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
@@ -93,7 +93,7 @@ async def create_sweep(
 )
 async def validate_sweep(
     context: Context,
-    caller: CallerToConfirm,
+    caller: SubmitterToConfirm,
     raw: Annotated[Any, Depends(read_json)],
     create_project: CreateProject = False,
 ) -> SweepSpec:

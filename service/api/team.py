@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from everstep.wire import Page
 from everstep.wire.team import (
@@ -17,7 +17,7 @@ from everstep.wire.team import (
     TokenRequest,
 )
 from service.api.answers import maybe_time, to_time
-from service.api.auth import EMBEDDED_TRUST, Caller, Principal
+from service.api.auth import EMBEDDED_TRUST, Administrator
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, CreateProject, problem_answers
 from service.api.paging import Cursor, Limit, page_of, position
@@ -30,13 +30,6 @@ from service.model.rows import AuditRow, ProjectRow, TokenRow
 router: Final = APIRouter(prefix="/v1", tags=["administration"])
 
 
-async def administrator(caller: Caller) -> Principal:
-    """Return the caller. Raises 403 if it is not an administrator."""
-    caller.require("admin")
-    return caller
-
-
-Administrator = Annotated[Principal, Depends(administrator)]
 ProjectPath = Annotated[str, Path(max_length=64, description="The project's name.")]
 TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok_…`.")]
 

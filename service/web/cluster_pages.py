@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from everstep.text import words as cli_words
 from everstep.wire import Node, RunStatus
+from everstep.wire.cluster import DrainOrder, NodeOrder
 from service.api import cluster
 from service.api.context import Context
 from service.api.problems import invalid_request
@@ -120,10 +121,10 @@ async def post_mark(
             minutes = form.get("deadline_min", "").strip()
             deadline_s = float(minutes) * 60 if minutes else None
             await cluster.drain_node(
-                node_id, context, caller, cluster.DrainOrder(reason=reason, deadline_s=deadline_s)
+                node_id, context, caller, DrainOrder(reason=reason, deadline_s=deadline_s)
             )
         else:
-            await _MARKS[word](node_id, context, caller, cluster.NodeOrder(reason=reason))
+            await _MARKS[word](node_id, context, caller, NodeOrder(reason=reason))
     except (ValidationError, ValueError) as exc:
         raise invalid_request(
             "deadline",

@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message
 
+from service.process.app import create_app
 from tests.support.api_service import ApiService, spec
 
 OPEN = {("GET", "/healthz"), ("GET", "/readyz")}
@@ -158,3 +161,71 @@ async def test_each_role_gets_as_far_as_it_may(api: ApiService) -> None:
                 assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), case
             else:
                 assert answer.status_code not in (401, 403, 500), case
+
+
+class Untouched:
+    """An ASGI request whose body nobody may read: it would never arrive."""
+
+    def __init__(self, method: str, path: str, token: str | None, query: str = "") -> None:
+        headers = [(b"host", b"x"), (b"content-type", b"text/plain"), (b"content-length", b"9")]
+        if token is not None:
+            headers.append((b"authorization", f"Bearer {token}".encode()))
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+        self.statuses: list[int] = []
+
+    async def receive(self) -> Message:
+        raise AssertionError("the body is read before the caller is known")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.statuses.append(message["status"])
+
+    async def status_of(self, app: FastAPI) -> int:
+        await app(self.scope, self.receive, self.send)
+        [status] = self.statuses
+        return status
+
+
+async def test_nobody_s_body_is_read_before_it_is_known_who_they_are(api: ApiService) -> None:
+    """Every route refuses who may not use it, whatever the body is, and without waiting for it."""
+    app = create_app(api.context)
+    run_id, sweep_id = await api.create(), await new_sweep(api)
+    names = dict.fromkeys(
+        ("step", "drill_id", "profile_id", "session_id", "name", "alert_id", "delivery_id"), "x"
+    ) | {"run_id": run_id, "sweep_id": sweep_id, "node_id": "node-1", "check_id": "check_x"}
+    names |= {"project": "none", "token_id": "tok_none"}
+    tokens = {
+        "viewer": api.token("viewer", "default"),
+        "submitter": api.token("submitter", "default"),
+        "stranger": api.token("submitter", "elsewhere"),
+    }
+    tried = 0
+    for (method, route), least in LEAST_ROLE.items():
+        path = route.format(**names)
+        for query in ("", "typo=1"):
+            nobody = await Untouched(method, path, None, query).status_of(app)
+            assert nobody == 401, (method, route, query)
+        for who, token in tokens.items():
+            if who == "stranger" and ("{run_id}" in route or "{sweep_id}" in route):
+                expected = 404
+            elif ROLES.index("submitter" if who == "stranger" else who) < ROLES.index(least):
+                expected = 403
+            else:
+                continue
+            refused = await Untouched(method, path, token).status_of(app)
+            assert refused == expected, (method, route, who)
+            tried += 1
+    assert tried > 100
