@@ -9,9 +9,10 @@ from typing import Final
 from sqlalchemy import delete, select, text, update
 
 from everstep.wire import Failure
+from everstep.wire.events import EventKind
 from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
-from service.db.tables import events, node_marks
+from service.db.tables import events, node_marks, runs
 from service.model.rows import MarkState, NodeFailure, NodeMarkRow
 
 GONE_KEPT_S: Final = 24 * 3600.0
@@ -101,19 +102,47 @@ class NodeMarkStore:
         return tuple(gone)
 
     def failures_since(self, since: float) -> list[NodeFailure]:
-        """Return failures of all runs with a known first failing rank and node; oldest first."""
+        """Return failures of all runs with a known first failing rank and node; oldest first. Those
+        that a drill caused are left out."""
+        drill = events.alias("drill")
+        ordered = (
+            select(drill.c.seq)
+            .where(
+                drill.c.run_id == events.c.run_id,
+                drill.c.kind == EventKind.DRILL_STARTED.value,
+                drill.c.submission == events.c.submission,
+                drill.c.attempt == events.c.attempt,
+                drill.c.seq < events.c.seq,
+            )
+            .exists()
+        )
         query = (
             select(
-                events.c.run_id, events.c.at, events.c.attempt, events.c.submission, events.c.data
+                events.c.run_id,
+                events.c.at,
+                events.c.attempt,
+                events.c.submission,
+                events.c.data,
+                runs.c.owner,
+                runs.c.spec["code", "archive"].as_string().label("archive"),
             )
-            .where(_FAILURES, events.c.at >= since)
+            .join(runs, runs.c.id == events.c.run_id)
+            .where(_FAILURES, events.c.at >= since, ~ordered)
             .order_by(events.c.at)
         )
         with self._database.read() as connection:
             found = connection.execute(query).all()
-        failures = [(row.run_id, row.at, Failure.of(row)) for row in found]
         return [
-            NodeFailure(run_id, one.node_id, at, one.verdict, one.exception or "", one.kind)
-            for run_id, at, one in failures
+            NodeFailure(
+                row.run_id,
+                one.node_id,
+                row.at,
+                one.verdict,
+                one.exception or "",
+                one.kind,
+                row.owner,
+                row.archive,
+            )
+            for row, one in ((row, Failure.of(row)) for row in found)
             if one.node_id and one.first_rank is not None
         ]

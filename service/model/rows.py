@@ -202,3 +202,7 @@ class NodeFailure:
     verdict: str
     exception: str = ""
     kind: ErrorKind | None = None
+    owner: str | None = None
+    """Who submitted the run; None for a run of an older version."""
+    archive: str | None = None
+    """Digest of the user's code that the run executes; None for a built-in task."""

@@ -128,8 +128,10 @@ class NodeCare:
         for suspect in spared:
             if suspect.node_id not in self._spared:
                 log.warning(
-                    "a node fails too often, but less than half of the cluster would stay open "
-                    "without it",
+                    "a node fails too often and is not cordoned; cordon it yourself if it is at "
+                    "fault",
+                    because=suspect.doubt
+                    or "less than half of the cluster would stay open without it",
                     node_id=suspect.node_id,
                     reason=suspect.reason,
                 )

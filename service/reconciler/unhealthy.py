@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from everstep.options.serve import (
     DEFAULT_CORDON_FAILURES,
@@ -28,6 +28,9 @@ NODE_VERDICTS: Final = frozenset(
 )
 """Verdicts that may be a node's fault. Errors of user code, storage or control plane are not."""
 _SHOWN_RUNS: Final = 3
+_DOUBT: Final = "one user or one archive of code may be the cause of all its failures"
+_Counted: TypeAlias = tuple[NodeFailure, str]
+"""A failure with its cause."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ class Suspect:
     num_failures: int
     num_runs: int
     reason: str
+    doubt: str | None = None
+    """What other than the node may be the cause of all this; None if nothing is known."""
 
 
 def find_suspects(
     failures: Iterable[NodeFailure], rule: CordonRule, now: float, pardoned_at: Mapping[str, float]
 ) -> tuple[Suspect, ...]:
     """Return the nodes that failed too often or were not fit for a run, the worst first.
+
+    Failures that one user's code may have caused or reported in the node's place are counted once
+    (``causes``). A node that failed too often only without this rule is a suspect with a doubt.
 
     Args:
         failures: Records in any order. Those outside the window, or not a node's fault, are
@@ -72,30 +80,28 @@ def find_suspects(
         pardoned_at: Node id -> when it was opened again, unix seconds. Failures up to then are
             ignored.
     """
-    by_node: dict[str, list[NodeFailure]] = {}
-    for failure in failures:
-        recent = now - rule.window_s < failure.at <= now and failure.at > pardoned_at.get(
-            failure.node_id, float("-inf")
-        )
-        if recent and _is_nodes_fault(failure):
-            by_node.setdefault(failure.node_id, []).append(failure)
+    recent = sorted(
+        (each for each in failures if now - rule.window_s < each.at <= now and _may_be_nodes(each)),
+        key=lambda each: (each.at, each.node_id, each.run_id),
+    )
+    first_named: dict[str, str] = {}
+    by_node: dict[str, list[_Counted]] = {}
+    for failure, cause in zip(recent, causes(recent), strict=True):
+        if _fault_in_words(failure) is not None:
+            first_named.setdefault(cause, failure.node_id)
+        if failure.at > pardoned_at.get(failure.node_id, float("-inf")):
+            by_node.setdefault(failure.node_id, []).append((failure, cause))
     suspects = []
     for node_id, found in by_node.items():
-        runs = {failure.run_id for failure in found}
-        unfit = [failure for failure in found if failure.kind is ErrorKind.NODE]
-        if unfit:
-            newest = max(unfit, key=lambda failure: failure.at)
-            reason = (
-                f"not fit for {newest.run_id}: {newest.exception.removeprefix(f'{NODE_UNFIT}: ')}"
-            )
-            suspects.append(Suspect(node_id, len(found), len(runs), reason))
-        elif faulty := [failure for failure in found if GPU_FAULTY in failure.exception]:
-            newest = max(faulty, key=lambda failure: failure.at)
-            faults = newest.exception.rpartition(GPU_FAULTY)[2]
-            reason = f"{GPU_FAULTY}{faults}; seen by {newest.run_id}"
-            suspects.append(Suspect(node_id, len(found), len(runs), reason))
-        elif 0 < rule.runs <= len(runs) or 0 < rule.failures <= len(found):
-            suspects.append(Suspect(node_id, len(found), len(runs), _reason(found, rule)))
+        of_node = [failure for failure, _ in found]
+        runs = {failure.run_id for failure in of_node}
+        shown = _shown_fault(found, first_named)
+        if shown is not None:
+            suspects.append(Suspect(node_id, len(found), len(runs), shown))
+        elif _is_too_often(rule, len(runs), len(found)):
+            doubt = None if _is_too_often(rule, *_counts(found)) else _DOUBT
+            reason = _reason(of_node, rule)
+            suspects.append(Suspect(node_id, len(found), len(runs), reason, doubt))
     return tuple(
         sorted(
             suspects,
@@ -104,10 +110,72 @@ def find_suspects(
     )
 
 
+def causes(failures: Sequence[NodeFailure]) -> list[str]:
+    """Return what may have caused each failure in the node's place, as a name to compare.
+
+    - Built-in code does not end its own process: each run is a cause of its own, named by its id.
+    - User code can end, hang, fill and falsify its process, and write its run's history. Failures
+      of runs that share a user or an archive have one cause, through any number of runs.
+    - How much memory a built-in task needs is its submitter's choice, so out of memory is theirs.
+    """
+    groups: list[set[str]] = []
+    for names in filter(None, map(_others, failures)):
+        touched = [group for group in groups if group & names]
+        groups = [group for group in groups if not group & names]
+        groups.append(names.union(*touched))
+    return [
+        next((min(group) for group in groups if group & _others(failure)), failure.run_id)
+        for failure in failures
+    ]
+
+
+def _others(failure: NodeFailure) -> set[str]:
+    """Return what may be the cause of a failure in the node's place."""
+    if failure.archive is None and failure.verdict != Verdict.OUT_OF_MEMORY:
+        return set()
+    names = {"owner": failure.owner or failure.run_id, "archive": failure.archive}
+    return {f"{kind} {name}" for kind, name in names.items() if name is not None}
+
+
+def _counts(found: Sequence[_Counted]) -> tuple[int, int]:
+    """Return the numbers of runs and failures, each cause but built-in code counted once."""
+    built_in = [failure.run_id for failure, cause in found if cause == failure.run_id]
+    num_others = len({cause for failure, cause in found if cause != failure.run_id})
+    return len(set(built_in)) + num_others, len(built_in) + num_others
+
+
+def _shown_fault(found: Sequence[_Counted], first_named: Mapping[str, str]) -> str | None:
+    """Return the fault of a node that a run has shown, in its words; None if there is none.
+
+    User code can write such words about any node. So its cause is believed about the first node
+    that it named, and about others only together with another cause.
+    """
+    told = [each for each in found if _fault_in_words(each[0]) is not None]
+    believed = len({cause for _, cause in told}) > 1 or any(
+        cause == failure.run_id or first_named[cause] == failure.node_id for failure, cause in told
+    )
+    return _fault_in_words(told[-1][0]) if believed else None
+
+
+def _fault_in_words(failure: NodeFailure) -> str | None:
+    """Return the fault of a node that one failure is enough to show; None for others."""
+    if failure.kind is ErrorKind.NODE:
+        return f"not fit for {failure.run_id}: {failure.exception.removeprefix(f'{NODE_UNFIT}: ')}"
+    if GPU_FAULTY in failure.exception:
+        faults = failure.exception.rpartition(GPU_FAULTY)[2]
+        return f"{GPU_FAULTY}{faults}; seen by {failure.run_id}"
+    return None
+
+
+def _is_too_often(rule: CordonRule, num_runs: int, num_failures: int) -> bool:
+    return 0 < rule.runs <= num_runs or 0 < rule.failures <= num_failures
+
+
 def choose_to_cordon(
     suspects: Sequence[Suspect], worker_nodes: Collection[str], marked: Collection[str]
 ) -> tuple[tuple[Suspect, ...], tuple[Suspect, ...]]:
-    """Return the suspects to cordon, and those to spare so that half of the cluster stays open.
+    """Return the suspects to cordon, and those to spare because of a doubt, or so that half of the
+    cluster stays open.
 
     Args:
         suspects: The worst first.
@@ -121,7 +189,7 @@ def choose_to_cordon(
     for suspect in suspects:
         if suspect.node_id not in worker_nodes or suspect.node_id in marked:
             continue
-        if 2 * (num_open - 1) < len(worker_nodes):
+        if suspect.doubt is not None or 2 * (num_open - 1) < len(worker_nodes):
             spared.append(suspect)
             continue
         num_open -= 1
@@ -129,7 +197,7 @@ def choose_to_cordon(
     return tuple(chosen), tuple(spared)
 
 
-def _is_nodes_fault(failure: NodeFailure) -> bool:
+def _may_be_nodes(failure: NodeFailure) -> bool:
     """Return whether a failure may be the node's fault. Too little GPU memory is the model's."""
     return failure.verdict in NODE_VERDICTS and failure.kind is not ErrorKind.DEVICE_MEMORY
 

@@ -17,6 +17,7 @@ from everstep.wire.events import GPU_FAULTY, EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.control_files.node_marks import MarksFile
 from service.db.node_marks import GONE_KEPT_S
+from service.db.tables import runs
 from service.model.rows import NodeFailure
 from service.reconciler.node_care import BY_ITSELF, NodeCare
 from service.reconciler.tail import JournalTail
@@ -43,8 +44,10 @@ def failure(
     verdict: str = "worker_lost",
     error: str = "",
     kind: ErrorKind | None = None,
+    owner: str | None = None,
+    archive: str | None = None,
 ) -> NodeFailure:
-    return NodeFailure(run, node, NOW - ago_s, verdict, error, kind)
+    return NodeFailure(run, node, NOW - ago_s, verdict, error, kind, owner, archive)
 
 
 def suspected(
@@ -103,6 +106,67 @@ def test_the_memory_of_a_gpu_is_the_model_s_matter() -> None:
     of_host = failure(verdict="out_of_memory", error=words, kind=ErrorKind.OUT_OF_MEMORY)
     assert suspected([of_host] * 5) == ["n1"]
     assert suspected([failure(verdict="out_of_memory", error="killed")] * 5) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("whose", "cordons"),
+    [
+        ("ann:x ann:x ann:x ann:x ann:x", False),  # one user, one archive
+        ("ann:x ann:y ann:z", False),  # one user who edits and tries again
+        ("ann:x bob:x eve:x", False),  # a team's archive
+        ("ann:x ann:y bob:y bob:z eve:w", False),  # three archives, but only two apart
+        ("ann:x bob:y", False),
+        ("ann:x bob:y eve:z", True),
+        ("ann:x ann:x bob:y eve:z", True),
+        ("ann: ann: ann:", True),  # built-in code does not end its process
+        ("ann:x ann:x ann:", False),
+        ("ann:x ann: bob:", True),
+    ],
+)
+def test_one_user_s_code_counts_once_through_any_number_of_runs(whose: str, cordons: bool) -> None:
+    for verdict in NODES_FAULTS:
+        if verdict == "out_of_memory":
+            continue
+        failures = [
+            failure(f"run {number}", verdict=verdict, owner=owner, archive=archive or None)
+            for number, (owner, _, archive) in enumerate(
+                each.partition(":") for each in whose.split()
+            )
+        ]
+        found = [each for each in find_suspects(failures, RULE, NOW, {}) if not each.doubt]
+        assert [each.node_id for each in found] == (["n1"] if cordons else []), verdict
+        if not cordons and len(failures) >= RULE.runs:
+            [doubted] = find_suspects(failures, RULE, NOW, {})
+            assert doubted.doubt, "an operator is told"
+            assert choose_to_cordon([doubted], {"n1", "n2", "n3"}, set()) == ((), (doubted,))
+
+
+def test_one_user_s_settings_run_out_of_memory_on_their_own_account() -> None:
+    def doubts(*owners: str) -> list[bool]:
+        failures = [
+            failure(f"run {number}", verdict="out_of_memory", owner=owner)
+            for number, owner in enumerate(owners)
+        ]
+        return [each.doubt is not None for each in find_suspects(failures, RULE, NOW, {})]
+
+    assert doubts("ann", "ann", "ann", "ann", "ann") == [True]
+    assert doubts("ann", "bob", "eve") == [False]
+
+
+def test_one_user_s_code_can_name_one_node_at_most() -> None:
+    """A run's code can write its history: any words, about any node."""
+
+    def told(node: str, ago_s: float, owner: str, archive: str | None = "x") -> NodeFailure:
+        of_run = failure(f"run of {owner}", node=node, ago_s=ago_s, verdict="node_lost")
+        words = {"kind": ErrorKind.NODE, "exception": "NodeUnfit: disk: full"}
+        return dataclasses.replace(of_run, **words, owner=owner, archive=archive)
+
+    forged = [told("n1", 30, "eve"), told("n2", 20, "eve"), told("n3", 10, "eve")]
+    assert suspected(forged) == ["n1"]
+    assert suspected(forged, n1=25) == [], "one that was opened again was named all the same"
+    assert set(suspected([*forged, told("n2", 5, "ann", "y")])) == {"n1", "n2"}
+    assert suspected([*forged, told("n3", 5, "ann", None)])[0] == "n3", "a built-in task's word"
+    assert len(suspected([told(f"n{number}", 9, "ann", None) for number in range(3)])) == 3
 
 
 def test_failures_before_a_pardon_are_forgiven() -> None:
@@ -218,7 +282,7 @@ async def care(here: World, ray: FakeRay) -> AsyncIterator[NodeCare]:
         await made.close()
 
 
-async def fail(here: World, node: str, times: int, **data: Any) -> None:
+async def fail(here: World, node: str, times: int, *, by_drill: bool = False, **data: Any) -> None:
     """A run whose ranks on one node die so often."""
     run = here.create()
     here.runs.claim_submission(run.id, 0)
@@ -230,7 +294,10 @@ async def fail(here: World, node: str, times: int, **data: Any) -> None:
         "step": 1,
         **data,
     }
-    here.write(run.id, 1, *[(EventKind.FAILURE, values)] * times)
+    each = [(EventKind.FAILURE, values)]
+    if by_drill:
+        each.insert(0, (EventKind.DRILL_STARTED, {"id": "drill_x", "kind": "kill_worker"}))
+    here.write(run.id, 1, *each * times)
     await asyncio.to_thread(JournalTail(here.storage, here.events).drain, here.get(run.id))
 
 
@@ -249,6 +316,32 @@ async def test_a_node_that_fails_too_often_is_cordoned_with_its_evidence(
         word.reason is not None and "5 failures" in word.reason and "worker_lost 5" in word.reason
     )
     assert set(read_node_marks(here.storage)) == {"n2"}
+
+
+async def test_a_node_is_not_cordoned_for_drills(here: World, care: NodeCare) -> None:
+    await fail(here, "n2", 9, by_drill=True)
+    assert here.marks.failures_since(0.0) == []
+    await care.check()
+    assert here.marks.all() == {}
+
+
+async def test_failures_name_whose_code_failed(here: World, care: NodeCare) -> None:
+    await fail(here, "n2", 1)
+    [built_in] = here.marks.failures_since(0.0)
+    assert (built_in.owner, built_in.archive) == (here.get(built_in.run_id).owner, None)
+    archive = "sha256-" + "ab" * 32
+    with here.database.write() as connection:
+        row = here.get(built_in.run_id)
+        code = {"archive": archive, "task": "mine:Task"}
+        connection.execute(runs.update().values(spec=row.spec | {"code": code}, owner="ann"))
+    [own] = here.marks.failures_since(0.0)
+    assert (own.owner, own.archive) == ("ann", archive)
+    for _ in range(2):
+        await fail(here, "n2", 2)
+    with here.database.write() as connection:
+        connection.execute(runs.update().values(spec=row.spec | {"code": code}, owner="ann"))
+    await care.check()
+    assert here.marks.all() == {}, "three runs and five failures of one user's code"
 
 
 async def test_a_node_that_was_opened_again_starts_afresh(here: World, care: NodeCare) -> None:
