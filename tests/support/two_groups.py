@@ -21,6 +21,7 @@ SHARED = {
         "test_sweep.py",
     ),
     "two_nodes": (
+        "test_children.py",
         "test_driver.py",
         "test_last_save.py",
         "test_own_code.py",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ray
 
+from train_fn.node import children
 from train_fn.node.debug_level import take_debug_level
 from train_fn.node.host_memory import keep_memory
 from train_fn.node.network_settings import meet_on_the_clusters_network
@@ -90,7 +91,10 @@ def prepare(launch: RankLaunch) -> None:
         _attempt.end()
         end_process_group()  # a rank that was asked to exit may not have ended it
         gc.collect()
+    else:
+        threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
     _attempt = _Attempt(launch)
+    children.begin()
     take_environment(launch.env)
     take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
     keep_memory()

@@ -20,6 +20,7 @@ from storage.errors import StorageUnavailable
 from train_fn.context import WorkerContext
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.rank_logging import RankLog
+from train_fn.node import children
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_memory import wait_for_free_memory
@@ -65,6 +66,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     Raise StepFailed for every error: it survives pickling, which an exception of another class may
     not.
     """
+    children.connected()
     job, launch = config["job"], rank_process.current_launch()
     place = ray.train.get_context()
     rank = place.get_world_rank()

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
+from train_fn.node import children
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.debug_level import take_debug_level
 from train_fn.node.host_memory import keep_memory
@@ -44,8 +45,10 @@ def join(spec: RunSpec, place: Place, timeout_s: float) -> None:
     take_debug_level(over_nccl=backend != "gloo")
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+        return
+    children.begin()
+    dist.init_process_group(backend, timeout=timeout)
+    children.connected()
 
 
 def stop_on_signals() -> threading.Event:
