@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
+from train_fn.recovery.environment import take_environment
 from train_fn.standalone.local import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast
@@ -48,17 +49,40 @@ class Plan:
     """Where the text and the runs are written."""
     precision: str = "bf16"
     steps: int = 60
+    """Of which each part is timed."""
+    loop_steps: int = 151
+    """Steps of a run of the loop, and of the plain script. All but the first are timed; the first
+    publication and one checkpoint come among them."""
     repeats: int = 3
 
     @classmethod
     def for_gpu(cls, directory: Path) -> Plan:
-        """Return a plan for about two minutes."""
+        """Return a plan for about four minutes."""
         return cls(GPU_WORKLOADS, directory)
 
     @classmethod
     def for_cpu(cls, directory: Path) -> Plan:
         """Return a plan that only shows that the code works."""
-        return cls(SMALL_WORKLOADS, directory, steps=WARM_UP_STEPS + 4, repeats=1)
+        return cls(SMALL_WORKLOADS, directory, steps=WARM_UP_STEPS + 4, loop_steps=7, repeats=1)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Speed of one run, without its first step."""
+
+    steps_per_s: float
+    slowest_s: float
+
+    @classmethod
+    def of(cls, ended_at: list[float]) -> Timed:
+        """Return the speed of steps that ended at these times."""
+        total_s = ended_at[-1] - ended_at[0]
+        slowest_s = max(later - earlier for earlier, later in pairwise(ended_at))
+        return cls((len(ended_at) - 1) / total_s, slowest_s)
+
+
+def _median(timed: list[Timed]) -> float:
+    return statistics.median(each.steps_per_s for each in timed)
 
 
 @dataclass(frozen=True)
@@ -67,14 +91,14 @@ class Measured:
 
     name: str
     step: dict[str, Any]
-    loop_steps_per_s: list[float] = field(default_factory=list)
-    plain_steps_per_s: list[float] = field(default_factory=list)
+    loop: list[Timed] = field(default_factory=list)
+    plain: list[Timed] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
         """Return the speed of the loop over that of the plain script, by turns."""
-        pairs = zip(self.loop_steps_per_s, self.plain_steps_per_s, strict=True)
-        return [ours / theirs for ours, theirs in pairs]
+        pairs = zip(self.loop, self.plain, strict=True)
+        return [ours.steps_per_s / theirs.steps_per_s for ours, theirs in pairs]
 
     @property
     def line(self) -> str:
@@ -85,29 +109,33 @@ class Measured:
         return (
             f"{self.name} ({self.step['parameters'] / 1e6:.1f} million parameters): {costs}, "
             f"{self.step['samples_per_s']:.0f} samples/s; the loop at "
-            f"{statistics.median(self.ratios):.3f} of a plain script's steps/s"
+            f"{statistics.median(self.ratios):.3f} ({min(self.ratios):.3f} to "
+            f"{max(self.ratios):.3f}) of a plain script's {_median(self.plain):.2f} steps/s, its "
+            f"slowest step {max(each.slowest_s for each in self.loop):.3f} s, the script's "
+            f"{max(each.slowest_s for each in self.plain):.3f} s"
         )
 
     def results(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "loop_steps_per_s": summary(self.loop_steps_per_s),
-            "plain_steps_per_s": summary(self.plain_steps_per_s),
+            "loop_steps_per_s": summary([each.steps_per_s for each in self.loop]),
+            "plain_steps_per_s": summary([each.steps_per_s for each in self.plain]),
+            "loop_slowest_step_s": summary([each.slowest_s for each in self.loop]),
+            "plain_slowest_step_s": summary([each.slowest_s for each in self.plain]),
             "ratio": summary(self.ratios),
         }
 
 
 def measure(workload: Workload, plan: Plan, device: torch.device) -> Measured:
     """Measure one workload. The loop and the plain script take turns."""
+    take_environment({})  # as a rank, before the device is used
     if workload.needs_text:
         write_text(plan.directory / "text.txt", workload.vocabulary, workload.num_characters)
     spec = workload.spec(plan, device)
     measured = Measured(workload.name, step_costs(spec, plan.steps, device))
     for turn in range(plan.repeats):
-        measured.plain_steps_per_s.append(plain_steps_per_s(spec, device))
-        measured.loop_steps_per_s.append(
-            loop_steps_per_s(spec, plan.directory, f"{workload.name}-{turn}")
-        )
+        measured.plain.append(time_plain(spec, device))
+        measured.loop.append(time_loop(spec, plan.directory, f"{workload.name}-{turn}"))
     return measured
 
 
@@ -149,27 +177,34 @@ def step_costs(spec: RunSpec, steps: int, device: torch.device) -> dict[str, Any
     }
 
 
-def loop_steps_per_s(spec: RunSpec, directory: Path, run_id: str) -> float:
-    """Return the speed of Everstep's loop on this device, events and checkpoints on."""
+def time_loop(spec: RunSpec, directory: Path, run_id: str) -> Timed:
+    """Return the speed of Everstep's loop on this device, with events, one checkpoint and the
+    published snapshots."""
     ended = run_local(spec, str(directory), run_id, say=lambda line: None)
     if ended.code != 0:
         raise RuntimeError(f"the run {run_id} ended with {ended.code}; see its journal")
     events = read_journal(RunDir(open_storage(str(directory)), run_id), 1, None, 100_000)[0]
-    times = [
-        float(point["at"])
+    points = [
+        point
         for event in events
         if event.kind is EventKind.METRICS
         for point in event.data["points"]
     ]
-    return _steps_per_s(times)
+    saved = [each.data["step"] for each in events if each.kind is EventKind.CHECKPOINT_COMMITTED]
+    steps = spec.train.max_steps
+    if len(points) != steps or saved != [spec.checkpoint.every_steps, steps]:
+        raise RuntimeError(f"the run {run_id} has {len(points)} steps, and saved those of {saved}")
+    return Timed.of([float(point["at"]) for point in points])
 
 
-def plain_steps_per_s(spec: RunSpec, device: torch.device) -> float:
-    """Return the speed of the same model, data and optimizer in a loop as tutorials write it."""
+def time_plain(spec: RunSpec, device: torch.device) -> Timed:
+    """Return the speed of the same model, data and optimizer in a loop as tutorials write
+    it."""
     task = build_task(spec)
     model = task.build_model().to(device)
     optimizer = build_optimizer(spec.optimizer, model)
-    loader, times = _batches(task, spec, device), []
+    loader = _batches(task, spec, device)
+    times: list[float] = []
     while len(times) < (spec.train.max_steps or 0):
         for batch in loader:
             with autocast(spec.train.precision, device):
@@ -180,12 +215,7 @@ def plain_steps_per_s(spec: RunSpec, device: torch.device) -> float:
             optimizer.zero_grad()
             loss.item()
             times.append(time.time())
-    return _steps_per_s(times[: spec.train.max_steps])
-
-
-def _steps_per_s(times: list[float]) -> float:
-    times = times[WARM_UP_STEPS:]
-    return (len(times) - 1) / (times[-1] - times[0])
+    return Timed.of(times[: spec.train.max_steps])
 
 
 def _batches(task: Any, spec: RunSpec, device: torch.device) -> DataLoader[Any]:
@@ -231,7 +261,9 @@ def main(argv: list[str]) -> None:
         default = make(Path(directory))
         chosen = [each for each in default.workloads if options.only in (None, each.name)]
         repeats = options.repeats if device.type == "cuda" else default.repeats
-        plan = Plan(tuple(chosen), default.directory, options.precision, default.steps, repeats)
+        plan = replace(
+            default, workloads=tuple(chosen), precision=options.precision, repeats=repeats
+        )
         results: dict[str, Any] = {}
         for workload in plan.workloads:
             measured = measure(workload, plan, device)

@@ -44,14 +44,14 @@ class Workload:
                 "optimizer": {"name": "adamw", "lr": 1e-4},
                 "train": {
                     "epochs": 1000,
-                    "max_steps": plan.steps,
+                    "max_steps": plan.loop_steps,
                     "global_batch_size": self.batch,
                     "micro_batch_size": self.batch,
                     "precision": plan.precision,
                     "eval_every_epochs": 1000,
                 },
                 "scaling": {"use_gpu": device.type == "cuda"},
-                "checkpoint": {"every_steps": 50},
+                "checkpoint": {"every_steps": 2 * plan.loop_steps // 3},
             }
         )
 

@@ -36,7 +36,7 @@ LIMITS_S = {
     "visible_devices": 60.0,
     "nccl_abort": 60.0,
     "determinism": 90.0,
-    "speed": 180.0,
+    "speed": 300.0,
 }
 """The parts in their order, and how long each may take."""
 CLEANING_S = 20.0

@@ -66,6 +66,8 @@ class Saver:
         """The state that an earlier attempt had saved as a checkpoint."""
         self._error: Exception | None = None
         self._reported_at = float("-inf")
+        self._has_memory = False
+        """Whether a first save finds memory for its copy, which a thread takes otherwise."""
         if self._active:
             threading.Thread(target=self._run, name="checkpoint-saver", daemon=True).start()
 
@@ -147,6 +149,8 @@ class Saver:
             self._hand_over(is_best, retry_until=float("inf") if is_best else float("-inf"))
             with self._mutex:
                 self._cadence.boundary_left(time.monotonic())
+        elif not self._has_memory:
+            self._has_memory = self._copies.is_ready()
 
     def save_now(self, *, is_best: bool = False, patience_s: float = FINAL_PATIENCE_S) -> None:
         """Commit the present state before returning, after a save that is under way.

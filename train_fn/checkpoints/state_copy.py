@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from train_fn.state.copy_memory import CopyMemory
 from train_fn.state.kept_state import KeptState
 from train_fn.state.tensor_tree import copy_to_cpu
 
@@ -49,7 +50,15 @@ class BoundaryCopies:
         self._newest: BoundaryCopy | None = None
         self._boundary: Boundary | None = None
         """That of the newest copy."""
-        self._free: dict[str, Any] | None = None
+        self._memory = CopyMemory()
+
+    def is_ready(self) -> bool:
+        """Return whether ``take`` finds pinned memory. If it would not, a thread takes some while
+        training goes on. Called by the training thread, between two steps."""
+        with self._lock:
+            if self._held_at(boundary_of(self._state.step, vars(self._state))) is not None:
+                return True
+        return self._memory.is_ready(self._state.state_dict)
 
     def take(self) -> BoundaryCopy:
         """Return a copy of the current state. The training thread calls this between two steps, and
@@ -60,14 +69,12 @@ class BoundaryCopies:
         began = time.perf_counter()
         boundary = boundary_of(self._state.step, vars(self._state))
         with self._lock:
-            newest = self._newest
-            if newest is not None and newest.num_holders and boundary == self._boundary:
+            if (newest := self._held_at(boundary)) is not None:
                 newest.num_holders += 1
                 return newest
-            reuse, self._free = self._free, None
         live = self._state.state_dict()
         self._state.require_sound(live)
-        tree = copy_to_cpu(live, reuse)
+        tree = copy_to_cpu(live, self._memory.take())
         copy = BoundaryCopy(self._state.step, self._state.epoch, tree, time.perf_counter() - began)
         with self._lock:
             self._newest, self._boundary = copy, boundary
@@ -82,4 +89,10 @@ class BoundaryCopies:
         with self._lock:
             copy.num_holders -= 1
             if not copy.num_holders:
-                self._free, copy.state = copy.state, {}
+                self._memory.put(copy.state)
+                copy.state = {}
+
+    def _held_at(self, boundary: Boundary) -> BoundaryCopy | None:
+        """Return the newest copy, if it is of this boundary and somebody holds it."""
+        newest = self._newest if boundary == self._boundary else None
+        return newest if newest is not None and newest.num_holders else None

@@ -26,6 +26,7 @@ import torch
 from train_fn.context import WorkerContext
 from train_fn.loop.training import Progress
 from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.state.copy_memory import CopyMemory
 from train_fn.state.optimizers import each_of
 from train_fn.state.packed_moments import Packer
 from train_fn.state.tensor_tree import copy_to_cpu
@@ -54,10 +55,11 @@ class Rescue:
         """The device's work that a copy has to wait for."""
         self._stream = torch.cuda.Stream(ctx.device) if on_gpu else None  # type: ignore[no-untyped-call]
         """The training thread's own stream is blocked then."""
-        self._memory: Any = None
-        """An earlier copy, whose memory is used again: pinning may wait for a device that hangs."""
-        self._num_values = 0
-        """Number of parameters that had optimizer values when ``_memory`` was taken."""
+        self._memory = CopyMemory()
+        """Taken ahead: pinning may wait for a device that hangs."""
+        self._num_values: int | None = None
+        """Number of parameters that had optimizer values when memory was taken; None if none is
+        needed."""
         self._packer = Packer()
         self.kept_step: int | None = None
         """Step of the state that was left as a snapshot."""
@@ -72,8 +74,12 @@ class Rescue:
 
     def step_committed(self) -> None:
         """Take memory for what the step has added. Called after each commit."""
-        if self._memory is not None and self._num_values != self._count_values():
-            self._take_memory()  # a new optimizer has its tensors after one step
+        if (
+            self._num_values is not None
+            and self._num_values != self._count_values()  # it has its tensors after one step
+            and self._memory.is_ready(self._live)
+        ):
+            self._take_memory()
         self.note_work()
 
     def note_work(self) -> None:
@@ -84,7 +90,17 @@ class Rescue:
 
     def _take_memory(self) -> None:
         self._num_values = self._count_values()
-        self._memory = copy_to_cpu(self._replica.state.state_dict(packed=False), self._memory)
+        self._into_memory(self._live())
+
+    def _live(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._replica.state.state_dict(packed=False)
+        return state
+
+    def _into_memory(self, state: Any) -> dict[str, Any]:
+        """Return a copy of ``state``, whose memory the next copy overwrites."""
+        copied: dict[str, Any] = copy_to_cpu(state, self._memory.take())
+        self._memory.put(copied)
+        return copied
 
     def _count_values(self) -> int:
         return sum(len(each.state) for each in each_of(self._replica.state.optimizer).values())
@@ -163,9 +179,8 @@ class Rescue:
     def _copy_here(self) -> dict[str, Any] | None:
         replica = self._replica
         if not replica.state.complete:
-            kept: dict[str, Any] = copy_to_cpu(self._shadow(), self._memory)
-            return kept
-        state = replica.state.state_dict(packed=False)
+            return self._into_memory(self._shadow())
+        state = self._live()
         before = replica.volatile.before_step()
         if before is None:
             return None
@@ -176,7 +191,7 @@ class Rescue:
             now = part[place.name]
             shared = [name for name, other in part.items() if _is_same(other, now)]
             part.update(dict.fromkeys(shared, value))
-        copied: dict[str, Any] = copy_to_cpu(state, self._memory)
+        copied = self._into_memory(state)
         # Ranks compare states by their digests, and the others pack their moments.
         return copied | {"optimizer": self._packer.packed(copied["optimizer"])}
 

@@ -232,13 +232,13 @@ class Protected:
     def _keep(self, training: Training, due: bool, stop: Stop | None) -> None:
         """Save and publish what is due. Nothing of a step is kept before the ranks have agreed on
         it."""
-        is_closing = self._state.is_closing
-        if due or is_closing or stop is not None or training.publisher.is_due():
+        is_closing, publishes = self._state.is_closing, training.publisher.is_due()
+        if due or is_closing or stop is not None or publishes:
             training.commits.read()
         if is_closing:
             self._close_epoch(training)
         training.saver.offer(due=due, is_best=False)
-        training.publisher.offer()
+        training.publisher.offer(due=publishes)
 
     def _close_epoch(self, training: Training) -> None:
         """Report the epoch that ended, and begin the next one."""

@@ -81,23 +81,29 @@ class Publisher:
         if self._active:
             self._start()
 
-    def offer(self) -> None:
+    def offer(self, *, due: bool | None = None) -> None:
         """Publish the present state in the background if it is due. Called by the training thread,
-        between two steps."""
+        between two steps.
+
+        Args:
+            due: what ``is_due`` has returned since the last step; None if nobody has asked.
+        """
         insures, self._insures = self._insures, False
         if insures:
             self.keep()
         elif not self._active:
             self._check_room()
-        elif self.is_due():
+        elif self.is_due() if due is None else due:
             self._hand_over()
 
     def is_due(self) -> bool:
-        """Return whether ``offer`` would publish the present state."""
+        """Return whether to publish the present state. On a GPU the first publication waits until a
+        thread has pinned memory for it; training does not."""
         if not self._active or not self._cadence.is_due(time.monotonic()):
             return False
         with self._lock:
-            return self._waiting is None and not self._writing and not self._closed
+            is_free = self._waiting is None and not self._writing and not self._closed
+        return is_free and self._copies.is_ready()
 
     def keep(self) -> None:
         """Publish the present state, due or not, also where survivors leave states. Called before

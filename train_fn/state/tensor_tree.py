@@ -56,24 +56,60 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def place(tensor: torch.Tensor, earlier: Any) -> torch.Tensor:
-        fits = (
-            isinstance(earlier, torch.Tensor)
-            and earlier.shape == tensor.shape
-            and earlier.dtype == tensor.dtype
-        )
         target: torch.Tensor = (
             earlier
-            if fits
-            else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            if _fits(tensor, earlier)
+            else new_memory(tensor.shape, tensor.dtype, pinned=needs_pinning(tensor))
         )
         pairs.append((target, tensor.detach() if tensor.requires_grad else tensor))
         return target
 
     copied = _kept(tree, reuse, place)
     _copy(pairs)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if on_gpu():
         torch.cuda.current_stream().synchronize()
     return copied
+
+
+def lacking_memory(tree: Any, reuse: Any) -> tuple[Any, list[TensorShape]]:
+    """Return the part of ``reuse`` that ``copy_to_cpu(tree, reuse)`` would use, with a TensorShape
+    where it would pin memory, and these. ``put_together`` fills them in. Nothing of ``tree`` is
+    kept alive. Raise BadTask as ``copy_to_cpu`` does."""
+    lacking: list[TensorShape] = []
+
+    def place(tensor: torch.Tensor, earlier: Any) -> Any:
+        if _fits(tensor, earlier):
+            return earlier
+        if not needs_pinning(tensor):
+            return None
+        lacking.append(TensorShape(len(lacking), tuple(tensor.shape), tensor.dtype))
+        return lacking[-1]
+
+    return _kept(tree, reuse, place), lacking
+
+
+def on_gpu() -> bool:
+    """Return whether this process uses a GPU, so that a state may be there."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def needs_pinning(tensor: torch.Tensor) -> bool:
+    """Return whether a copy of ``tensor`` on the CPU goes to pinned memory."""
+    return tensor.is_cuda
+
+
+def new_memory(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Return a tensor on the CPU with any contents. To pin memory takes long; any thread may."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def _fits(tensor: torch.Tensor, earlier: Any) -> bool:
+    """Return whether ``earlier`` can hold a copy of ``tensor``."""
+    return (
+        isinstance(earlier, torch.Tensor)
+        and earlier.shape == tensor.shape
+        and earlier.dtype == tensor.dtype
+    )
 
 
 def plain_apart(tree: Any, tensors: list[torch.Tensor]) -> Any:

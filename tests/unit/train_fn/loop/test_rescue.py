@@ -59,7 +59,9 @@ def test_a_copy_beside_a_device_that_hangs_takes_no_new_memory(
     def keep(self: Rescue) -> None:
         ahead: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        take_apart(self._memory, ahead)
+        memory = self._memory.take()
+        take_apart(memory, ahead)
+        self._memory.put(memory)
         with monkeypatch.context() as unpacked:
             unpacked.setattr(Packer, "packed", lambda self, state: state)
             take_apart(self._copied(), copied)
