@@ -30,6 +30,7 @@ from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
 from benchmarks.http_loop import closed_loop, lines_of_stream, percentile
 from benchmarks.ray_stand_in import ray_stand_in
 from everstep.wire.events import EventKind
+from service.api.followers import MOST_OF_CALLER
 from service.api.paging import encode_run_cursor
 from service.db.engine import Database
 from service.db.storage_identity import StorageRecords
@@ -157,9 +158,19 @@ async def followers(service: Replica, seconds: float) -> dict[str, float]:
         run_id = answer.json()["id"]
         while (await http.get(f"/v1/runs/{run_id}")).json()["status"] == "QUEUED":  # noqa: ASYNC110  it is another process
             await asyncio.sleep(0.1)
+        viewers = []
+        for number in range(-(-FOLLOWERS // MOST_OF_CALLER)):
+            body = {"name": f"viewer-{number}", "role": "viewer", "project": "default"}
+            made = (await http.post("/v1/tokens", json=body)).json()
+            viewers.append({"Authorization": f"Bearer {made['token']}"})
     late: list[float] = []
     heard: list[int] = []
-    tasks = [asyncio.create_task(_follow(service, run_id, late, heard)) for _ in range(FOLLOWERS)]
+    tasks = [
+        asyncio.create_task(
+            _follow(service.port, viewers[number % len(viewers)], run_id, late, heard)
+        )
+        for number in range(FOLLOWERS)
+    ]
     await asyncio.sleep(2.0)
     usage = psutil.Process(service.process.pid)
     before, began = sum(usage.cpu_times()[:2]), time.perf_counter()
@@ -212,8 +223,10 @@ async def _append_events(run_dir: RunDir, seconds: float) -> int:
     return num_sent - 1
 
 
-async def _follow(service: Replica, run_id: str, late: list[float], heard: list[int]) -> None:
-    async for line in lines_of_stream(service.port, service.headers, f"/v1/runs/{run_id}/events"):
+async def _follow(
+    port: int, headers: dict[str, str], run_id: str, late: list[float], heard: list[int]
+) -> None:
+    async for line in lines_of_stream(port, headers, f"/v1/runs/{run_id}/events"):
         if line.startswith(b"data: ") and b'"kind":"metrics"' in line:
             event = json.loads(line[6:])
             heard.append(event["seq"])

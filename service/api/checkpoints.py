@@ -9,9 +9,9 @@ from fastapi import APIRouter, Header, Path
 from fastapi.responses import StreamingResponse
 
 from everstep.wire import Checkpoint, Page
-from service.api.auth import ControlledRun, VisibleRun
+from service.api.auth import Caller, ControlledRun, VisibleRun
 from service.api.byte_range import requested_range
-from service.api.byte_stream import begun
+from service.api.byte_stream import begun, download
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ProblemError, invalid_request, not_found
@@ -57,6 +57,7 @@ async def get_checkpoint(run: VisibleRun, context: Context, step: Which) -> Chec
 async def get_archive(
     run: VisibleRun,
     context: Context,
+    caller: Caller,
     step: Which,
     range_: Annotated[
         str | None,
@@ -74,6 +75,7 @@ async def get_archive(
     The bytes are the same every time, so an interrupted download can be resumed with `Range` and
     `If-Range`. A client that joins parts must compare the digests in the manifest itself.
     """
+    context.followers.require_room(caller)
     checkpoint = await _find(context, run, step)
     if checkpoint.state == "deleted":
         raise not_found(
@@ -102,7 +104,7 @@ async def get_archive(
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{archive.size_bytes}"
     if hold is not None:
         blocks = _holding(hold, blocks, to_the_end=end == archive.size_bytes)
-    return StreamingResponse(blocks, 206 if wanted else 200, headers, media_type=TAR)
+    return download(context, caller, blocks, TAR, headers, 206 if wanted else 200)
 
 
 def _holding(hold: CheckpointHold, blocks: Iterator[bytes], *, to_the_end: bool) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from everstep.wire import RunStatus
 from service.api import sse
 from service.api.answers import event_answer
 from service.api.blocking_calls import BlockingCalls
+from service.api.followers import PIECE_BYTES, piece_of
 from service.db.errors import DatabaseUnavailable
 from service.db.events import EventStore
 from service.model.rows import EventRow
@@ -24,9 +25,11 @@ logger = structlog.get_logger(__name__)
 
 POLL_S: Final = 0.1
 _RING_FRAMES: Final = 2000
-_RING_BYTES: Final = 16 << 20
+_RING_BYTES: Final = 2 << 20
 """Maximum bytes of frames in memory for one run; older events are read from the database again."""
 _BATCH_EVENTS: Final = 500
+_BACKLOG_EVENTS: Final = 100
+"""Events of a piece that is read from the database."""
 
 
 @dataclass
@@ -48,6 +51,10 @@ class _Tail:
     def end(self) -> int:
         """Return the last seq whose frame is in the ring."""
         return self.base + len(self.ring)
+
+    def frames(self, after: int) -> list[bytes]:
+        """Return the next frames of the ring after this seq, for one piece of a stream."""
+        return piece_of(islice(self.ring, after - self.base, None))
 
     def extend(self, frames: Sequence[bytes]) -> None:
         self.ring.extend(frames)
@@ -112,17 +119,17 @@ class EventFeed:
             while not self.closed:
                 changed = tail.changed
                 if after < tail.base:
-                    page = await self._database_call(
-                        self._events.page, run_id, after, _BATCH_EVENTS
-                    )
-                    if not page.rows:
+                    # Nothing but the bytes is held while the client takes them in.
+                    after, piece = await self._backlog(run_id, after)
+                    if not piece:
                         return
-                    after = page.rows[-1].seq
-                    yield b"".join(encode(row) for row in page.rows)
+                    yield piece
                 elif after < tail.end:
-                    frames = list(islice(tail.ring, after - tail.base, None))
-                    after = tail.end
-                    yield b"".join(frames)
+                    frames = tail.frames(after)
+                    after += len(frames)
+                    piece = b"".join(frames)
+                    del frames
+                    yield piece
                 elif tail.gone or (tail.status.terminal and tail.end >= tail.head):
                     return
                 else:
@@ -132,6 +139,16 @@ class EventFeed:
                         yield sse.HEARTBEAT
         finally:
             self._detach(run_id, tail)
+
+    async def _backlog(self, run_id: str, after: int) -> tuple[int, bytes]:
+        """Return the next piece from the database, after the seq of its last event; empty if there
+        is none."""
+
+        def read() -> tuple[int, bytes]:
+            page = self._events.page(run_id, after, _BACKLOG_EVENTS, most_bytes=PIECE_BYTES)
+            return page.rows[-1].seq if page.rows else after, b"".join(map(encode, page.rows))
+
+        return await self._database_call(read)
 
     def close(self) -> None:
         """End every stream because the service stops. Clients reconnect after their last event."""

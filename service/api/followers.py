@@ -1,9 +1,13 @@
-"""Followers of streams. A stream ends when its caller's token is revoked or its session ends."""
+"""Followers of streams: of events, logs, downloads and what Ray answers.
+
+A stream ends when its caller's token is revoked or its session ends. One caller may have so many
+at a time, and all callers together, because each holds a piece of what its client has not read.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from service.api.blocking_calls import BlockingCalls
+from service.api.problems import ProblemError
 from service.db.errors import DatabaseUnavailable
 from service.db.sessions import SessionStore
 from service.db.tokens import TokenStore
@@ -22,12 +27,31 @@ logger = structlog.get_logger(__name__)
 
 CONFIRM_S: Final = 2.0
 """Seconds between checks of all followers; without followers nothing is checked."""
+MOST_STREAMS: Final = 1000
+"""Streams of this replica that may be open at a time."""
+MOST_OF_CALLER: Final = 100
+"""Streams of one user, or of a token that belongs to none."""
+PIECE_BYTES: Final = 64 << 10
+"""Size from which a stream sends what it has, before it fetches more. A piece holds at least one
+event or line, which may be larger."""
+_RETRY_AFTER_S: Final = 5
 
 
 @dataclass(eq=False)
 class _Follower:
     caller: Principal
     refused: bool = False
+
+
+def piece_of(frames: Iterable[bytes]) -> list[bytes]:
+    """Return the first frames, up to that with which they reach the size of a piece."""
+    piece, num_bytes = [], 0
+    for frame in frames:
+        piece.append(frame)
+        num_bytes += len(frame)
+        if num_bytes >= PIECE_BYTES:
+            break
+    return piece
 
 
 class Followers:
@@ -44,6 +68,23 @@ class Followers:
     def num_open(self) -> int:
         """Return the number of open streams."""
         return len(self._followers)
+
+    def require_room(self, caller: Principal) -> None:
+        """Raise 429 if the caller, or all callers together, have as many streams as they may."""
+        whose = caller.user_id or caller.token_id
+        own = sum(
+            (each.caller.user_id or each.caller.token_id) == whose for each in self._followers
+        )
+        if own < MOST_OF_CALLER and len(self._followers) < MOST_STREAMS:
+            return
+        detail = (
+            f"{caller.name!r} has {own} streams and downloads open, of at most {MOST_OF_CALLER}; "
+            "close some"
+            if own >= MOST_OF_CALLER
+            else f"all {MOST_STREAMS} streams and downloads of this service are open; try again"
+        )
+        headers = {"Retry-After": str(_RETRY_AFTER_S)}
+        raise ProblemError(429, "rate_limited", detail, headers=headers)
 
     async def confirmed(
         self, caller: Principal, chunks: AsyncGenerator[bytes]

@@ -31,6 +31,8 @@ from storage.run_dir import RunDir
 POLL_S: Final = 0.5
 _BATCH_LINES: Final = 1000
 _RING_LINES: Final = 5000
+_RING_BYTES: Final = 2 << 20
+"""Bytes of messages in memory for one view."""
 _VIEWS: Final = 64
 
 
@@ -76,7 +78,8 @@ class LogView:
         self._key = key
         self._monotonic = monotonic
         self._marks = [_Mark(0, {})]
-        self._ring: deque[LogLine] = deque(maxlen=_RING_LINES)
+        self._ring: deque[LogLine] = deque()
+        self._ring_bytes = 0
         self._sources: list[_Source] = []
         self._order = array("I")  # of every line, the index of its source
         self._times = array("d")  # of every line, unix seconds
@@ -170,11 +173,18 @@ class LogView:
         for line in lines:
             self._order.append(self._index(_source_of(line)))
             self._times.append(line.at)
-            self._ring.append(_answer(self._head, line))
+            self._keep(_answer(self._head, line))
         if lines:
             self._marks.append(_Mark(self._head, cursor))
             self._sort_in(self._head - len(lines) + 1)
         return bool(lines)
+
+    def _keep(self, line: LogLine) -> None:
+        """Keep the newest line in memory, and drop the oldest above the limits."""
+        self._ring.append(line)
+        self._ring_bytes += len(line.message)
+        while len(self._ring) > _RING_LINES or self._ring_bytes > _RING_BYTES:
+            self._ring_bytes -= len(self._ring.popleft().message)
 
     def _sort_in(self, first: int) -> None:
         """Put the lines from ``first`` on in their places by time. Few older lines come later."""

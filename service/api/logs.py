@@ -12,6 +12,7 @@ from everstep.wire import LogLine, Page
 from service.api import sse
 from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
+from service.api.followers import piece_of
 from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
 from service.api.paging import Cursor, position
@@ -86,8 +87,11 @@ async def _follow(
             # the response has started: end it; the client reconnects with its Last-Event-ID
             return
         if lines:
-            after, quiet_s = lines[-1].seq, 0.0
-            yield b"".join(sse.frame(line.seq, line.model_dump_json()) for line in lines)
+            frames = piece_of(sse.frame(line.seq, line.model_dump_json()) for line in lines)
+            after, quiet_s = lines[len(frames) - 1].seq, 0.0
+            piece = b"".join(frames)
+            del lines, frames
+            yield piece
         elif ended:
             return
         else:

@@ -11,8 +11,8 @@ from fastapi.responses import StreamingResponse
 from everstep.wire import Page
 from everstep.wire.profiles import Profile, ProfileRequest, ProfileState
 from service.api import rank_orders
-from service.api.auth import ControlledRun, VisibleRun
-from service.api.byte_stream import begun
+from service.api.auth import Caller, ControlledRun, VisibleRun
+from service.api.byte_stream import begun, download
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROFILE_BODY, problem_answers
 from service.api.problems import not_found
@@ -78,8 +78,11 @@ async def get_profile(run: VisibleRun, context: Context, profile_id: ProfileId) 
         **problem_answers(404),
     },
 )
-async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) -> StreamingResponse:
+async def get_trace(
+    run: VisibleRun, context: Context, caller: Caller, profile_id: ProfileId
+) -> StreamingResponse:
     """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens."""
+    context.followers.require_room(caller)
     profile = await get_profile(run, context, profile_id)
     if profile.state is not ProfileState.DONE:
         why = profile.problem or f"the profile is {profile.state}"
@@ -90,7 +93,7 @@ async def get_trace(run: VisibleRun, context: Context, profile_id: ProfileId) ->
             f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'
         )
     }
-    return StreamingResponse(trace, headers=headers, media_type=GZIP)
+    return download(context, caller, trace, GZIP, headers)
 
 
 def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:

@@ -53,7 +53,8 @@ def resume_after(last_event_id: str | None, after: int) -> int:
 def response(
     context: ApiContext, caller: Principal, frames: AsyncGenerator[bytes]
 ) -> StreamingResponse:
-    """Return a streamed response that ends when the caller's token or session does."""
+    """Return a streamed response that ends when the caller's token or session does. Raises 429."""
+    context.followers.require_room(caller)
     frames = context.followers.confirmed(caller, frames)
     return StreamingResponse(
         frames,

@@ -10,8 +10,8 @@ from fastapi.responses import StreamingResponse
 
 from everstep.wire import Page
 from everstep.wire.history import EventFileInfo
-from service.api.auth import VisibleRun
-from service.api.byte_stream import begun
+from service.api.auth import Caller, VisibleRun
+from service.api.byte_stream import begun, download
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from storage.run_dir import RunDir
@@ -54,12 +54,14 @@ async def list_event_files(run: VisibleRun, context: Context) -> Page[EventFileI
 async def get_event_file(
     run: VisibleRun,
     context: Context,
+    caller: Caller,
     name: FileName,
     offset: Annotated[int, Query(ge=0, le=2**53, description="Bytes to leave out.")] = 0,
 ) -> StreamingResponse:
     """Empty at the end of the file, if ``offset`` is its size."""
+    context.followers.require_room(caller)
     found = await context.storage_call(begun, _chunks(context, run.id, name, offset))
-    return StreamingResponse(found, media_type=BINARY)
+    return download(context, caller, found, BINARY)
 
 
 def _chunks(context: ApiContext, run_id: str, name: str, offset: int) -> Iterator[bytes]:

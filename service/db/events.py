@@ -129,15 +129,22 @@ class EventStore:
             return [EventRow.of(row) for row in connection.execute(query).mappings()]
 
     def page(
-        self, run_id: str, seq: int, limit: int, kinds: Collection[str] | None = None
+        self,
+        run_id: str,
+        seq: int,
+        limit: int,
+        kinds: Collection[str] | None = None,
+        most_bytes: int = PAGE_BYTES,
     ) -> EventPage:
         """Return the next events after ``seq``, in order, and whether there are more.
 
         A page ends at ``limit`` events, or before the event with which their data would exceed
-        PAGE_BYTES; it has at least one event if there is any. The database sums the sizes, so no
-        more than that is ever read.
+        ``most_bytes``; it has at least one event if there is any. The database sums the sizes, so
+        no more than that is ever read.
         """
-        return self._page([events.c.run_id == run_id, events.c.seq > seq], limit, kinds, asc)
+        return self._page(
+            [events.c.run_id == run_id, events.c.seq > seq], limit, kinds, asc, most_bytes
+        )
 
     def page_before(
         self, run_id: str, seq: int | None, limit: int, kinds: Collection[str] | None = None
@@ -157,6 +164,7 @@ class EventStore:
         limit: int,
         kinds: Collection[str] | None,
         order: Callable[[ColumnElement[int]], ColumnElement[int]],
+        most_bytes: int = PAGE_BYTES,
     ) -> EventPage:
         """Return a page of the events at these places, in this order."""
         run = places[0]
@@ -176,7 +184,7 @@ class EventStore:
             select(events, summed.c.num)
             .join(summed, events.c.seq == summed.c.seq)
             .where(run, summed.c.place <= limit)
-            .where(or_(summed.c.total <= PAGE_BYTES, summed.c.place == 1))
+            .where(or_(summed.c.total <= most_bytes, summed.c.place == 1))
             .order_by(order(events.c.seq))
         )
         with self._database.read() as connection:

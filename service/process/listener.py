@@ -6,8 +6,12 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Final
 
 from service.settings import CannotStart, Settings
+
+UNREAD_S: Final = 60
+"""How long a client may take in nothing of what it was sent before its connection is dropped."""
 
 
 @contextlib.contextmanager
@@ -18,6 +22,7 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
     # 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        drop_who_reads_nothing(listener)
         try:
             listener.bind((settings.host, settings.port))
         except (OSError, OverflowError) as exc:
@@ -26,6 +31,13 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
                 "uses it, or choose another --port (0 takes a free one) or --host"
             ) from exc
         yield listener
+
+
+def drop_who_reads_nothing(listener: socket.socket, seconds: float = UNREAD_S) -> None:
+    """Let the kernel end accepted connections whose peer takes in nothing for so long: one that is
+    gone, and one that asked for a stream or a large answer and does not read it."""
+    milliseconds = round(seconds * 1000)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def check_tls(settings: Settings) -> None:

@@ -206,8 +206,10 @@ async def get_checkpoints(
 
 
 @router.get("/checkpoints/{step}/archive")
-async def get_archive(run: WebRun, context: Context, step: checkpoints.Which) -> StreamingResponse:
-    return await checkpoints.get_archive(run, context, step)
+async def get_archive(
+    run: WebRun, context: Context, caller: WebCaller, step: checkpoints.Which
+) -> StreamingResponse:
+    return await checkpoints.get_archive(run, context, caller, step)
 
 
 @router.post("/checkpoints/{step}/verify")
@@ -234,9 +236,9 @@ async def post_profile(run: ControlledWebRun, context: Context, form: CheckedFor
 
 @router.get("/profiles/{profile_id}/trace")
 async def get_trace(
-    run: WebRun, context: Context, profile_id: profiles.ProfileId
+    run: WebRun, context: Context, caller: WebCaller, profile_id: profiles.ProfileId
 ) -> StreamingResponse:
-    return await profiles.get_trace(run, context, profile_id)
+    return await profiles.get_trace(run, context, caller, profile_id)
 
 
 @router.post("/notes")

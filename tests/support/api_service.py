@@ -21,6 +21,7 @@ from service.api.context import ApiContext
 from service.model.rows import Role
 from service.model.run_rows import RunRow
 from service.process.app import create_app
+from service.process.listener import UNREAD_S, drop_who_reads_nothing
 from storage.filesystem import open_storage
 from storage.logs.journal_line import JournalEvent
 from tests.support.prepared_database import prepared_database
@@ -150,9 +151,15 @@ class ApiService:
     another's."""
 
     def __init__(
-        self, directory: Path, *, drills: bool = False, database_url: str | None = None
+        self,
+        directory: Path,
+        *,
+        drills: bool = False,
+        database_url: str | None = None,
+        unread_s: float = UNREAD_S,
     ) -> None:
         self.drills = drills
+        self.unread_s = unread_s
         self.home = directory / "home"
         self.clock = ManualClock()
         self.database = prepared_database(database_url or f"sqlite:///{directory / 'everstep.db'}")
@@ -175,6 +182,7 @@ class ApiService:
         # asyncio turns Nagle's algorithm off only for sockets that say that they are TCP: else
         # every answer waits 40 ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        drop_who_reads_nothing(listener, self.unread_s)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = uvicorn.Server(
