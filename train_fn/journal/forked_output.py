@@ -16,6 +16,7 @@ from collections.abc import Callable
 SEND_S = 5.0
 """Timeout in seconds for the rank to take a line. After that the process sends no more."""
 _LONGEST_PACKET = 1 << 17
+_SETTLE = b"settle"
 
 
 class ForkedOutput:
@@ -28,6 +29,7 @@ class ForkedOutput:
         self._sending.settimeout(SEND_S)
         self._broken = False
         self._mark: str | None = None
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._read, name="forked-output", daemon=True)
 
     def start(self) -> None:
@@ -47,6 +49,13 @@ class ForkedOutput:
         except OSError:  # the rank is gone, or does not read
             self._broken = True
 
+    def settle(self) -> None:
+        """Take all lines sent so far."""
+        self._settled.clear()
+        with contextlib.suppress(OSError):
+            self._sending.send(_SETTLE)  # after all that was sent before it
+            self._settled.wait(SEND_S)
+
     def close(self) -> None:
         """Take all lines sent so far. Later ones are dropped."""
         with contextlib.suppress(OSError):
@@ -58,6 +67,9 @@ class ForkedOutput:
 
     def _read(self) -> None:
         while packet := self._reading.recv(_LONGEST_PACKET):
+            if packet == _SETTLE:
+                self._settled.set()
+                continue
             with contextlib.suppress(ValueError):
                 level, line = json.loads(packet)
                 self._take(level, line)

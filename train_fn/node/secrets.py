@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -92,6 +93,13 @@ class Redactor:
         return dataclasses.replace(
             error, message=self(error.message), traceback=self(error.traceback)
         )
+
+
+@cache
+def process_redactor() -> Redactor:
+    """Return the redactor of this process. It knows the secrets of earlier attempts, too: threads
+    of the user's code print before the next one has read them."""
+    return Redactor()
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import torch
 
 from train_fn.context import WorkerContext
 from train_fn.journal.local_journal import LocalJournal
-from train_fn.journal.rank_logging import RankLog
+from train_fn.journal.process_output import listen
 from train_fn.node.cpu_threads import set_threads
 from train_fn.node.gpu_memory import wait_for_free_memory
-from train_fn.node.secrets import Redactor, secrets_set
+from train_fn.node.secrets import process_redactor, secrets_set
 from train_fn.ray_train.rank_training import loop_of
 from train_fn.recovery.launch import RankJob, RankLaunch
 
@@ -27,10 +27,8 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
     Never raises: what fails here fails again, and is reported, once the process has its rank. What
     it prints goes into that rank's log.
     """
-    redactor = Redactor()
-    log = RankLog(job.run_dir, job.submission, launch.attempt, None)
-    log.redact = redactor
-    log.listen()
+    redactor = process_redactor()
+    listen(redactor)
     try:
         with secrets_set(job.spec, redactor):
             set_threads(job.spec)
@@ -42,8 +40,6 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
                 build(context)
     except Exception as exc:
         logger.warning("nothing could be built ahead: %s", exc)
-    finally:
-        log.put_by()
 
 
 def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:

@@ -26,7 +26,7 @@ from train_fn.node.device_evidence import with_device_evidence
 from train_fn.node.gpu_memory import wait_for_free_memory
 from train_fn.node.gpu_use import GpuWatch
 from train_fn.node.host_use import HostWatch
-from train_fn.node.secrets import Redactor, secrets_set
+from train_fn.node.secrets import Redactor, process_redactor, secrets_set
 from train_fn.node.silent_peers import unheard_hosts
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.checkpoint_reports import CheckpointReports
@@ -71,7 +71,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
     place = ray.train.get_context()
     rank = place.get_world_rank()
     log = RankLog(job.run_dir, job.submission, launch.attempt, rank)
-    redactor = log.redact = Redactor()
+    redactor = log.redact = process_redactor()
     log.start()
     client = ActorJournalClient(
         deliver_to(job.journal),
@@ -92,7 +92,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         raise _failure(exc, rank, job, redactor) from None
     finally:
         client.close(FLUSH_S)
-        log.close()
+        log.end_attempt()
 
 
 def _outcome(stop: Left | None, client: ActorJournalClient) -> str | None:

@@ -90,7 +90,7 @@ def rank_env(spec: RunSpec, settings: RecoverySettings) -> dict[str, str]:
     and torch's."""
     return {
         **ray_train_env(settings),
-        # both would capture the output that rank_logging keeps
+        # both would capture the output that process_output keeps
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
         **device_env(spec),

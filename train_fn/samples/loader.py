@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.journal.rank_logging import mark_output
+from train_fn.journal.process_output import mark_output
 from train_fn.recovery.error_text import ended_program
 from train_fn.samples.as_built import left_as_built
 from train_fn.samples.randomness import key, seed_sample

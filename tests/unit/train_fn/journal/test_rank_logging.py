@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.console
 import torch
+import tqdm
 from ray.train.v2._internal.execution import context
 from torch.utils.data import DataLoader
 
@@ -23,7 +26,8 @@ from storage.logs import rank_logs
 from storage.logs.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir
-from train_fn.journal import log_budget, rank_logging
+from train_fn.journal import log_budget, process_output
+from train_fn.journal.process_output import listen
 from train_fn.journal.rank_logging import RankLog
 from train_fn.samples.loader import loader_options
 
@@ -60,12 +64,8 @@ def test_prints_logging_and_progress_bars_become_lines(
 def test_what_a_process_printed_before_it_had_a_rank_comes_first_in_that_rank_s_log(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = RankLog(run_dir, 1, 1, None)
-    before.redact = lambda line: line.replace("secret", "…")
-    before.listen()
+    listen(lambda line: line.replace("secret", "…"))
     print("built with secret")
-    before.put_by()
-    print("nobody listens")
     assert read(run_dir) == []
     for rank in (2, 0):
         log = RankLog(run_dir, 1, 2, rank)
@@ -79,6 +79,87 @@ def test_what_a_process_printed_before_it_had_a_rank_comes_first_in_that_rank_s_
         (2, "trains"),
     ]
     assert "secret" not in capsys.readouterr().out
+
+
+class Kept:
+    """What user code makes in its first attempt, and uses in later ones."""
+
+    def __init__(self) -> None:
+        self.stdout = sys.stdout
+        self.print = functools.partial(print, file=sys.stdout)
+        self.logger = logging.getLogger("kept")
+        self.logger.propagate, self.logger.handlers = False, [logging.StreamHandler(sys.stdout)]
+        self.logger.setLevel(logging.INFO)
+        logging.getLogger().setLevel(logging.DEBUG)
+        self.bar = tqdm.tqdm(total=2, file=sys.stderr, ncols=40)
+        self.console = rich.console.Console(file=sys.stdout, width=40)
+        fork = multiprocessing.get_context("fork")
+        self.orders, theirs = fork.Pipe()
+        self.helper = fork.Process(target=self._help, args=(theirs,))
+        self.helper.start()
+
+    def _help(self, orders: Any) -> None:
+        while (line := orders.recv()) is not None:
+            print(line)
+            orders.send("printed")
+
+    def write(self, attempt: int) -> list[str]:
+        """Write a line in every way. Return the lines."""
+        self.stdout.write(f"stream {attempt}\n")
+        self.print(f"print {attempt}")
+        self.logger.info("handler %d", attempt)
+        logging.getLogger("user").debug("level %d", attempt)
+        self.bar.update()
+        self.bar.write(f"bar {attempt}", file=self.stdout)
+        self.console.print(f"rich {attempt}")
+        print(f"now {attempt}")
+        self.orders.send(f"helper {attempt}")
+        assert self.orders.poll(20) and self.orders.recv() == "printed"
+        ways = ("stream", "print", "handler", "level", "bar", "rich", "now")
+        helper = f"[process {self.helper.pid}] helper {attempt}"
+        return [*(f"{way} {attempt}" for way in ways), helper]
+
+
+def test_what_user_code_keeps_of_an_earlier_attempt_writes_into_the_newest_log(
+    run_dir: RunDir,
+) -> None:
+    expected: dict[int, list[str]] = {}
+    kept = None
+    for attempt in (1, 2, 3):
+        log = RankLog(run_dir, 1, attempt, 0)
+        log.start()
+        kept = kept or Kept()
+        expected[attempt] = expected.get(attempt, []) + kept.write(attempt)
+        if attempt == 3:
+            kept.orders.send(None)
+            kept.helper.join(20)
+            log.close()
+        else:
+            log.end_attempt()
+            print(f"between {attempt}")
+            expected[attempt + 1] = [f"between {attempt}"]
+    lines = read_rank_logs(run_dir, limit=1000)[0]
+    for attempt, wanted in expected.items():
+        found = [
+            line.message
+            for line in lines
+            if line.attempt == attempt and "it/s" not in line.message and "s/it" not in line.message
+        ]
+        assert sorted(found) == sorted(wanted)
+
+
+def test_a_process_that_ends_its_log_gets_its_streams_back(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (sys.stdout, sys.stderr, list(logging.getLogger().handlers))
+    level = logging.getLogger().level
+    log = RankLog(run_dir, 1, 1, 0)
+    log.start()
+    assert sys.stdout is not before[0]
+    log.close()
+    log.close()
+    assert (sys.stdout, sys.stderr, logging.getLogger().handlers) == before
+    assert logging.getLogger().level == level
 
 
 def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> None:
@@ -127,7 +208,7 @@ def test_a_line_without_end_does_not_grow(run_dir: RunDir) -> None:
     finally:
         log.close()
     long, bar = read(run_dir)
-    assert len(long) < 2 * rank_logging.MAX_LINE_CHARS and "left out" in long
+    assert len(long) < 2 * process_output.MAX_LINE_CHARS and "left out" in long
     assert bar == "step 4999"
 
 
