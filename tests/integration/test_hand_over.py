@@ -5,6 +5,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -106,3 +107,55 @@ def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> 
     check_end(run)
     [ended] = [e for e in run.events() if e.kind == "attempt_ended" and e.attempt == 1]
     assert born < ended.at.timestamp(), "it was made while the group before it trained"
+
+
+ASKS = """
+import functools, torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+@functools.lru_cache
+def world():
+    return dist.group.WORLD
+
+class Task:
+    def build_model(self):
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 prepares, and the others wait
+        self.group = dist.new_group(backend="gloo")
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    def build_datasets(self):
+        x = torch.randn(640, 8, generator=torch.Generator().manual_seed(1))
+        return {"train": torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), "val": None}
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+    def on_epoch_end(self, model, epoch, metrics):
+        for group in (world(), self.group):
+            found = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, epoch, group=group)
+            assert found == [epoch] * len(found)
+"""
+"""It holds groups, and its build has a guarded collective."""
+
+
+def test_a_task_that_holds_groups_survives_a_kill_a_drain_and_a_node_that_joins(
+    client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "task.py").write_text(ASKS)
+    spec = digits("holds groups", epochs=2000, workers=(1, 3), checkpoint={"every_steps": 1000})
+    del spec["task"]
+    spec["code"] = {"archive": client.code.upload(tmp_path).digest, "task": "task:Task"}
+    run = client.runs.create(spec)
+    wait_for_ranks(run, 3)
+    psutil.Process(run.attempts()[-1].workers[1].pid).kill()
+    second = wait_for_ranks(run, 3, run.attempts()[-1].attempt)
+    before, after = pids(run, 1), pids(run, second)
+    assert not set(before.values()) & set(after.values()), "all are fresh"
+    leaving = run.attempts()[-1].workers[1].node_id
+    client.nodes.drain(leaving, deadline_s=120)
+    third = wait_for_ranks(run, 2, second)
+    client.nodes.uncordon(leaving)
+    wait_for_ranks(run, 3, third)
+    assert [failure.verdict for failure in run.failures()] == ["worker_lost", "preemption"]
+    assert [failure.rung for failure in run.failures()] == ["snapshot", "checkpoint"]
+    assert run.steps_lost == 0
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.loop.beginning import begin
@@ -19,6 +21,7 @@ from train_fn.loop.rescue import Rescue
 from train_fn.loop.survivor import build_ahead
 from train_fn.loop.training import Progress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
+from train_fn.step.place_watch import watching
 
 __all__ = ["build_ahead", "train", "train_openly"]
 
@@ -36,7 +39,8 @@ def train(ctx: WorkerContext) -> Left | None:
     progress = Progress()
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
-        left = train_openly(ctx, progress)
+        with watching() if ctx.in_process else nullcontext():
+            left = train_openly(ctx, progress)
         rescue.leave()
         if left == YIELDED:
             hand_over(progress)

@@ -81,6 +81,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         state.chain.add(_link(replica, totals, counted))
     replica.learning_rates.check()
     replica.learning_rates.note_options()
+    replica.steppers.look()
     if skipped:
         is_last = state.step == replica.last_step
         state.skipped.check(state.step, scaler, state.model.named_parameters(), last=is_last)

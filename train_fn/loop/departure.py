@@ -23,6 +23,7 @@ from train_fn.errors import (
 )
 from train_fn.loop import survivor
 from train_fn.loop.epoch_hook import TORN, is_torn
+from train_fn.loop.outliving import may_serve_again
 from train_fn.loop.replica import Replica
 from train_fn.loop.training import Progress
 from train_fn.node.broken_device import keep_if_broken
@@ -131,8 +132,8 @@ def _leave_state(
     def leave_or_keep(found: dict[str, Any]) -> str | None:
         # The thread of the last save may be copying it: nothing may change it meanwhile.
         is_saved = progress.phase == "checkpoint"
-        is_shared = replica.before_hook is not None or replica.parts.exchanges_in_build
-        if may_stay and not is_saved and not is_shared and end_process_group():
+        is_whole = not is_saved and replica.before_hook is None
+        if may_stay and is_whole and may_serve_again() and end_process_group():
             keep_in_process(replica, made_by, found)
             return None
         return leave_snapshot(made_by, found)

@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from storage.run_control import Stop
 from train_fn.loop.departure import keep_in_process
+from train_fn.loop.outliving import may_serve_again
 from train_fn.loop.training import Progress, Training
 
 
 def hands_over(training: Training, stop: Stop) -> bool:
     """Return whether the ranks leave without a final checkpoint, since the next group goes on in
-    processes of this one. Rank 0 decides for all. A collective.
+    processes of this one: rank 0 says so, and every process can serve it. A collective.
 
     Args:
         stop: why the ranks have stopped.
@@ -22,9 +23,10 @@ def hands_over(training: Training, stop: Stop) -> bool:
     ctx, replica = training.ctx, training.replica
     if stop != "pause" or not ctx.in_process:
         return False
-    stays = replica.state.complete and not replica.parts.exchanges_in_build
-    may_leave = stays and ctx.hands_over() and not training.saver.has_best_to_write
-    return bool(replica.peers.share(may_leave, 0))
+    may_leave = replica.state.complete and may_serve_again()
+    if ctx.world_rank == 0:
+        may_leave = may_leave and ctx.hands_over() and not training.saver.has_best_to_write
+    return all(replica.peers.gather(may_leave))
 
 
 def hand_over(progress: Progress) -> None:

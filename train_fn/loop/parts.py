@@ -22,6 +22,7 @@ from train_fn.state.contents import Contents, Sketch, sketch_weights
 from train_fn.state.ema import Ema
 from train_fn.state.frozen_part import FrozenPart
 from train_fn.state.numerics import Numerics
+from train_fn.state.steppers import steppers_held, steppers_of
 from train_fn.state.task_state import TaskState
 from train_fn.state.train_state import TrainState
 from train_fn.step.modes import set_modes_for_training
@@ -50,7 +51,8 @@ class Parts:
     warnings: list[str]
     """Warnings about the model as it was built."""
     built: PlainAttributes
-    """The attributes of task and modules as they were built, which no state holds."""
+    """The attributes of task, modules, optimizers and scheduler as they were built, of which states
+    hold few."""
     built_weights: dict[str, Sketch]
     """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
     origin: Origin | None = None
@@ -61,9 +63,6 @@ class Parts:
     """Names of the tensors that forward passes are known to change."""
     ignored: set[str] = field(default_factory=set)
     """Names of those that depend on the batch alone."""
-    exchanges_in_build: bool = False
-    """Whether the task has ranks exchange something while it builds its parts. A rank that joins
-    would wait for others that have theirs."""
 
     @property
     def is_kept(self) -> bool:
@@ -82,7 +81,8 @@ class Parts:
         if self.is_kept:
             if any(map(is_iterable, filter(None, self.datasets.values()))):
                 self.datasets = build_datasets(ctx, self.task)
-            self.built.put_back()
+            with steppers_held(state):
+                self.built.put_back()
             TaskState(self.task).load(state.task)
         self.train_set, self.sampler = training_data(ctx, self.task, self.datasets["train"])
         state.sampler = self.sampler
@@ -136,7 +136,7 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         state,
         total_steps,
         warnings=list(warnings_of(model, in_eval)),
-        built=PlainAttributes(owners_of(task, model)),
+        built=PlainAttributes({**owners_of(task, model), **steppers_of(state)}),
         built_weights=sketch_weights(model, all_of_it=False),
     )
 

@@ -30,13 +30,14 @@ from train_fn.samples.loader import Loaded, to_device
 from train_fn.samples.randomness import seed_building, seed_micro_batch
 from train_fn.samples.sampler import MicroBatch
 from train_fn.state.contents import sketch
+from train_fn.state.steppers import StepperWatch
 from train_fn.state.task_state import TaskState
 from train_fn.state.trained_parameters import LearningRates, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.carrier import Carrier
 from train_fn.step.determinism import set_determinism
 from train_fn.step.fingerprints import Fingerprints
-from train_fn.step.peers import Peers, num_collectives
+from train_fn.step.peers import Peers
 from train_fn.step.step_plans import StepPlans
 from train_fn.step.used_parameters import UsedParameters
 from train_fn.step.whole_exchange import fill_gradients, finish_exchange
@@ -116,6 +117,7 @@ class Replica:
                 {} if self.task_state else owners_of(self.task, self.state.model),
                 alone=self.peers.alone,
             )
+        self.steppers = StepperWatch(self.state)
         self.used: UsedParameters | None = None
         """None unless ``allows_unused``."""
         self.changed_by_pass: list[str] = []
@@ -270,11 +272,8 @@ def new_parts(ctx: WorkerContext) -> Parts:
     spec, train = ctx.spec, ctx.spec.train
     if spec.code is not None:
         add_to_path(ctx.run_dir.storage, spec.code.archive)
-    before = num_collectives()
     seed_building(train.seed, _TASK)
-    parts = build_parts(ctx, build_task(spec))
-    parts.exchanges_in_build = num_collectives() != before
-    return parts
+    return build_parts(ctx, build_task(spec))
 
 
 def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -37,12 +37,15 @@ from train_fn.step.peers import Peers
 logger = logging.getLogger(__name__)
 
 
-def restore(ctx: WorkerContext, replica: Replica, survivor: Survivor | None = None) -> Restored:
+def restore(
+    ctx: WorkerContext, replica: Replica, survivor: Survivor | None, has_kept: Sequence[bool]
+) -> Restored:
     """Join the peers and restore the newest trustworthy state. On return it is the same on every
     rank. A collective.
 
     Args:
         survivor: what this process has kept of an earlier attempt; the replica is built of it.
+        has_kept: whether each rank has kept something.
 
     Raises:
         StateNotWhole: the ranks go on from an older state than one that a process has kept, so that
@@ -53,7 +56,6 @@ def restore(ctx: WorkerContext, replica: Replica, survivor: Survivor | None = No
         StorageError: the storage does not answer, or has lost all checkpoints that the run had.
     """
     state, peers = replica.state, replica.peers
-    has_kept = peers.gather(survivor is not None)
     replica.beside_kept = any(has_kept)
     if not all(has_kept):  # else an attempt before has compared them
         check_data(replica)

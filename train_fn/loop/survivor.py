@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
 from storage.run_names import Origin
 from train_fn.context import WorkerContext
-from train_fn.errors import TrainError
+from train_fn.errors import AsksForPeers, TrainError
 from train_fn.loop.parts import Parts
 from train_fn.loop.replica import build_replica
 from train_fn.samples.stream_set import StreamSet
@@ -26,6 +31,7 @@ from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label
 from train_fn.state.digest import tree_digest
 from train_fn.state.tensor_tree import take_apart
+from train_fn.step.place_watch import asked_at, watching
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +128,29 @@ def build_ahead(ctx: WorkerContext) -> None:
 
     Args:
         ctx: of a rank that is alone.
+
+    Raises AsksForPeers if the task asks for its rank or its peers. Others may have answered, and
+    waited for it; what this process heard is wrong.
     """
-    replica = build_replica(ctx)
-    takes_peers = replica.exchanges_in_forward or replica.parts.exchanges_in_build
-    if not takes_peers and not isinstance(replica.train_set, StreamSet):  # it would use up samples
-        replica.join(is_fresh=True)
-        replica.let_go()
+    with _group_of_one(), watching():
+        replica = build_replica(ctx)
+        takes_peers = replica.exchanges_in_forward
+        if not takes_peers and not isinstance(replica.train_set, StreamSet):
+            replica.join(is_fresh=True)  # of a stream it would use up samples
+            replica.let_go()
+    if (place := asked_at()) is not None:
+        raise AsksForPeers(place)
     process_slot.keep(Recruit(replica.parts, ctx))
+
+
+@contextmanager
+def _group_of_one() -> Iterator[None]:
+    """Have a process group inside, as every rank has. That there is one says nothing of peers."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def take(ctx: WorkerContext) -> Survivor | Recruit | None:

@@ -26,6 +26,8 @@ from train_fn.samples.loader import Loader
 from train_fn.snapshots.forgotten import sweep_forgotten
 from train_fn.snapshots.publisher import Publisher
 from train_fn.state.tensor_tree import size_bytes
+from train_fn.step.peers import Peers
+from train_fn.step.place_watch import refusing
 from train_fn.step.step_clock import StepClock
 from train_fn.step.stragglers import StragglerWatch
 from train_fn.step.whole_exchange import bucket_sizes
@@ -99,12 +101,17 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     sweep_forgotten(ctx)
     held = take(ctx)
     progress.survivor = survivor = held if isinstance(held, Survivor) else None
-    replica = progress.replica = build_replica(ctx, None if held is None else held.parts)
+    of_ranks = Peers(ctx.world_rank, ctx.world_size, ctx.device).gather(
+        None if held is None else held.step is not None
+    )
+    with refusing(held is None and any(has_built is not None for has_built in of_ranks)):
+        replica = build_replica(ctx, None if held is None else held.parts)
+    progress.replica = replica
     require_best_metric(ctx, replica)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
-    restored = restore(ctx, replica, survivor)
+    restored = restore(ctx, replica, survivor, has_kept=[found is True for found in of_ranks])
     progress.is_restored, progress.survivor = True, None
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:

@@ -84,8 +84,8 @@ class AttemptLog:
         self.journal.emit(EventKind.ATTEMPT_ENDED, {"cause": cause, "last_step": last_step})
 
     def fell_back(self, reason: str) -> None:
-        """Report that the attempt did not come to a step in processes of earlier ranks, so that
-        fresh ones follow. The failure from which it was to recover, if any, is still open."""
+        """Report that the attempt failed in processes of earlier ranks, so that fresh ones follow.
+        The failure from which it was to recover, if any, is still open."""
         logger.warning("attempt %d goes on in fresh processes: %s", self.attempt, reason)
         self.journal.emit(EventKind.FELL_BACK, {"rung": Rung.IN_PROCESS.value, "reason": reason})
         if self.is_open:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -18,14 +17,13 @@ from train_fn.node.secrets import process_redactor, secrets_set
 from train_fn.ray_train.rank_training import loop_of
 from train_fn.recovery.launch import RankJob, RankLaunch
 
-logger = logging.getLogger(__name__)
-
 
 def build_ahead(job: RankJob, launch: RankLaunch) -> None:
     """Import the training loop, and let it build what needs no peers, if it can.
 
-    Never raises: what fails here fails again, and is reported, once the process has its rank. What
-    it prints goes into that rank's log.
+    What it prints goes into the rank's log. Raises what the build raises: the process has run code
+    of the user's by halves then, and must be ended. A new one fails in the same way, and reports
+    it, once it has its rank.
     """
     redactor = process_redactor()
     listen(redactor)
@@ -39,7 +37,7 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
                 wait_for_free_memory(context.device)
                 build(context)
     except Exception as exc:
-        logger.warning("nothing could be built ahead: %s", exc)
+        raise RuntimeError(f"nothing could be built ahead: {exc}") from None
 
 
 def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:

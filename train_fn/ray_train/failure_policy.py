@@ -27,7 +27,12 @@ from train_fn.recovery.decision import Decision, decide
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine
 from train_fn.recovery.past_failures import budget_of
-from train_fn.recovery.staying import kept_steps, ranks_to_insure, stays_in_process
+from train_fn.recovery.staying import (
+    falls_back,
+    kept_steps,
+    ranks_to_insure,
+    stays_in_process,
+)
 from train_fn.recovery.verdict import Judgement, judge
 
 logger = logging.getLogger(__name__)
@@ -40,11 +45,6 @@ _EVIDENCE_S = 3.0
 _OF_A_PATH = frozenset({Verdict.UNKNOWN, Verdict.HANG, Verdict.CONTROL_PLANE})
 """Verdicts of failures that a broken path between two nodes may have caused, if no rank is to
 blame."""
-
-_FROM_OUTSIDE = frozenset(
-    {Verdict.WORKER_LOST, Verdict.NODE_LOST, Verdict.PREEMPTION, Verdict.OUT_OF_MEMORY}
-)
-"""Verdicts of failures that came over a rank, whatever its process held."""
 
 
 class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
@@ -140,6 +140,8 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         judgement = judge(evidence)
         if running and self._falls_back(judgement):
             why = judgement.exception or "the ranks did not come to a step there"
+            if self._attempt_log.has_stepped:
+                self._attempt_log.recovery = None
             self._attempt_log.fell_back(why)
             return FailureDecision.RETRY
         self._decision = decide(
@@ -170,15 +172,13 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         return self._groups.last.start_reports if self._groups.last is not None else ()
 
     def _falls_back(self, judgement: Judgement) -> bool:
-        """Return whether the attempt failed before its first step, in processes of earlier ranks,
-        and for no reason outside of them. What those processes hold may be the cause, so that fresh
-        ones are tried before anybody is blamed."""
+        """Return whether fresh processes are tried before anybody is blamed."""
         group = self._current_group()
-        return (
-            group is not None
-            and group.num_stayed > 0
-            and judgement.verdict not in _FROM_OUTSIDE
-            and not self._attempt_log.has_stepped
+        return falls_back(
+            judgement,
+            self._attempt_log.failures,
+            has_stayed=group is not None and group.num_stayed > 0,
+            has_stepped=self._attempt_log.has_stepped,
         )
 
     def _keep_survivors(self, reports: tuple[RankReport, ...]) -> None:

@@ -92,6 +92,7 @@ __all__ = [
     "SchedulingState",
     "ShuttingDownState",
     "SynchronizationActor",
+    "TrainContext",
     "TrainController",
     "TrainingFailedError",
     "Worker",
@@ -213,6 +214,16 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         InnerGcsClient.drain_node,
         ("self", "node_id", "reason", "reason_message", "deadline_timestamp_ms", "timeout"),
     ),
+    **{
+        f"TrainContext.{method.__name__}": (method, ("self",))
+        for method in (
+            TrainContext.get_world_rank,
+            TrainContext.get_world_size,
+            TrainContext.get_local_rank,
+            TrainContext.get_local_world_size,
+            TrainContext.get_node_rank,
+        )
+    },
     "TrainContext.report": (
         TrainContext.report,
         (

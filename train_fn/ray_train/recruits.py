@@ -106,7 +106,8 @@ class Recruits:
         ]
 
     def _take(self) -> None:
-        """Hand over those that are ready, and end the others."""
+        """Hand over those that are ready, and end the others: those that are late, and those that
+        could not build."""
         ready, coming = [], self._coming
         self._coming = []
         for one in coming:
@@ -114,6 +115,7 @@ class Recruits:
                 pid = ray.get(one.pid, timeout=0)
                 ready.append(Survivor(one.actor, one.bundle, pid, NO_STATE))
             except RayError as exc:
-                logger.warning("a process for a rank that joins was not ready in time: %s", exc)
+                cause = getattr(exc, "cause", None) or exc
+                logger.warning("a process for a rank that joins is not used: %s", cause)
                 ray.kill(one.actor)
         self._survivors.hold(ready)

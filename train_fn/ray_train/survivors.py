@@ -60,6 +60,20 @@ class Survivors:
         end_processes([one.actor for one in self.take()], self._hold_s)
 
 
+def kept_steps_of(actors: Sequence[Any]) -> dict[int, int]:
+    """Return the step of the state that each process keeps, by its number in ``actors``. Those that
+    keep none, or do not answer within ``SILENT_S``, are left out."""
+    asked = {actor.kept_state.remote(): number for number, actor in enumerate(actors)}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SILENT_S)
+    steps = {}
+    for ref in answered:
+        with contextlib.suppress(RayError):  # it is gone
+            step, _ = ray.get(ref)
+            if step is not None:
+                steps[asked[ref]] = step
+    return steps
+
+
 def end_processes(actors: Sequence[Any], hold_s: float) -> None:
     """End ranks' processes. Each first writes the state that it keeps, if any, as a snapshot.
 

@@ -23,11 +23,12 @@ from train_fn.node.probe import accepts_connection
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.build_ahead import build_ahead
-from train_fn.ray_train.ray_internals import RayTrainWorker, get_train_context
+from train_fn.ray_train.ray_internals import RayTrainWorker, TrainContext, get_train_context
 from train_fn.recovery.collective_trace import CollectiveCounts
 from train_fn.recovery.launch import RankJob, RankLaunch
 from train_fn.snapshots import process_slot
 from train_fn.step.flight_recorder import collective_counts
+from train_fn.step.place_watch import watch
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
@@ -35,6 +36,14 @@ KEPT = "kept"
 """Concurrency group of the calls about the state that the process keeps. They must be answered
 while the start of a group hangs in this process, one of them while another writes the state."""
 _LOOK_S = 0.005
+_TELLS_A_PLACE = (
+    "get_world_rank",
+    "get_world_size",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+)
+"""Methods of Ray's context that tell a rank its place."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
         rank_process.prepare(launch)
+        watch(TrainContext, _TELLS_A_PLACE)
         self._meets_to_report = launch.meets_to_report
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)

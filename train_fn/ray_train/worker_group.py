@@ -34,7 +34,7 @@ from train_fn.ray_train.ray_internals import (
     invoke_context_managers,
 )
 from train_fn.ray_train.start_watch import StartLimit, watched_start
-from train_fn.ray_train.survivors import Survivors
+from train_fn.ray_train.survivors import Survivors, kept_steps_of
 from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
@@ -256,19 +256,21 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self.get_workers()[rank].actor.insure_kept_state.remote(most_bytes)
 
     def keep_all(self, apart_from: Collection[str]) -> None:
-        """Let the processes of all ranks serve the next attempt, once they have exited on request.
-        All have the same state. As after a failure, one of each node also writes it, if it is small
-        or if no other process has it.
+        """Let the processes serve the next attempt whose ranks have handed over. All have the same
+        state. As after a failure, one of each node also writes it, if it is small or if no other
+        process has it.
 
         Args:
             apart_from: ids of nodes that are about to be removed.
         """
         workers = self.get_workers()
-        staying = self.ranks_outside(apart_from)
+        steps = kept_steps_of([worker.actor for worker in workers])
+        outside = self.ranks_outside(apart_from)
+        staying = {rank: steps[rank] for rank in outside if rank in steps}
         self._gone = [rank for rank in range(len(workers)) if rank not in staying]
         insured = first_of_each_node({rank: workers[rank].metadata.node_id for rank in staying})
         most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
-        self.keep(dict.fromkeys(staying, 0), insured, most_bytes)
+        self.keep(staying, insured, most_bytes)
 
     def wait_for_survivors(self) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.

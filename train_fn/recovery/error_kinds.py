@@ -20,6 +20,7 @@ from typing import Final
 from everstep.wire import ErrorKind, Verdict
 from storage.errors import StorageError
 from train_fn.errors import (
+    AsksForPeers,
     CheckpointFailed,
     Miscomputed,
     NumericsChanged,
@@ -155,6 +156,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.CORRUPTION, Miscomputed),
     _Row(ErrorKind.EXCHANGE, StepNotWhole),
     _Row(ErrorKind.EXCHANGE, StateNotWhole),
+    _Row(ErrorKind.EXCHANGE, AsksForPeers),
     _Row(ErrorKind.STORAGE, StorageError),
     _Row(ErrorKind.STORAGE, CheckpointFailed),
     _Row(ErrorKind.STORAGE_NOT_SHARED, StorageNotShared),

@@ -64,24 +64,19 @@ class RankReport:
         return "collateral" if self.error.collateral else "raised"
 
     @property
-    def left_at(self) -> int | None:
-        """Return the step of the state that it left on its node or keeps in its process; None if it
-        left none."""
-        if self.stays_at is not None or self.error is None:
-            return self.stays_at
-        return self.error.snapshot_step
-
-    @property
     def may_stay(self) -> bool:
         """Return whether its process can serve the next attempt: it merely lost a peer, has left
-        that peer in order, and its state is whole."""
+        that peer in order, and keeps a whole state, with what it was trained with.
+
+        A process never builds a second time: what the first build left in it may be in the way.
+        """
         has_ended = not (self.died or self.unresponsive or self.still_running)
         return (
             has_ended
             and self.node_alive
             and self.error is not None
             and self.error.collateral
-            and self.left_at is not None
+            and self.stays_at is not None
         )
 
 

@@ -1,14 +1,34 @@
-"""Decide which ranks keep their processes after a failure, and which of them also write the state
-that they keep. Pure functions of the ranks' reports."""
+"""Decide which ranks keep their processes after a failure, which of them also write the state that
+they keep, and which failures only show that they should not have. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from everstep.wire import Verdict
+from everstep.wire import ErrorKind, Verdict
+from everstep.wire.events import GPU_FAULTY
 from train_fn.recovery.decision import Decision
 from train_fn.recovery.evidence import RankReport
+from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.verdict import Judgement
+
+
+@dataclass(frozen=True)
+class Outliving:
+    """What outlives an attempt in a rank's process, beside what Everstep knows and restores."""
+
+    asked_at: str | None = None
+    """Line of the user's code that asked for the rank or its peers."""
+
+
+def why_not_to_stay(found: Outliving) -> str | None:
+    """Return why a process cannot serve another attempt; None if it can. It stays only if
+    everything that outlives the attempt in it is known."""
+    if found.asked_at is not None:
+        return f"the task has asked for its rank or its peers ({found.asked_at})"
+    return None
+
 
 SOON_WRITTEN_BYTES = 64 << 20
 """Largest state that is written while the next attempt starts, in time that ranks wait anyway."""
@@ -27,13 +47,54 @@ def stays_in_process(judgement: Judgement, decision: Decision) -> bool:
     )
 
 
+_FROM_OUTSIDE = frozenset(
+    {Verdict.WORKER_LOST, Verdict.NODE_LOST, Verdict.PREEMPTION, Verdict.OUT_OF_MEMORY}
+)
+"""Verdicts of failures that came over a rank, whatever its process held."""
+
+_OF_WHAT_IS_HELD = frozenset(
+    {ErrorKind.USER, ErrorKind.CORRUPTION, ErrorKind.EXCHANGE, ErrorKind.DEVICE_MEMORY}
+)
+"""Kinds of errors that code, memory or state of an earlier attempt may have caused."""
+
+
+def falls_back(
+    judgement: Judgement, past: Sequence[PastFailure], *, has_stayed: bool, has_stepped: bool
+) -> bool:
+    """Return whether all ranks begin anew in fresh processes before anybody is blamed for a
+    failure: what a process holds of an earlier attempt may be its cause. Only what comes back
+    there, or was there before, is charged.
+
+    Args:
+        past: earlier failures of the run.
+        has_stayed: whether the attempt has ranks in processes of earlier ones.
+        has_stepped: whether it has made a step.
+    """
+    if not has_stayed:
+        return False
+    if judgement.kind is ErrorKind.DEVICE_MEMORY:
+        return not any(failure.is_like(judgement) for failure in past)
+    if judgement.verdict in _FROM_OUTSIDE:
+        return False
+    if not has_stepped:
+        return True
+    if any(failure.is_like(judgement) for failure in past):
+        return False
+    if judgement.verdict is Verdict.HANG:
+        # A rank that answers waits for others, or they for it. One that does not is stopped.
+        return judgement.detail.get("stack") is not None
+    if judgement.kind is ErrorKind.DEVICE:
+        return GPU_FAULTY not in (judgement.exception or "")
+    return judgement.kind in _OF_WHAT_IS_HELD
+
+
 def kept_steps(reports: Sequence[RankReport]) -> dict[int, int]:
-    """Return the ranks whose processes can serve the next attempt, with the step of the state that
-    each left."""
+    """Return the ranks whose processes serve the next attempt, with the step of the state that each
+    keeps."""
     return {
-        report.rank: report.left_at
+        report.rank: report.stays_at
         for report in reports
-        if report.may_stay and report.left_at is not None
+        if report.may_stay and report.stays_at is not None
     }
 
 
@@ -44,7 +105,7 @@ def ranks_to_insure(reports: Sequence[RankReport]) -> list[int]:
     Otherwise the death of a process in the next start could cost the only copy. A large state that
     two processes hold is not written, since the next attempt would wait for it.
     """
-    holders = [report for report in reports if report.may_stay and report.stays_at is not None]
+    holders = [report for report in reports if report.may_stay]
     newest = max((report.stays_at or 0 for report in holders), default=0)
     holders = [report for report in holders if report.stays_at == newest]
     is_large = any(report.state_bytes > SOON_WRITTEN_BYTES for report in holders)

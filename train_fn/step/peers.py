@@ -166,16 +166,6 @@ def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def num_collectives() -> int:
-    """Return the number of collectives that this process has begun in its group; 0 for a backend
-    that does not count them."""
-    group = dist.group.WORLD
-    try:
-        return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    except RuntimeError:
-        return 0
-
-
 def end_process_group() -> bool:
     """Close the connections of this process, if there are any, so that peers notice at once. Return
     whether they are closed: an abort may hang."""

@@ -60,12 +60,8 @@ class PlainAttributes:
     """
 
     def __init__(self, owners: dict[str, object]) -> None:
-        self._owners = {
-            name: owner
-            for name, owner in owners.items()
-            if not type(owner).__module__.startswith("torch.")
-        }
-        self._before = {name: _Object(owner, 0) for name, owner in self._owners.items()}
+        self._owners = owners
+        self._before = {name: _Object(owner, 0) for name, owner in owners.items()}
 
     def changed(self) -> list[str]:
         """Return the names of attributes that have changed, or were added or removed."""
@@ -138,7 +134,7 @@ def _is_object(value: Any) -> bool:
     kind = type(value)
     return (
         isinstance(getattr(value, "__dict__", None), dict)
-        and not isinstance(value, type | nn.Module)
+        and not isinstance(value, type | nn.Module | torch.optim.Optimizer)
         and kind.__module__.partition(".")[0] not in _LIBRARIES
         and len(vars(value)) <= _MAX_ELEMENTS
     )

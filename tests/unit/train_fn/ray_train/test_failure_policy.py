@@ -8,39 +8,68 @@ from typing import Any
 import pytest
 
 from everstep.wire import ErrorKind, ReasonCode, Verdict
+from everstep.wire.events import GPU_FAULTY
 from train_fn.ray_train.failure_policy import EvidencePolicy
 from train_fn.recovery.decision import Decision
 from train_fn.recovery.evidence import RankReport
+from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.rank_error import RankError
-from train_fn.recovery.staying import SOON_WRITTEN_BYTES, ranks_to_insure, stays_in_process
+from train_fn.recovery.staying import (
+    SOON_WRITTEN_BYTES,
+    Outliving,
+    falls_back,
+    ranks_to_insure,
+    stays_in_process,
+    why_not_to_stay,
+)
+from train_fn.recovery.verdict import Judgement
 
 
-def policy(group: Any, *, has_stepped: bool = False, in_process: bool = True) -> Any:
+def policy(group: Any, *, in_process: bool = True) -> Any:
     return SimpleNamespace(
-        _current_group=lambda: group,
-        _groups=SimpleNamespace(in_process=in_process),
-        _attempt_log=SimpleNamespace(has_stepped=has_stepped),
+        _current_group=lambda: group, _groups=SimpleNamespace(in_process=in_process)
     )
 
 
+PAST = PastFailure(Verdict.USER_ERROR, 7, "Boom")
+
+
 @pytest.mark.parametrize(
-    ("verdict", "num_stayed", "has_stepped", "falls"),
+    ("verdict", "kind", "facts", "has_stayed", "has_stepped", "falls"),
     [
-        (Verdict.USER_ERROR, 1, False, True),
-        (Verdict.UNKNOWN, 1, False, True),
-        (Verdict.HANG, 1, False, True),
-        (Verdict.USER_ERROR, 0, False, False),
-        (Verdict.USER_ERROR, 1, True, False),
-        (Verdict.WORKER_LOST, 1, False, False),
-        (Verdict.NODE_LOST, 1, False, False),
+        (Verdict.USER_ERROR, ErrorKind.USER, {}, True, False, True),
+        (Verdict.USER_ERROR, ErrorKind.USER, {}, True, True, True),
+        (Verdict.USER_ERROR, ErrorKind.USER, {}, False, False, False),
+        (Verdict.USER_ERROR, ErrorKind.USER, {"signature": "Boom"}, True, True, False),
+        (Verdict.USER_ERROR, ErrorKind.USER, {"signature": "Boom", "step": 8}, True, True, True),
+        (Verdict.SILENT_CORRUPTION, ErrorKind.CORRUPTION, {}, True, True, True),
+        (Verdict.SILENT_CORRUPTION, ErrorKind.CORRUPTION, {}, False, True, False),
+        (Verdict.UNKNOWN, ErrorKind.EXCHANGE, {}, True, True, True),
+        (Verdict.UNKNOWN, None, {}, True, False, True),
+        (Verdict.UNKNOWN, None, {}, True, True, False),
+        (Verdict.HANG, None, {}, True, False, True),
+        (Verdict.HANG, None, {"detail": {"stack": "in barrier"}}, True, True, True),
+        (Verdict.HANG, None, {}, True, True, False),
+        (Verdict.HARDWARE, ErrorKind.DEVICE, {}, True, True, True),
+        (Verdict.HARDWARE, ErrorKind.DEVICE, {"exception": GPU_FAULTY}, True, True, False),
+        (Verdict.OUT_OF_MEMORY, ErrorKind.DEVICE_MEMORY, {}, True, True, True),
+        (Verdict.OUT_OF_MEMORY, None, {}, True, True, False),
+        (Verdict.STORAGE, ErrorKind.STORAGE, {}, True, True, False),
+        (Verdict.WORKER_LOST, None, {}, True, False, False),
+        (Verdict.NODE_LOST, None, {}, True, False, False),
     ],
 )
-def test_what_fails_before_a_step_where_ranks_stayed_is_tried_in_fresh_processes(
-    verdict: Verdict, num_stayed: int, has_stepped: bool, falls: bool
+def test_what_a_kept_process_may_have_caused_is_tried_in_fresh_ones_before_anybody_is_blamed(
+    verdict: Verdict,
+    kind: ErrorKind | None,
+    facts: dict[str, Any],
+    has_stayed: bool,
+    has_stepped: bool,
+    falls: bool,
 ) -> None:
-    own = policy(SimpleNamespace(num_stayed=num_stayed), has_stepped=has_stepped)
-    found = EvidencePolicy._falls_back(own, SimpleNamespace(verdict=verdict))  # type: ignore[arg-type]
-    assert found is falls
+    known = {"first_rank": 0, "node_id": "a", "step": 7, "exception": None, "signature": "Other"}
+    judgement = Judgement(verdict, kind=kind, **known | facts)
+    assert falls_back(judgement, [PAST], has_stayed=has_stayed, has_stepped=has_stepped) is falls
 
 
 def report(rank: int, kind: ErrorKind = ErrorKind.COLLECTIVE, **facts: Any) -> RankReport:
@@ -57,7 +86,7 @@ def test_ranks_that_merely_lost_a_peer_keep_their_processes() -> None:
     group = SimpleNamespace(keep=lambda steps, insured: kept.update(steps))
     reports = (
         report(0),
-        report(1, stays_at=None, snapshot_step=6),  # its state is on its node
+        report(1, stays_at=None, snapshot_step=7),  # its state is on its node
         report(2, ErrorKind.USER),
         report(3, ErrorKind.DEVICE),
         report(4, died=True),
@@ -68,7 +97,7 @@ def test_ranks_that_merely_lost_a_peer_keep_their_processes() -> None:
         report(9, error=None),
     )
     EvidencePolicy._keep_survivors(policy(group), reports)
-    assert kept == {0: 7, 1: 6}
+    assert kept == {0: 7}
     kept.clear()
     EvidencePolicy._keep_survivors(policy(group, in_process=False), reports)
     assert kept == {}
@@ -104,3 +133,17 @@ def test_processes_stay_for_an_attempt_that_follows_at_once_on_sound_states(
 ) -> None:
     judgement: Any = SimpleNamespace(verdict=verdict)
     assert stays_in_process(judgement, decision) is stays
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (Outliving(), None),
+        (Outliving(asked_at="task.py, line 3, in world"), "has asked for its rank or its peers"),
+    ],
+)
+def test_a_process_stays_only_if_all_that_outlives_the_attempt_in_it_is_known(
+    found: Outliving, reason: str | None
+) -> None:
+    why = why_not_to_stay(found)
+    assert why is reason is None or (reason is not None and why is not None and reason in why)

@@ -115,8 +115,13 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
         object(),
     )
     tensor, values, last = owner.tensor, owner.values, owner.last
-    attributes = PlainAttributes({"": module, "own": owner})
+    dropout = nn.Dropout(0.5)
+    attributes = PlainAttributes({"": module, "own": owner, "dropout": dropout})
     assert attributes.changed() == []
+    dropout.p = 0.25
+    assert attributes.changed() == ["dropout.p"]
+    attributes.put_back()
+    assert dropout.p == 0.5
     owner.number, owner.new, owner.opaque = 2, "x", None
     owner.tensor += 1
     owner.values["a"].append(2)

@@ -1,0 +1,106 @@
+"""Code of users keeps what it likes in a process. A run with a kill is the same, bit by bit, as its
+twin whose ranks all begin anew in fresh processes: in a process that stays nothing may be stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from everstep.spec.run_spec import RunSpec
+from tests.integration import habits
+from tests.integration.ranks import Job, Outcome, build_ahead_of, make_run_dir
+from tests.integration.staying_ranks import StayingRanks, staying_ranks
+from tests.integration.test_exactness import assert_same
+from tests.integration.test_exactness_elastic import Bits
+from tests.integration.test_exactness_precision import own_task_spec
+from tests.integration.test_staying import error_of, require_done
+from train_fn.errors import AsksForPeers
+
+KILLED_AT = 4
+"""Steps done: in the second of three epochs."""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[StayingRanks]:
+    with staying_ranks(tmp_path) as found:
+        yield found
+
+
+def spec() -> RunSpec:
+    raw = own_task_spec(0).model_dump(mode="json")
+    return RunSpec.model_validate(raw | {"train": raw["train"] | {"epochs": 3}})
+
+
+class Twin:
+    """A run of two ranks, one of which is killed."""
+
+    def __init__(
+        self, ranks: StayingRanks, tmp_path: Path, names: str, *, in_process: bool
+    ) -> None:
+        run_dir = make_run_dir(tmp_path, "run_staying" if in_process else "run_fresh")
+        setup = f"tests.integration.habits:{names}"
+
+        def job(attempt: int, **fault: object) -> Job:
+            return Job(
+                run_dir,
+                spec(),
+                2,
+                attempt,
+                setup=setup,
+                in_process=in_process,
+                **fault,  # type: ignore[arg-type]
+            )
+
+        mine = "ABC" if in_process else "XYZV"
+        first = ranks.run(job(1, killed=(0, KILLED_AT)), mine[:2])
+        assert first[0].exit_code == -9 and error_of(first[1]).collateral
+        self.stayed = error_of(first[1]).stays_at == KILLED_AT
+        # the survivor becomes rank 0, where it stays
+        self.outcomes: list[Outcome] = [*first]
+        second = f"{mine[1]}{mine[2]}" if self.stayed else "PQ" if in_process else mine[2:]
+        self.outcomes += ranks.run(job(2), second)
+        require_done(self.outcomes[2:])
+        self.bits = Bits(run_dir, *self.outcomes)
+
+
+def require_equal(ranks: StayingRanks, tmp_path: Path, names: str) -> bool:
+    """Compare a run with its twin. Return whether its survivor has stayed in its process."""
+    staying = Twin(ranks, tmp_path, names, in_process=True)
+    fresh = Twin(ranks, tmp_path, names, in_process=False)
+    assert staying.bits.losses == fresh.bits.losses, names
+    assert staying.bits.evaluations == fresh.bits.evaluations, names
+    assert_same(staying.bits.files, fresh.bits.files)
+    return staying.stayed
+
+
+@pytest.mark.parametrize("habit", habits.HABITS)
+def test_a_run_with_a_kill_is_that_of_fresh_processes(
+    habit: str, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    assert require_equal(ranks, tmp_path, habit) == (habit in habits.KNOWN)
+
+
+@pytest.mark.parametrize("habit", ["guarded_barrier", "own_group", "rank_of_build"])
+def test_what_asks_for_peers_is_not_built_ahead_and_not_beside_others_that_have_built(
+    habit: str, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run_dir, setup = make_run_dir(tmp_path), f"tests.integration.habits:{habit}"
+    alone = Job(run_dir, spec(), 1, setup=setup, in_process=True)
+    ahead = ranks.call("A", partial(refusal_of, alone), alone)
+    assert "asks torch.distributed for its place" in ahead and "habits.py, line" in ahead
+    plain = Job(run_dir, spec(), 1, setup="tests.integration.trainees:regression", in_process=True)
+    ranks.call("B", partial(build_ahead_of, plain), plain)
+    found = ranks.run(replace(alone, world_size=2), "CB")
+    assert error_of(found[0]).type == AsksForPeers.__name__ and error_of(found[1]).collateral
+
+
+def refusal_of(job: Job) -> str:
+    try:
+        build_ahead_of(job)
+    except AsksForPeers as exc:
+        return str(exc)
+    return "it was built"
