@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+import anyio.to_thread
+
 from everstep.wire import LogLine
 from service.api.answers import to_time
 from service.api.blocking_calls import BlockingCalls
@@ -34,6 +36,8 @@ _RING_LINES: Final = 5000
 _RING_BYTES: Final = 2 << 20
 """Bytes of messages in memory for one view."""
 _VIEWS: Final = 64
+_SORTED_IN_LOOP: Final = 5000
+"""Number of lines that are sorted at once in the event loop."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,12 @@ class LogView:
         self._key = key
         self._monotonic = monotonic
         self._marks = [_Mark(0, {})]
-        self._ring: deque[LogLine] = deque()
+        self._ring: deque[LoggedLine] = deque()
         self._ring_bytes = 0
         self._sources: list[_Source] = []
         self._order = array("I")  # of every line, the index of its source
         self._times = array("d")  # of every line, unix seconds
-        self._by_time = array("I")  # positions of all lines, by time
+        self._by_time = array("I")  # positions of lines, by time; of all that were settled
         self._looked_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -117,10 +121,12 @@ class LogView:
                 lines, after = await self._read_again(after, kept)
                 if lines:
                     return lines[:limit]
-            return list(islice(self._ring, after - in_memory, after - in_memory + limit))
+            kept_lines = islice(self._ring, after - in_memory, after - in_memory + limit)
+            return [_answer(seq, line) for seq, line in enumerate(kept_lines, start=after + 1)]
 
     async def newest(self) -> int:
-        """Return the position of the last line. Reads storage at most once in POLL_S seconds.
+        """Return the number of lines that have places in time: all that were logged by now. Reads
+        storage at most once in POLL_S seconds.
 
         Raises StorageError.
         """
@@ -129,17 +135,18 @@ class LogView:
                 while await self._extend():
                     pass
                 self._looked_at = self._monotonic()
-            return self._head
+            await self._settle()
+            return len(self._by_time)
 
     def place_in_time(self, seq: int) -> int:
         """Return how many known lines were logged before line ``seq``."""
         if not 1 <= seq <= self._head:
-            return self._head
+            return len(self._by_time)
         return bisect_left(self._by_time, self._when(seq), key=self._when)
 
     def line_at(self, place: int) -> int:
         """Return the number of the line with this many lines before it, by time."""
-        return self._by_time[place] if place < self._head else self._head + 1
+        return self._by_time[place] if place < len(self._by_time) else self._head + 1
 
     async def read_in_time(self, start: int, end: int) -> list[LogLine]:
         """Return known lines by the time at which they were logged, over all ranks.
@@ -173,25 +180,34 @@ class LogView:
         for line in lines:
             self._order.append(self._index(_source_of(line)))
             self._times.append(line.at)
-            self._keep(_answer(self._head, line))
+            self._keep(line)
         if lines:
             self._marks.append(_Mark(self._head, cursor))
-            self._sort_in(self._head - len(lines) + 1)
         return bool(lines)
 
-    def _keep(self, line: LogLine) -> None:
+    def _keep(self, line: LoggedLine) -> None:
         """Keep the newest line in memory, and drop the oldest above the limits."""
         self._ring.append(line)
         self._ring_bytes += len(line.message)
         while len(self._ring) > _RING_LINES or self._ring_bytes > _RING_BYTES:
             self._ring_bytes -= len(self._ring.popleft().message)
 
-    def _sort_in(self, first: int) -> None:
-        """Put the lines from ``first`` on in their places by time. Few older lines come later."""
-        fresh = range(first, self._head + 1)
-        place = bisect_left(self._by_time, min(map(self._when, fresh)), key=self._when)
-        later = sorted([*self._by_time[place:], *fresh], key=self._when)
-        self._by_time[place:] = array("I", later)
+    async def _settle(self) -> None:
+        """Put the lines that were numbered since the last time in their places by time.
+
+        Mostly few lines change places. Code may log with any times: then all lines are sorted, once
+        a look and in a thread, where other requests do not wait for it.
+        """
+        fresh = range(len(self._by_time) + 1, self._head + 1)
+        if 0 < len(fresh) <= _SORTED_IN_LOOP:
+            place = bisect_left(self._by_time, min(map(self._when, fresh)), key=self._when)
+            if self._head - place <= _SORTED_IN_LOOP:
+                later = sorted([*self._by_time[place:], *fresh], key=self._when)
+                self._by_time[place:] = array("I", later)
+                return
+        if fresh:
+            times = self._times.tobytes()
+            self._by_time = await anyio.to_thread.run_sync(_in_order_of_time, times)
 
     def _index(self, source: _Source) -> int:
         if source not in self._sources:
@@ -264,6 +280,14 @@ class LogViews:
         """Drop the views of a deleted run."""
         for key in [key for key in self._views if key.run_id == run_id]:
             del self._views[key]
+
+
+def _in_order_of_time(times: bytes) -> array[int]:
+    """Return the numbers of lines with these times, in order of time, then of number."""
+    import numpy  # here: most services never need it
+
+    order = numpy.argsort(numpy.frombuffer(times), kind="stable")  # lets go of the interpreter
+    return array("I", (order + 1).astype(numpy.uint32).tobytes())
 
 
 def _source_of(line: LoggedLine) -> _Source:

@@ -3,6 +3,7 @@ text."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -20,6 +21,8 @@ router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, includ
 _PAGE_LINES: Final = 500
 _CHUNK_LINES: Final = 1000
 _SEARCHED_LINES: Final = 50_000
+_SEARCH_S: Final = 5.0
+"""Seconds after which a page shows what was found so far, with a link to older lines."""
 LONGEST_MESSAGE: Final = 4000
 
 
@@ -64,14 +67,17 @@ async def newest(view: LogView, before: int | None, search: str) -> LogPage:
     """Return the last lines by time, or those before line ``before``, that contain ``search``,
     case-insensitive.
 
-    At most 50,000 lines are searched; a link continues with older ones.
+    At most 50,000 lines are searched, or as many as 5 s allow: lines whose times jump lie far apart
+    in the logs. A link continues with older ones.
     """
     end = await view.newest()
     if before is not None:
         end = view.place_in_time(before)
     found: list[LogLine] = []
-    searched = 0
+    searched, give_up = 0, time.monotonic() + _SEARCH_S
     while end > 0 and len(found) < _PAGE_LINES and searched < _SEARCHED_LINES:
+        if searched and time.monotonic() > give_up:
+            break
         start = max(0, end - _CHUNK_LINES)
         chunk = await view.read_in_time(start, end)
         matching = (

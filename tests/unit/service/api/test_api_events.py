@@ -15,6 +15,7 @@ import pytest
 from everstep.wire import Attempt, Event, Failure, Goodput, Samples
 from everstep.wire.events import EventKind
 from service.api import followers, sse
+from service.api import series as series_routes
 from tests.support.api_service import NOON, ApiService, Journal
 
 
@@ -414,6 +415,23 @@ async def test_metrics(api: ApiService) -> None:
     ]
     assert (set(some), len(some["lr"]), some["nothing"]) == ({"lr", "nothing"}, 1000, [])
     assert (await api.get(f"/v1/runs/{run_id}/metrics?names="))["series"] == {}
+
+
+async def test_all_series_of_an_answer_have_a_bounded_number_of_points(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(series_routes, "_MOST_POINTS", 120)
+    run_id, journal = await api.running()
+    values = {"loss": 0.5, "lr": 0.1, 'a "name" \u00e9': 2.0, "not_finite": None}
+    api.apply(run_id, [journal.steps(*range(2, 400), **values)])
+    series = (await api.get(f"/v1/runs/{run_id}/metrics?max_points=10000"))["series"]
+    assert series.keys() == values.keys()
+    assert all(2 < len(points) <= 30 for points in series.values())
+    assert all(point[2] is None for point in series["not_finite"])
+    [alone] = (await api.get(f"/v1/runs/{run_id}/metrics?names=lr&max_points=10000"))[
+        "series"
+    ].values()
+    assert 30 < len(alone) <= 120
 
 
 @pytest.mark.parametrize(
