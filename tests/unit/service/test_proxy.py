@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import http.client
 import http.server
 import json
 import re
@@ -62,6 +63,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     text = CONFIGURATION.read_text()
     rules = text[text.index("\nbackend everstep\n") : text.index("backend grafana\n")]
     front = FRONT.replace("timeout server 10s", "timeout server 1s")
+    [refused] = re.findall(r"\n( *http-request deny [^\n]*\n)", text)
+    front = front.replace("    default_backend", f"{refused}    default_backend")
     with proxied(tmp_path_factory, front, rules, r"service-[ab]:8000") as client:
         yield client
 
@@ -99,6 +102,31 @@ def test_a_flame_graph_may_take_its_time(service: httpx.Client) -> None:
     slow = {"X-Wait": "2"}
     assert service.get("/ray/worker/cpu_profile", headers=slow).status_code == 200
     assert service.get("/runs", headers=slow).status_code == 504
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/metrics", 404),
+        ("/%6detrics", 404),  # a replica decodes it
+        ("/metric%73", 404),
+        ("/%6D%65trics?x=1", 404),
+        ("/metrics/", 404),
+        ("/METRICS", 404),
+        ("/v1/runs/run_x/metrics", 200),
+        ("/metrics.html", 200),
+        ("/%256detrics", 200),  # of another page, whatever it is
+    ],
+)
+def test_metrics_are_for_the_inside_however_their_path_is_written(
+    service: httpx.Client, path: str, status: int
+) -> None:
+    connection = http.client.HTTPConnection(service.base_url.host, service.base_url.port)
+    try:
+        connection.request("GET", path)  # httpx would write the path in its own way
+        assert connection.getresponse().status == status
+    finally:
+        connection.close()
 
 
 def answers(client: httpx.Client) -> bool:
