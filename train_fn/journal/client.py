@@ -116,6 +116,12 @@ class ActorJournalClient:
         return self._reply.progress.last_step if self._reply else None
 
     @property
+    def progress(self) -> Progress | None:
+        """Return the progress of the newest attempt, as of the journal's last reply; None if
+        unknown."""
+        return self._reply.progress if self._reply else None
+
+    @property
     def told_step(self) -> int | None:
         """Return the newest step whose metrics the journals have, as of the last reply; None if
         unknown, or if they have none."""

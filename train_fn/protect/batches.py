@@ -109,6 +109,9 @@ class Consumer(Protocol):
     def attach(self, data: Batches, total_steps: int | None) -> None:
         """Let the state follow this data. Raises DataChanged if it was trained on other data."""
 
+    def note_data_error(self, error: Exception) -> None:
+        """Keep what ends an iteration of the data."""
+
     def take(self, share: Share) -> None:
         """Begin the step that trains on this share. Raises BadTask if the step before has not been
         committed."""
@@ -183,7 +186,11 @@ class Batches:
         loaded = self._loaded(state, total)
         while total is None or state.step_number < total:
             share = shares.of(state.step_number)
-            batch = next(loaded)
+            try:
+                batch = next(loaded)
+            except Exception as exc:
+                state.note_data_error(exc)
+                raise
             self.weight = share.weight
             state.take(share)
             yield batch

@@ -83,17 +83,21 @@ def find_home(protection: Protection, settings: OnItsOwn, device: torch.device) 
             "ray.train.report"
         )
     present.protection = protection
-    return _ServiceHome(present.ctx)
+    return _ServiceHome(present)
 
 
 @dataclass(frozen=True)
 class _ServiceHome:
     """A run of the service, whose Ray layer called the loop."""
 
-    ctx: WorkerContext
+    present: own_loop.OwnLoop
+
+    @property
+    def ctx(self) -> WorkerContext:
+        return self.present.ctx
 
     def finished(self, stop: Stop | None) -> None:
-        pass
+        self.present.stop = stop
 
     def failed(self, left: Left) -> None:
         pass

@@ -15,6 +15,7 @@ import torch
 
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.loop.final_checkpoint import save_last_state
 from train_fn.own_loop import Left, StopAgreed
@@ -23,7 +24,7 @@ from train_fn.protect.batches import Batches, Share
 from train_fn.protect.departure import leave
 from train_fn.protect.guarantees import report_training
 from train_fn.protect.loop_state import LoopState
-from train_fn.protect.metrics import numbers_of
+from train_fn.protect.metrics import Values, numbers_of
 from train_fn.protect.place import Home, OnItsOwn, find_home
 from train_fn.protect.training import Training, prepare
 from train_fn.samples.randomness import seed_micro_batch
@@ -57,6 +58,17 @@ class Protected:
         self._is_settled = False
         """Whether what the ranks said of the last commit was read."""
         self._total_steps: int | None = None
+        self._stop: Stop | None = None
+        """The stop that the ranks agreed on, once the final state is saved."""
+        self._broken: BaseException | None = None
+        """What a commit raised. The loop cannot go on from it, even if its code catches it."""
+        self._data_error: Exception | None = None
+        """What ended the newest iteration of Everstep's loader. The code may begin another one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the loop has begun, and has not ended in any way."""
+        return self._training is not None
 
     @property
     def step_number(self) -> int:
@@ -133,6 +145,7 @@ class Protected:
     def attach(self, data: Batches, total_steps: int | None) -> None:
         """Let the state follow this data; called by ``es.loader``."""
         training = self._open()
+        self._data_error = None
         is_known = self._state.data is data and self._total_steps == total_steps
         self._state.attach(data)
         self._total_steps, self._share = total_steps, None
@@ -141,6 +154,11 @@ class Protected:
             self._close_epoch(training)
         if not is_known:
             report_training(training.ctx, self._state, total_steps)
+
+    def note_data_error(self, error: Exception) -> None:
+        """Keep what ends an iteration of the data: a loop that catches it has not finished; called
+        by ``es.loader``."""
+        self._data_error = error
 
     def take(self, share: Share) -> None:
         """Begin the step that trains on this share; called by ``es.loader``."""
@@ -177,7 +195,11 @@ class Protected:
         """Mark the state torn, once gradients are there and before anything changes."""
         training = self._open()
         if not self._is_settled:
-            self._settle(training)
+            try:
+                self._settle(training)
+            except BaseException as exc:
+                self._broken = exc
+                raise
         self._state.complete = False
         training.commits.updates.count()
 
@@ -202,12 +224,22 @@ class Protected:
         Call it on every rank, once for each step, right after the optimizer and the scheduler.
         """
         training = self._open()
-        state, share, commits = self._state, self._share, training.commits
         values = numbers_of(metrics)
-        if state.data is not None and share is None:
+        if self._state.data is not None and self._share is None:
             raise BadTask(
                 "state.step() was called without a batch of es.loader; call it once for every batch"
             )
+        try:
+            self._commit(training, values)
+        except StopAgreed:
+            raise
+        except BaseException as exc:
+            self._broken = exc
+            raise
+
+    def _commit(self, training: Training, values: Values) -> None:
+        """Commit the step, and keep what is due."""
+        state, share, commits = self._state, self._share, training.commits
         if not self._is_settled:
             self._settle(training)
         if training.shadows is not None:
@@ -254,10 +286,13 @@ class Protected:
         training, home = self._training, self._home
         if training is None or home is None:
             return  # the ranks agreed to stop
-        if exc is not None:
-            fault = self._fail(home, exc)
+        cause = exc if self._broken is None else self._broken
+        if cause is not None:
+            fault = self._fail(home, cause)
             if fault is not None:
-                raise fault from exc
+                raise fault from cause
+            if exc is None:
+                raise cause  # the loop caught it
             return
         try:
             self._end_loop(training)
@@ -271,6 +306,8 @@ class Protected:
                 f"the loop ended within step {self.step_number + 1}: call state.step() after the "
                 "optimizer's step, before `break` or the end of `with state:`"
             )
+        if self._data_error is not None:
+            raise self._data_error  # the loop caught it
         self._finish(training, None)
 
     def _finish(self, training: Training, stop: Stop | None) -> None:
@@ -295,13 +332,24 @@ class Protected:
             snapshot_store(ctx).remove_all()
         commits.close()
         self._close()
+        self._stop = stop
+        if stop is None and self._total_steps is not None:
+            self._report_early_end(ctx, self._total_steps)
         self._home.finished(stop)
+
+    def _report_early_end(self, ctx: WorkerContext, total_steps: int) -> None:
+        """Report the steps done as the total, if the loop ended before the one that it reported."""
+        step = self._state.step
+        if step < total_steps:
+            logger.info("the loop ended by itself at step %d of %d", step, total_steps)
+            report_training(ctx, self._state, step)
 
     def _fail(self, home: Home, cause: BaseException) -> StepNotWhole | None:
         """Let the peers go, leave the state of the last commit on this node, and return the fault
         that the ranks' last words show."""
         training = self._training
         self._close()
+        self._broken = self._data_error = None  # their frames hold the process group
         self.left, fault = leave(home.ctx, training, cause)
         home.failed(self.left)
         return fault
@@ -316,5 +364,9 @@ class Protected:
     def _open(self) -> Training:
         training = self._training
         if training is None:
+            if self._stop is not None:
+                raise StopAgreed(self._stop)  # the loop caught the first one
             raise BadTask("es.protect: use the state inside of `with state:`")
+        if self._broken is not None:
+            raise self._broken
         return training

@@ -19,6 +19,7 @@ from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.failure_event import failure_of
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
+from train_fn.recovery.outcome import unfinished
 from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.progress import Phase
 from train_fn.recovery.verdict import Judgement
@@ -41,6 +42,8 @@ class AttemptLog:
         self.is_open = False
         """Whether the attempt's start was reported, but not its end."""
         self._last_step_before = engine.history.last_step
+        self._done_before = engine.history.last_step or 0, engine.history.total_steps
+        """Steps done and in all, according to earlier submissions."""
         self.failures: list[PastFailure] = list(engine.history.failures)
         self.recovery: RecoveryNote | None = engine.recovery
         """What the next attempt reports about its recovery; None if it follows no failure."""
@@ -126,6 +129,17 @@ class AttemptLog:
             return None
         began_at = self.journal.moved_at(self.attempt)
         return None if began_at is None else max(0.0, evidence_at - began_at)
+
+    def unfinished(self) -> str | None:
+        """Return why the run has not succeeded though its ranks have returned, as of the journal's
+        last reply; None if it has."""
+        progress = self.journal.progress
+        if progress is None:
+            return None
+        if progress.total_steps is not None:
+            return unfinished(progress.step, progress.total_steps)
+        step, total_steps = self._done_before
+        return unfinished(max(step, progress.step), total_steps)
 
     def _detect_s(self, evidence: Evidence, judgement: Judgement) -> float | None:
         """Return the seconds without progress until the failure was noticed; None if ranks exited

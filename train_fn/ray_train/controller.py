@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from everstep.wire import ReasonCode
 from storage.run_control import STOPS, Stop
 from train_fn.journal.collected_log import collect_log
 from train_fn.node.silent_peers import watch_peers
@@ -144,17 +145,24 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Return how the submission ended. Call this once, after ``run`` has returned."""
         self._pool.stop()
         self._placement.release()
-        self._journal.flush(FLUSH_S)
+        answers = self._journal.flush(FLUSH_S)
         final = self._failures.final
         paused = final is not None and final.pause
         leaving = self._driver.is_leaving
+        # ranks that exited for the next submission have not finished
+        finished = isinstance(self.get_state(), FinishedState) and not leaving
+        stopped: Stop | None = "pause" if paused else self._stopped
+        failed = final.reason if final and not paused else None
+        message = final.message if final else None
+        if finished and answers and stopped is None and failed is None:
+            message = self._attempt_log.unfinished()
+            failed = ReasonCode.USER_ERROR if message is not None else None
         return Outcome(
-            # ranks that exited for the next submission have not finished
-            finished=isinstance(self.get_state(), FinishedState) and not leaving,
+            finished=finished and failed is None,
             replaced=leaving,
-            stopped="pause" if paused else self._stopped,
-            failed=final.reason if final and not paused else None,
-            message=final.message if final else None,
+            stopped=stopped,
+            failed=failed,
+            message=message,
             last_step=self._journal.last_step,
             attempts=self._attempt_log.attempt,
         )

@@ -66,8 +66,6 @@ class Reports:
         self._warned_of_limit = False
         self._restored: dict[str, Any] | None = None
         """Where the function goes on, until that is reported."""
-        self.stop: Stop | None = None
-        """The stop request that the ranks agreed on."""
 
     def __call__(
         self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any
@@ -76,6 +74,9 @@ class Reports:
 
         Raise PeersGone if a peer is gone, and StopAgreed if the ranks agreed to stop.
         """
+        present = own_loop.present
+        if present is not None and present.stop is not None:
+            raise StopAgreed(present.stop)  # the function caught the first one
         before = self._context.report_call_index
         protected = protection()
         step = self.step + 1 if protected is None else protected.step_number
@@ -95,9 +96,11 @@ class Reports:
         self._kept = self._kept or checkpoint is not None
         if self._ctx.world_rank == 0:
             self._report_metrics(metrics)
-        self.stop = self._agreed(self._wanted(checkpoint))
-        if self.stop is not None:
-            raise StopAgreed(self.stop)
+        stop = self._agreed(self._wanted(checkpoint))
+        if stop is not None:
+            assert present is not None
+            present.stop = stop
+            raise StopAgreed(stop)
         self._profiler.boundary(self.step)
 
     def set_restored(self, restored: dict[str, Any]) -> None:

@@ -11,13 +11,15 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -26,7 +28,7 @@ from everstep.spec.user_code import CodeSpec
 from storage.run_control import STOPS, Stop
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import node_lock, own_temporary_dir
-from train_fn.own_loop import StopAgreed
+from train_fn.own_loop import OwnLoop
 from train_fn.step.nccl import abort_collectives
 from train_fn.step.peers import Peers, end_process_group
 from train_fn.user_code.modules import files_on_node, import_from
@@ -43,6 +45,8 @@ ABORT_AFTER_S = 5.0
 """Seconds after which a script that was interrupted is taken to wait for its peers."""
 REPEAT_S = 10.0
 """Seconds for which a script may clean up before it is interrupted again."""
+ANSWER_S = 30.0
+"""Longest wait for an answer of the group's store."""
 _STOP_KEY = "stop"
 
 logger = logging.getLogger(__name__)
@@ -65,7 +69,7 @@ class ScriptRun:
     """Its working directory."""
     address: tuple[str, int]
     """Host and port of the group's store."""
-    store: Store
+    stops: SharedStop
     names: Collection[str]
     """The archive's files."""
 
@@ -74,30 +78,26 @@ class ScriptRun:
         files = (self.root / name for name in self.names if name.endswith(".py"))
         return any(module.encode() in file.read_bytes() for file in files if file.is_file())
 
-    def run(self, ctx: WorkerContext, takes_stops: Callable[[], bool]) -> Stop | None:
-        """Run the script to its end, or until the run is stopped. Return the stop, or None.
+    def run(self, present: OwnLoop, takes_stops: Callable[[], bool]) -> None:
+        """Run the script to its end, or until the run is stopped. However the script ends then,
+        ``present`` has the stop.
 
         Args:
             takes_stops: whether the script stops by itself where the ranks agree, at its reports.
         """
-        watch = _StopWatch(ctx, self.store, takes_stops)
+        ctx = present.ctx
+        watch = _StopWatch(ctx, self.stops, takes_stops)
         logger.info("running %s in %s", self.script.file.relative_to(self.root), self.root)
         try:
             with _in_environment(_environment(ctx, self.address)), contextlib.chdir(self.root):
                 watch.start()
                 run_as_main(self.script, self.root, _code(ctx).argv)
-        except BaseException as exc:
-            if isinstance(exc.__cause__, StopAgreed):  # at a report or a step that all ranks share
-                return exc.__cause__.stop
-            stop = watch.agreed()
-            if stop is None:
-                raise
-            logger.info("the script was interrupted: %s", stop)
-            end_process_group()
-            return stop
         finally:
             watch.close()
-        return None
+            if present.stop is None and (stop := self.stops.read()) is not None:
+                logger.info("the script was interrupted: %s", stop)
+                present.stop = stop
+                end_process_group()
 
 
 def prepare_script(ctx: WorkerContext) -> ScriptRun:
@@ -107,7 +107,7 @@ def prepare_script(ctx: WorkerContext) -> ScriptRun:
     """
     files = files_on_node(ctx.run_dir.storage, _code(ctx).archive)
     root, is_shared = _work_dir(ctx)
-    address, store = _serve(ctx)
+    address, store, stops = _serve(ctx)
     if ctx.world_rank == 0 or not is_shared:
         _copy(files.directory, root)
     store.set(f"ready/{ctx.world_rank}", "")
@@ -122,7 +122,7 @@ def prepare_script(ctx: WorkerContext) -> ScriptRun:
             "the run's storage is not a directory: files that the script writes stay on their "
             "node. Report checkpoints by ray.train.report, or protect its state"
         )
-    return ScriptRun(script, root, address, store, files.names)
+    return ScriptRun(script, root, address, stops, files.names)
 
 
 def close_store() -> None:
@@ -131,19 +131,35 @@ def close_store() -> None:
     _server = None
 
 
-def _serve(ctx: WorkerContext) -> tuple[tuple[str, int], Store]:
-    """Let rank 0 open a store for the group, as torchrun's agent does. Return its address, and this
-    rank's own connection to it. A collective."""
+def _serve(ctx: WorkerContext) -> tuple[tuple[str, int], Store, SharedStop]:
+    """Let rank 0 open a store for the group, as torchrun's agent does. Return its address, this
+    rank's own connection to it, and the stop that the ranks share there. A collective."""
     global _server
-    address: tuple[str, int] | None = None
+    shared: tuple[str, int, str] | None = None
     if ctx.world_rank == 0:
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        _server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        address = host, _server.port
-    address = Peers(ctx.world_rank, ctx.world_size, ctx.device).share(address, 0)
-    assert address is not None
-    host, port = address
-    return address, PrefixStore("everstep", TCPStore(host, port, is_master=False))
+        _server, host = _store_on(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        shared = host, _server.port, secrets.token_hex(16)
+    shared = Peers(ctx.world_rank, ctx.world_size, ctx.device).share(shared, 0)
+    assert shared is not None
+    host, port, word = shared
+    client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
+    store = PrefixStore("everstep", client)
+    return (host, port), store, SharedStop(store, word)
+
+
+def _store_on(host: str) -> tuple[TCPStore, str]:
+    """Open a store that listens on one address of this node only. Torch's own would listen on all
+    of them. Return the store and its host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=1024) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        ), host
 
 
 def _work_dir(ctx: WorkerContext) -> tuple[Path, bool]:
@@ -204,14 +220,43 @@ def _in_environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class _StopWatch:
-    """Interrupts the script on this thread once the run is to stop, at the same stop on all ranks.
+class SharedStop:
+    """The stop that rank 0 writes to the group's store, for all ranks.
 
-    Rank 0 hears of a stop and writes it to the group's store, where the others look.
+    Anybody who reaches the store's port may write there, so a stop counts only with ``word``, which
+    the ranks alone know.
     """
 
-    def __init__(self, ctx: WorkerContext, store: Store, takes_stops: Callable[[], bool]) -> None:
-        self._ctx, self._store, self._takes_stops = ctx, store, takes_stops
+    def __init__(self, store: Store, word: str) -> None:
+        self._store = store
+        self._stops: dict[bytes, Stop] = {f"{word} {stop}".encode(): stop for stop in STOPS}
+        self._warned = False
+
+    def write(self, stop: Stop) -> None:
+        text = next(text for text, each in self._stops.items() if each == stop)
+        self._store.set(_STOP_KEY, text.decode())
+
+    def read(self) -> Stop | None:
+        """Return the stop that rank 0 has written; None if there is none, or rank 0 is gone."""
+        try:
+            found = self._store.get(_STOP_KEY) if self._store.check([_STOP_KEY]) else None
+        except RuntimeError:
+            return None
+        stop = None if found is None else self._stops.get(found)
+        if found is not None and stop is None and not self._warned:
+            self._warned = True
+            logger.warning("a process that is no rank wrote a stop to the group's store: ignored")
+        return stop
+
+
+class _StopWatch:
+    """Interrupts the script on this thread once the run is to stop, at the same stop on all
+    ranks: rank 0 hears of it, and tells the others."""
+
+    def __init__(
+        self, ctx: WorkerContext, stops: SharedStop, takes_stops: Callable[[], bool]
+    ) -> None:
+        self._ctx, self._stops, self._takes_stops = ctx, stops, takes_stops
         self._script_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -220,17 +265,9 @@ class _StopWatch:
     def start(self) -> None:
         self._thread.start()
 
-    def agreed(self) -> Stop | None:
-        """Return the stop that rank 0 has written; None if there is none, or rank 0 is gone."""
-        try:
-            if not self._store.check([_STOP_KEY]):
-                return None
-            return cast(Stop, self._store.get(_STOP_KEY).decode())
-        except RuntimeError:
-            return None
-
     def close(self) -> None:
-        """Interrupt the script no more, even if it was about to be interrupted."""
+        """Interrupt the script no more, even if it was about to be interrupted. Rank 0 writes no
+        stop from here on."""
         with self._lock:
             self._over.set()
             _raise_in(self._script_thread, None)
@@ -238,10 +275,8 @@ class _StopWatch:
     def _run(self) -> None:
         looks = 0
         while not self._over.wait(POLL_S):
-            heard = self._ctx.journal.stop_requested
-            if self._ctx.world_rank == 0 and heard in STOPS and not self._takes_stops():
-                self._store.set(_STOP_KEY, heard)
-            if self.agreed() is None:
+            self._pass_on()
+            if self._stops.read() is None:
                 continue
             with self._lock:
                 if not self._over.is_set() and looks % round(REPEAT_S / POLL_S) == 0:
@@ -249,6 +284,18 @@ class _StopWatch:
             if looks == round(ABORT_AFTER_S / POLL_S):
                 abort_collectives()
             looks += 1
+
+    def _pass_on(self) -> None:
+        """Tell the others of the stop that rank 0 has heard of, unless its script has ended."""
+        heard = self._ctx.journal.stop_requested
+        with self._lock:
+            if (
+                self._ctx.world_rank == 0
+                and heard is not None
+                and not self._over.is_set()
+                and not self._takes_stops()
+            ):
+                self._stops.write(heard)
 
 
 def _raise_in(thread: int, exception: type[BaseException] | None) -> None:

@@ -21,11 +21,11 @@ from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, forget_frames
 from train_fn.node.broken_device import keep_if_broken
-from train_fn.own_loop import StopAgreed
+from train_fn.own_loop import Left, StopAgreed
 from train_fn.ray_train.checkpoint_list import latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
 from train_fn.ray_train.user_reports import Reports, protection
-from train_fn.ray_train.user_script import ScriptRun, close_store, prepare_script
+from train_fn.ray_train.user_script import Interrupted, ScriptRun, close_store, prepare_script
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, load_named, place_of
@@ -38,37 +38,50 @@ logger = logging.getLogger(__name__)
 
 
 def train(ctx: WorkerContext) -> Stop | None:
-    """Run the function until it returns, or until the report at which the ranks agreed to stop.
-    Return the stop request, or None.
+    """Run the function to its end. Return the stop on which the ranks agreed meanwhile, or None.
 
     Raise StepFailed for every error. By then the rank has released its peers.
     """
-    reports, failed = None, None
+    present = own_loop.present = own_loop.OwnLoop(ctx)
+    reports, error = None, None
     try:
-        own_loop.present = own_loop.OwnLoop(ctx)
         reports, script = _begin(ctx)
         if script is None:
             _call(ctx, reports)
         else:
             reports.begin(may_protect=script.mentions(DOOR))
-            reports.stop = script.run(
-                ctx, takes_stops=lambda: reports.has_reported or protection() is not None
+            script.run(
+                present, takes_stops=lambda: reports.has_reported or protection() is not None
             )
-        reports.close(failed=False)
-        return reports.stop
-    except StopAgreed as exc:
-        assert reports is not None
-        reports.close(failed=False)
-        return exc.stop
     except BaseException as exc:
-        if reports is not None:
-            reports.close(failed=True)
-        failed = _leave(ctx, exc, reports.step if reports is not None else None)
+        error = exc
+    try:
+        return _end(present, reports, error)
     finally:
         own_loop.present = None
-    # Raised outside the handler: a context would keep alive the function's frames, and with them
-    # the process group.
-    raise failed
+
+
+def _end(
+    present: own_loop.OwnLoop, reports: Reports | None, error: BaseException | None
+) -> Stop | None:
+    """End the rank's part in the attempt. Return the stop, or None if the function finished. Raise
+    StepFailed.
+
+    Not called by a handler of ``error``: a context would keep alive the function's frames, and with
+    them the process group.
+
+    Args:
+        error: what the function raised.
+    """
+    failure = present.failure(error)
+    if reports is not None:
+        reports.close(failed=failure is not None)
+    if failure is not None:
+        raise _leave(present.ctx, failure, error, reports.step if reports is not None else None)
+    if error is not None and not isinstance(error, StopAgreed | Interrupted):
+        logger.warning("the code raised after the ranks agreed to %s", present.stop, exc_info=error)
+        forget_frames(error)
+    return present.stop
 
 
 def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None]:
@@ -130,20 +143,20 @@ def _call(ctx: WorkerContext, reports: Reports) -> None:
     function(*([config] if num_required else []))
 
 
-def _leave(ctx: WorkerContext, cause: BaseException, step: int | None) -> StepFailed:
+def _leave(
+    ctx: WorkerContext,
+    failure: BaseException | Left,
+    raised: BaseException | None,
+    step: int | None,
+) -> StepFailed:
     """Release the peers, and return the error. Only the neighbours of a dead rank notice its death
-    by themselves.
-
-    A protected loop has done so, and left its state, before its function's own clean-up could raise
-    anything else.
-    """
-    protected = protection()
-    left = None if protected is None else protected.left
-    error = describe_error(cause, ctx.world_rank) if left is None else left.error
-    if not keep_if_broken(ctx.device, cause):
-        forget_frames(cause)
-    if left is not None:
-        return StepFailed(error, left.problem)
+    by themselves. A protected loop has done so, and left its state."""
+    error = None if isinstance(failure, Left) else describe_error(failure, ctx.world_rank)
+    if raised is not None and not keep_if_broken(ctx.device, raised):
+        forget_frames(raised)
+    if isinstance(failure, Left):
+        return StepFailed(failure.error, failure.problem)
+    assert error is not None
     gc.collect()
     end_process_group()
     close_store()

@@ -97,7 +97,8 @@ class History:
         elif event.kind in (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED):
             changes["drills"] = self.drills | {event.data["id"]}
         elif event.kind is EventKind.TRAINING_STARTED:
-            changes["total_steps"] = event.data.get("total_steps")
+            # A user's function begins each attempt without one.
+            changes["total_steps"] = event.data.get("total_steps") or self.total_steps
         elif event.kind is EventKind.METRICS and event.data["points"]:
             changes["last_step"] = max(
                 [self.last_step or 0, *(point["step"] for point in event.data["points"])]

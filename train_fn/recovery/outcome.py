@@ -37,6 +37,22 @@ class Stopping:
         return "cancel" if self.overdue else self.asked
 
 
+def unfinished(step: int, total_steps: int | None) -> str | None:
+    """Return why a run whose ranks have all returned, unasked, has not succeeded; None if it has.
+
+    Args:
+        step: Steps done.
+        total_steps: Steps of the whole run, as a rank has last reported them; None if none has.
+    """
+    if total_steps is None or step >= total_steps:
+        return None
+    return (
+        f"the code returned at step {step} of {total_steps}, and nobody had asked the run to stop: "
+        "it may have caught the exception that ended its loop. Let exceptions pass, and end a loop "
+        "early by `break`; then start a run from its newest checkpoint"
+    )
+
+
 def ending(
     outcome: Outcome, *, overdue: bool, by_itself: bool = False, kept: str | None = None
 ) -> tuple[str, dict[str, str] | None]:

@@ -80,6 +80,10 @@ class Progress:
     moved_at: float | None = None
     """When it last advanced, in unix seconds, mostly its newest committed step; None before it has
     begun."""
+    step: int = 0
+    """Steps that the newest attempt has done, with those that it began with."""
+    total_steps: int | None = None
+    """Steps of the whole run, as a rank has last reported them; None if none has."""
     is_written: bool = True
     """Whether the journal could write what its ranks told last. If not, what they do is unknown."""
 
@@ -99,6 +103,8 @@ class ProgressTracker:
         """Its current step; an earlier attempt may have been further."""
         self._last_step: int | None = None
         self._total_steps: int | None = None
+        self._reported_total: int | None = None
+        """The newest total of any attempt. A user's function begins each without one."""
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._sign_at = time.monotonic()
         self._moved_at: float | None = None
@@ -138,6 +144,8 @@ class ProgressTracker:
             self._step = data["step"]
         elif kind is EventKind.TRAINING_STARTED:
             self._total_steps = data.get("total_steps")
+            if self._total_steps is not None:
+                self._reported_total = self._total_steps
             self._has_stepped = False
             self._phase = Phase.EVALUATION if data.get("rests") else self._after_step()
         elif kind is EventKind.METRICS:
@@ -171,6 +179,8 @@ class ProgressTracker:
             p99,
             quiet_s,
             self._moved_at,
+            self._step,
+            self._reported_total,
             not self._unwritten,
         )
 

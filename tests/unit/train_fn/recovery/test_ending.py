@@ -15,7 +15,8 @@ from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Outcome
-from train_fn.recovery.outcome import Stopping, ending
+from train_fn.recovery.outcome import Stopping, ending, unfinished
+from train_fn.recovery.progress import ProgressTracker
 
 
 def test_a_run_without_deadline_stops_when_its_user_asks() -> None:
@@ -83,6 +84,37 @@ def test_what_the_last_event_says() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("step", "total_steps", "is_short"),
+    [(50, 1000, True), (0, 1, True), (1000, 1000, False), (1001, 1000, False), (50, None, False)],
+)
+def test_a_run_below_its_total_has_not_succeeded(
+    step: int, total_steps: int | None, is_short: bool
+) -> None:
+    message = unfinished(step, total_steps)
+    assert (message is not None) is is_short
+    assert message is None or f"step {step} of {total_steps}" in message
+
+
+def test_a_total_holds_until_another_one_is_reported() -> None:
+    """A user's function begins each attempt without one, and may return before it has one."""
+    tracker = ProgressTracker()
+
+    def note(attempt: int, kind: EventKind, **data: object) -> tuple[int, int | None]:
+        tracker.note(kind, attempt, data, 1.0)
+        return tracker.progress().step, tracker.progress().total_steps
+
+    note(1, EventKind.ATTEMPT_STARTED)
+    assert note(1, EventKind.TRAINING_STARTED, total_steps=None) == (0, None)
+    note(1, EventKind.TRAINING_STARTED, total_steps=10)
+    points = [{"step": 4, "at": 1.0, "values": {}}]
+    assert note(1, EventKind.METRICS, points=points) == (4, 10)
+    note(2, EventKind.ATTEMPT_STARTED)
+    assert note(2, EventKind.RESTORED, step=3) == (3, 10)
+    assert note(2, EventKind.TRAINING_STARTED, total_steps=None) == (3, 10)
+    assert note(2, EventKind.TRAINING_STARTED, total_steps=3) == (3, 3)
+
+
 def test_a_deadline_travels_in_the_run_directory(tmp_path: Path) -> None:
     run_dir = RunDir(open_storage(str(tmp_path)), "run_d")
     assert run_dir.deadline() is None
@@ -119,7 +151,7 @@ def test_the_past_tells_whether_every_step_was_done(tmp_path: Path) -> None:
     tell(1, (EventKind.TRAINING_STARTED, {"total_steps": 10}), metrics(9))
     assert not read_history(run_dir).steps_done
     tell(1, metrics(10))
-    tell(2, (EventKind.TRAINING_STARTED, {"total_steps": 10}), metrics(8))
+    tell(2, (EventKind.TRAINING_STARTED, {"total_steps": None}), metrics(8))
     assert read_history(run_dir).steps_done, (
         "they were, before the driver was lost; a deadline no longer fails the run"
     )
