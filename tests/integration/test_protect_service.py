@@ -22,6 +22,7 @@ from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
 from tests.integration.own_code_runs import begin, cluster, started
 from tests.integration.ray_cluster import REPOSITORY, RayCluster
+from tests.support.code_archives import tar_gz
 from tests.support.gallery import finished, finished_in
 from tests.support.rank_processes import run_id_for
 from train_fn.protect.guarantees import EXACT, LOADER_RESTORED
@@ -126,6 +127,72 @@ def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None
     assert run.last(EventKind.TRAINING_STARTED).data["total_steps"] == TRAINER_STEPS
     assert CheckpointStore(run.run_dir).list()[-1].step == TRAINER_STEPS
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+CATCHES_ITS_END = """
+import os, time, traceback
+import torch
+import torch.nn.functional as F
+import everstep.train as es
+
+
+def loop(config):
+    inputs = torch.arange(640.0).sin().reshape(80, 8)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    if torch.distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = es.protect(model=model, optimizer=optimizer)
+    data = es.loader(inputs, global_batch_size=8)
+    with state:
+        for batch in data.batches(state, steps=1000):
+            if state.step_number == config["exits_at"]:
+                os._exit(0)
+            (model(batch).square().mean() * data.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+            state.step()
+
+
+def train_fn(config):
+    try:
+        loop(config)
+    except:
+        traceback.print_exc()
+    print("cleaning up")
+"""
+
+
+def test_code_that_catches_its_end_is_resized_and_paused_and_has_not_succeeded(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    code = {"train_fn": "catches:train_fn", "config": {"exits_at": None}}
+    run = begin(started, cluster, tmp_path, tar_gz({"catches.py": CATCHES_ITS_END}), code)
+    run.wait_for_step(20)
+    run.run_dir.write_workers_limit(1)
+    run.wait_for(lambda: len(run.of(EventKind.ATTEMPT_STARTED)) > 1, "the smaller group")
+    attempts = [event.data["world_size"] for event in run.of(EventKind.ATTEMPT_STARTED)]
+    assert attempts == [2, 1] and not run.of(EventKind.FAILURE)
+    run.wait_for_step(run.last(EventKind.ATTEMPT_ENDED).data["last_step"] + 20, attempt=1)
+    run.run_dir.request_stop(1, "pause")
+    assert run.wait_for_end() == 0, run.describe()
+    finished = run.last(EventKind.FINISHED).data
+    assert (finished["outcome"], finished["reason"]["code"]) == ("stopped", "paused_by_user")
+    paused_at = max(step for step, _ in run.steps())
+    assert CheckpointStore(run.run_dir).list()[-1].step == paused_at < 1000
+
+
+def test_ranks_that_all_exit_with_code_0_have_not_succeeded(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    code = {"train_fn": "exits:train_fn", "config": {"exits_at": 20}}
+    archive = tar_gz({"exits.py": CATCHES_ITS_END})
+    run = begin(started, cluster, tmp_path, archive, code, recovery={"max_system_failures": 1})
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.FINISHED).data["outcome"] == "failed", run.describe()
+    assert {failure.data["verdict"] for failure in run.of(EventKind.FAILURE)} == {"worker_lost"}
 
 
 def lightning_source() -> str:

@@ -143,6 +143,42 @@ def test_a_script_that_reports_nothing_is_interrupted_by_a_stop(tmp_path: Path) 
     assert time.monotonic() - began < 30
 
 
+STRANGER = """
+import os, pathlib, time
+import psutil
+from torch.distributed import TCPStore
+
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+stranger = TCPStore(host, port, is_master=False)
+for text in ("all good", "pause", "cancel", b"\\xff\\xfe", ""):
+    stranger.set("everstep/stop", text)
+    time.sleep(1.1)
+connections = psutil.Process().net_connections()
+heard = {one.laddr.ip for one in connections if one.laddr.port == port and not one.raddr}
+pathlib.Path("out.txt").write_text(" ".join(heard))
+ASK()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_script_is_stopped_by_its_ranks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever reaches the group's store may write there. It listens on the cluster's address."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ctx = context(tmp_path, "stranger.py", files={"stranger.py": STRANGER})
+
+    def ask() -> None:
+        journal_of(ctx).stop_requested = "pause"
+
+    monkeypatch.setattr("builtins.ASK", ask, raising=False)
+    assert user_train_fn.train(ctx) == "pause"
+    assert ctx.run_dir.work_path is not None
+    assert Path(ctx.run_dir.work_path, "out.txt").read_text() == "127.0.0.1"
+    assert [record.message for record in caplog.records if "no rank" in record.message]
+
+
 def test_the_recovery_of_a_function_counts_reports_and_the_work_since_the_last_one() -> None:
     for unit, found in (("reports", 1.5), (None, None)):
         journal, now = Journal(), time.time()
