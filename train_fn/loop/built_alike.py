@@ -9,7 +9,8 @@ from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.after_step import tensors_of
 from train_fn.loop.ranks_apart import raise_apart
 from train_fn.loop.replica import Replica
-from train_fn.state.contents import DRAW_ALIKE, Sketch, alike, few, sketch, sketch_weights
+from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch, sketch_weights
+from train_fn.step.peers import Peers
 from train_fn.tasks.checks import where
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,18 @@ def check_data(replica: Replica) -> None:
         raise DataChanged(
             f"{state.data_name} differs between nodes ({each}); make it the same on all"
         )
-    if peers.alone or state.contents is None:
+    if state.contents is not None:
+        require_same_samples(peers, state.contents, state.data_name, "In build_datasets ")
+
+
+def require_same_samples(peers: Peers, contents: Contents, data_name: str, advice: str) -> None:
+    """Raise DataChanged if a rank has other samples than rank 0. A collective.
+
+    Args:
+        advice: begins the sentence that says what to do.
+    """
+    if peers.alone:
         return
-    contents = state.contents
     differing = peers.gather(contents.differing(peers.share(contents.sketches, 0)))
     suspects = sorted({name for names in differing for name in names})
     if not suspects:
@@ -47,8 +57,8 @@ def check_data(replica: Replica) -> None:
     for rank, names in enumerate(differing):
         if names:
             raise DataChanged(
-                f"{state.data_name} differs between ranks: rank {rank} has another {few(names)} "
-                "than rank 0. In build_datasets "
+                f"{data_name} differs between ranks: rank {rank} has another {few(names)} "
+                f"than rank 0. {advice}"
                 f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
             )
 

@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from everstep.wire.events import EventKind
+from train_fn.errors import BadTask
 from train_fn.loop.built_alike import require_same_weights
 from train_fn.loop.reporter import Reporter
+from train_fn.samples.as_built import data_sets_in
+from train_fn.state.contents import few
 from train_fn.state.digest import tree_digest
+from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.tasks.checks import where
 
 if TYPE_CHECKING:
@@ -42,7 +46,15 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.before_hook = _reach(replica)
+    data = _watched_data(replica)
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
+    if changed := data.changed():
+        raise BadTask(
+            f"{where(replica.task, 'on_epoch_end')} changes {few(changed)} of the training data: "
+            "loader processes have copies of their own, and a restart begins with the first "
+            "values. Give the data set a method set_epoch(epoch) that makes what the epoch needs; "
+            "it is called in every process that reads"
+        )
     replica.trained.check(where(replica.task, "on_epoch_end"))
     replica.learning_rates.note_options()
     require_same_weights(replica, where(replica.task, "on_epoch_end"))
@@ -50,6 +62,13 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )
     reporter.start_clock()
+
+
+def _watched_data(replica: Replica) -> PlainAttributes:
+    """Return the present attributes of the training data, but of what is told of each epoch."""
+    root = getattr(replica.train_set, "dataset", replica.train_set)
+    found = [each for each in data_sets_in(root, set()) if not hasattr(each, "set_epoch")]
+    return PlainAttributes({type(each).__name__: each for each in found})
 
 
 def is_torn(replica: Replica) -> bool:

@@ -49,6 +49,8 @@ class Word(NamedTuple):
     """Of rank 0: the step's metrics."""
     names_hash: int = 0
     """Of rank 0: identifies the names of ``values``."""
+    batch: int = 0
+    """A digest of this rank's batch from a loader of its own; 0 if it is not known."""
 
 
 class Agreed(NamedTuple):
@@ -63,6 +65,8 @@ class Agreed(NamedTuple):
     names_hash: int = 0
     values: tuple[float, ...] = ()
     """MOST_VALUES metrics of rank 0, those that it did not send are 0."""
+    batches: tuple[int, ...] = ()
+    """The digest of each rank's batch."""
 
     def fault(self, word: Word, expected: Count | None) -> str | None:
         """Return how the ranks differ; None if all said what this rank did.
@@ -97,8 +101,9 @@ class Agreed(NamedTuple):
 def encoded(word: Word, rank: int, world_size: int) -> list[int]:
     """Return the integers that a rank sends. Their sums over all ranks fit in 63 bits."""
     step, num_updates = _place(word)
-    places = [0] * world_size
+    places, batches = [0] * world_size, [0] * world_size
     places[rank] = step << _UPDATES_BITS | num_updates
+    batches[rank] = word.batch
     samples = word.samples
     return [
         word.stop == "cancel",
@@ -110,6 +115,7 @@ def encoded(word: Word, rank: int, world_size: int) -> list[int]:
         word.names_hash,
         *struct.unpack(f"<{MOST_VALUES}q", struct.pack(f"<{MOST_VALUES}d", *_padded(word.values))),
         *places,
+        *batches,
     ]
 
 
@@ -117,7 +123,8 @@ def decoded(sums: list[int]) -> Agreed:
     """Return what all ranks said, from the sums of what they sent."""
     cancels, pauses, num_ended, num_samples, low, high, names_hash = sums[:_NUM_SUMS]
     bits = sums[_NUM_SUMS : _NUM_SUMS + MOST_VALUES]
-    places = sums[_NUM_SUMS + MOST_VALUES :]
+    of_ranks = sums[_NUM_SUMS + MOST_VALUES :]
+    places = of_ranks[: len(of_ranks) // 2]
     return Agreed(
         tuple((each >> _UPDATES_BITS, each & _UPDATES_MASK) for each in places),
         "cancel" if cancels else "pause" if pauses else None,
@@ -126,6 +133,7 @@ def decoded(sums: list[int]) -> Agreed:
         num_ended,
         names_hash,
         struct.unpack(f"<{MOST_VALUES}d", struct.pack(f"<{MOST_VALUES}q", *bits)),
+        tuple(of_ranks[len(places) :]),
     )
 
 

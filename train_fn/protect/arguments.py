@@ -72,6 +72,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
     for name, each in {**schedulers, **extras}.items():
         _check_stateful(name, each)
     _check_schedulers(optimizers, schedulers)
+    _check_weights(optimizers, [*models.values(), *extras.values()])
     scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
     modules = {name for name, each in extras.items() if isinstance(each, nn.Module)}
     return Parts(
@@ -175,6 +176,27 @@ def _check_stateful(name: str, part: Any) -> None:
             raise BadTask(
                 f"es.protect: {name} is a {type(part).__name__} without {method}(); give it both "
                 "state_dict() and load_state_dict(), or leave it out if it follows from the step"
+            )
+
+
+def _check_weights(optimizers: Mapping[str, Any], owners: list[Any]) -> None:
+    """Raise BadTask if an optimizer holds weights that are part of no model: no state would hold
+    them."""
+    modules = [each for each in owners if isinstance(each, nn.Module)]
+    known = {id(weight) for module in modules for weight in module.parameters()}
+    for name, optimizer in optimizers.items():
+        unknown = [
+            weight
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if id(weight) not in known
+        ]
+        if unknown:
+            raise BadTask(
+                f"es.protect(optimizer=…){f' {name!r}' if name else ''} holds {len(unknown)} "
+                f"weights of no model that was given, the first of shape "
+                f"{tuple(unknown[0].shape)}: no state would hold them. Pass what owns them, too, "
+                "for example model={'net': net, 'loss': loss}"
             )
 
 

@@ -15,10 +15,12 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from train_fn.errors import BadTask
+from train_fn.protect.batch_marks import Taken
 from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.loader import KeyedDataset, begin_loader_process, taken_as_is
 from train_fn.samples.randomness import MASK64
 from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
+from train_fn.state.contents import Contents
 
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
@@ -150,12 +152,23 @@ class Batches:
                 )
         self.sampler = Sampler(length, global_batch_size, global_batch_size, seed)
         self.weight = 1.0
+        self.taken: Taken | None = None
+        """Of the newest batch."""
         self._keyed = KeyedDataset(dataset, seed, collate or default_collate, training=True)
         self._num_workers = num_workers
 
     def __len__(self) -> int:
         """Return the steps of an epoch."""
         return self.sampler.steps_per_epoch
+
+    def contents(self) -> Contents:
+        """Return sketches of a few samples."""
+        return Contents({"train": self._keyed.dataset})
+
+    def marks_of(self, step: int, rank: int, world_size: int) -> dict[str, int]:
+        """Read this rank's batch of the step after ``step`` steps done, and return its marks."""
+        share = Shares(self.sampler, rank, world_size).of(step)
+        return Taken(self._keyed.first(_micro_batch(share, rank)).batch).marks
 
     @property
     def fingerprint(self) -> str:
@@ -193,6 +206,7 @@ class Batches:
                 raise
             self.weight = share.weight
             state.take(share)
+            self.taken = Taken(batch)
             yield batch
 
     def _loaded(self, state: Consumer, total: int | None) -> Iterator[Any]:
@@ -214,9 +228,12 @@ class Batches:
 def _micro_batches(shares: Shares, step: int, total: int | None, rank: int) -> Iterator[MicroBatch]:
     """Yield one micro-batch for each step from ``step`` on."""
     while total is None or step < total:
-        share = shares.of(step)
-        yield MicroBatch(share.epoch, rank, np.asarray(share.indices), share.k)
+        yield _micro_batch(shares.of(step), rank)
         step += 1
+
+
+def _micro_batch(share: Share, rank: int) -> MicroBatch:
+    return MicroBatch(share.epoch, rank, np.asarray(share.indices), share.k)
 
 
 def _total_steps(per_epoch: int, epochs: int | None, steps: int | None) -> int | None:

@@ -7,6 +7,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import StepNotWhole
 from train_fn.loop.reporter import Reporter
 from train_fn.protect.agreement import Agreed, Agreement, Word
+from train_fn.protect.batch_marks import EqualBatches
 from train_fn.protect.batches import Share
 from train_fn.protect.loop_state import LoopState
 from train_fn.protect.metrics import Values, received, sent
@@ -35,6 +36,7 @@ class Commits:
         self.updates = updates
         self.stop: Stop | None = None
         """The stop that all ranks have read of."""
+        self._equal = EqualBatches()
         self._values: Values = {}
         self._num_samples: int | None = None
 
@@ -71,11 +73,16 @@ class Commits:
             has_ended,
             values,
             hashed,
+            0 if has_ended else self._state.batch_mark,
         )
 
     def read(self) -> None:
-        """Wait for what the ranks said of the newest commit. Raises StepNotWhole."""
-        self._note(self._agreement.read())
+        """Wait for what the ranks said of the newest commit. Raises StepNotWhole, and BadTask if
+        ranks train on the same batches."""
+        agreed = self._agreement.read()
+        self._note(agreed)
+        if agreed is not None and not agreed.num_ended:
+            self._equal.note(agreed.batches)
 
     def settle(self) -> tuple[bool, StepNotWhole | None]:
         """Return whether all ranks are known to have made the newest commit, and how they differ.

@@ -89,6 +89,8 @@ def state_to_keep(training: Training, is_known: bool) -> dict[str, Any] | str:
             f"step {state.step} made {updates.of_commit} optimizer steps instead of "
             f"{updates.usual}, and a peer that died did not say whether it did, too"
         )
+    if state.complete and (problem := training.boundary.problem()) is not None:
+        return problem
     if shadows is not None:
         return shadows.newest or _TORN
     if not state.complete:

@@ -2,8 +2,10 @@
 the epoch.
 
 The order of an epoch depends on the run's seed and the epoch alone: all generators that a sampler
-may draw from are seeded before the epoch's first batch, on all ranks alike. So a place in an epoch
-is two numbers. What a data set draws itself while it makes a sample is not restored.
+may draw from are seeded before the epoch's first batch, on all ranks alike, or on each by its rank
+if the loop seeds its ranks differently. A generator that a sampler owns gets back its state. So a
+place in an epoch is two numbers. A loader is replayed by its own iterator; torch's own class skips
+without loading. The last batch is read again and compared.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from train_fn.errors import BadTask, DataChanged
+from train_fn.protect.batch_marks import Taken, differing
+from train_fn.protect.draws import own_generators, put_back, states_of
+from train_fn.samples.epoch_told import told_of_epochs
 from train_fn.samples.randomness import key, seed_building
 
 _ORDER = 7
@@ -41,12 +46,19 @@ class Followed(Protocol):
     def seed(self) -> int: ...
 
     @property
+    def seeds_differ(self) -> bool:
+        """Return whether the loop seeded its ranks differently when it began."""
+
+    @property
     def step_number(self) -> int: ...
 
     def holds(self, part: object) -> bool:
         """Return whether this object is part of the state."""
 
-    def reseed(self) -> None: ...
+    def begin_step(self) -> None:
+        """Take what the loop has done since its last commit as part of it."""
+
+    def reseed(self, step: int | None = None) -> None: ...
 
 
 class FollowedLoader:
@@ -68,6 +80,22 @@ class FollowedLoader:
         """Batches of an epoch that the state was trained on; None if that is not known."""
         self._known: dict[str, Any] | None = None
         """The state of a stateful loader to go on from."""
+        self._by_rank: bool | None = None
+        """Whether each rank has an order of its own; None before that is decided."""
+        self._draws: str | None = None
+        """States of samplers' own generators at the beginning of the epoch, and whether they are
+        to be put back."""
+        self._is_restored = False
+        self._rank = 0
+        self._taken: Taken | None = None
+        """Of the newest batch."""
+        self._expected: dict[str, int] | None = None
+        """Marks of the last batch before a restart, on the rank that kept the state."""
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Return whether the newest batch was the last one of its epoch, if that is known."""
+        return self._num_batches == _length(self._loader)
 
     def __len__(self) -> int:
         """Return the batches of an epoch on this rank."""
@@ -84,6 +112,11 @@ class FollowedLoader:
             "world_size": self._world_size,
             "length": _length(self._loader),
             "loader": self._loader.state_dict() if self._is_stateful else None,
+            "kind": type(self._loader).__qualname__,
+            "by_rank": self._by_rank,
+            "draws": self._draws,
+            "rank": self._rank,
+            "marks": self._taken.marks if self._taken is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,6 +125,17 @@ class FollowedLoader:
         self._world_size, self._length = state["world_size"], state.get("length")
         # A run that was forked may have a loader of another kind: it goes on by its place.
         self._known = state["loader"] if self._is_stateful else None
+        self._by_rank, self._draws = state.get("by_rank"), state.get("draws")
+        # Only a loader of the same kind has the same order.
+        is_alike = state.get("kind") == type(self._loader).__qualname__
+        self._expected = state["marks"] if is_alike else None
+        self._rank = state.get("rank", 0)
+        self._is_restored, self._taken = True, None
+
+    @property
+    def mark(self) -> int:
+        """Return a digest of the newest batch; 0 if there is none."""
+        return self._taken.whole if self._taken is not None else 0
 
     def batches(
         self, state: Followed, *, epochs: int | None = None, steps: int | None = None
@@ -106,8 +150,12 @@ class FollowedLoader:
                 "es.loader(DataLoader) is not part of the state; pass it as "
                 "es.protect(extra={'data': data})"
             )
+        _require_own_iterator(self._loader)
+        if self._by_rank is None:
+            self._by_rank = state.seeds_differ and not divides(self._loader)
+        tell_epoch(self._loader, self.epoch)
         self._require_same_epochs(state)
-        self._move_to(state.world_size)
+        self._move_to(state.world_size, state.rank)
         seeded: int | None = None
         while epochs is None or self.epoch < epochs:
             is_empty = self._num_batches == 0
@@ -115,7 +163,9 @@ class FollowedLoader:
                 if steps is not None and state.step_number >= steps:
                     return
                 is_empty = False
+                state.begin_step()
                 self._num_batches += 1
+                self._taken = Taken(batch)
                 if seeded != state.step_number:
                     # The loader may have drawn; what the step draws depends on its number alone.
                     seeded = state.step_number
@@ -125,7 +175,7 @@ class FollowedLoader:
                 raise BadTask("es.loader: the DataLoader yields no batch")
             if steps is not None and state.step_number >= steps:
                 return
-            self.epoch, self._num_batches = self.epoch + 1, 0
+            self.epoch, self._num_batches, self._taken = self.epoch + 1, 0, None
 
     def _require_same_epochs(self, state: Followed) -> None:
         """Raise DataChanged if this rank's place is one in other data: of a run that was forked, or
@@ -141,10 +191,14 @@ class FollowedLoader:
             )
         if self._num_batches:
             self.epoch, self._num_batches, self._known = self.epoch + 1, 0, None
+            self._expected = self._draws = None
         self._length = length
 
-    def _move_to(self, world_size: int) -> None:
+    def _move_to(self, world_size: int, rank: int) -> None:
         """Go on at another world size: at the same number of batches of all ranks."""
+        if (self._world_size, self._rank) != (world_size, rank):
+            self._expected = None
+        self._rank = rank
         if self._world_size not in (0, world_size) and self._num_batches:
             done = self._num_batches * self._world_size
             self._num_batches, repeated = divmod(done, world_size)
@@ -161,18 +215,94 @@ class FollowedLoader:
 
     def _rest_of_epoch(self, state: Followed) -> Iterator[Any]:
         known, self._known = self._known, None
+        expected, self._expected = self._expected, None
         loader, num_done = self._loader, self._num_batches
         if known is not None and known.get(_FINISHED) and num_done:
             return
+        if not self._is_restored or self._draws is None:
+            self._draws = states_of(own_generators(samplers_of(loader)))
+        self._is_restored = False
+        if known is not None:
+            self._order(state)
+            loader.load_state_dict(known)
+            yield from loader
+        elif num_done and expected is not None:
+            yield from self._verified(state, expected)
+        else:
+            self._order(state)
+            yield from after_batches(loader, num_done) if num_done else loader
+
+    def _order(self, state: Followed) -> None:
+        """Give the epoch its order."""
+        loader = self._loader
         for part in samplers_of(loader):
             if hasattr(part, "initial_seed"):  # of Accelerate's sampler, which adds the epoch
                 part.initial_seed = state.seed >> 1
-        set_order(loader, state.seed, self.epoch)
-        if known is not None:
-            loader.load_state_dict(known)
-        elif num_done:
-            loader = after_batches(loader, num_done)
-        yield from loader
+        set_order(loader, state.seed, self.epoch, 1 + state.rank if self._by_rank else 0)
+        if self._draws is not None:
+            put_back(own_generators(samplers_of(loader)), self._draws)
+
+    def _verified(self, state: Followed, expected: dict[str, int]) -> Iterator[Any]:
+        """Return the rest of the epoch, once its last batch before the restart was read again.
+
+        Raises DataChanged if it is another one. What differs between two readings is random.
+        """
+        step = state.step_number
+        rest, found = self._last(state, step - 1, lead=1)
+        if other := differing(expected, found):
+            again = found if kept_iterator(self._loader) else self._last(state, -1, lead=0)[1]
+            drawn = differing(found, again)
+            if changed := [name for name in other if name not in drawn]:
+                raise DataChanged(
+                    f"es.loader: batch {self._num_batches} of epoch {self.epoch}, the last one of "
+                    f"step {step}, is another one than before: {', '.join(changed[:3])}. Put the "
+                    "data back as it was, sort what a directory or a set lists, and let samplers "
+                    "and data draw from torch's generator; or start a new run"
+                )
+            # Loader processes that live on serve one iterator only.
+            rest, _ = self._last(state, step - 1, lead=1)
+        state.reseed()  # as before each batch: what the data draws in this process
+        return rest
+
+    def _last(self, state: Followed, step: int, lead: int) -> tuple[Iterator[Any], dict[str, int]]:
+        """Read the last batch again. Return the batches after it, and its marks.
+
+        Args:
+            step: seeds what the data draws in this process.
+            lead: batches that are read before it and dropped, if others can be skipped: the order
+                may be drawn with the first one that is read.
+        """
+        self._order(state)
+        before = self._num_batches - 1
+        num_read = min(lead, before) if skips(self._loader) else before
+        num_skipped = before - num_read
+        rest = iter(after_batches(self._loader, num_skipped) if num_skipped else self._loader)
+        for _ in range(num_read):
+            next(rest, None)
+        if num_read:
+            state.reseed(step)
+        return rest, Taken(next(rest, None)).marks
+
+
+def kept_iterator(loader: Any) -> str | None:
+    """Return the attribute in which a loader keeps an iterator over epochs; None if it has none."""
+    for name, value in getattr(loader, "__dict__", {}).items():
+        if name != "_iterator" and hasattr(value, "_sampler_iter"):
+            return str(name)
+    return None
+
+
+def _require_own_iterator(loader: Any) -> None:
+    """Raise BadTask for a loader whose one iterator reads ahead over the ends of epochs: where it
+    is depends on all that was read before."""
+    name = kept_iterator(loader)
+    if name is not None and getattr(vars(loader)[name], "_num_workers", None):
+        raise BadTask(
+            f"es.loader: {type(loader).__name__}.{name} is an iterator with loader processes that "
+            "lives on over epochs and reads ahead over their ends, so no restart could find its "
+            "place. Make it in __iter__ (with persistent_workers=True, processes live on), set "
+            "num_workers=0, or use es.loader(dataset, global_batch_size=…)"
+        )
 
 
 def _length(loader: Any) -> int | None:
@@ -195,17 +325,38 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
 
 
-def set_order(loader: Any, seed: int, epoch: int) -> None:
-    """Make the order of an epoch depend on ``seed`` and ``epoch`` alone, on all ranks alike."""
-    seed_building(key(seed, epoch), _ORDER)
+def set_order(loader: Any, seed: int, epoch: int, stream: int = 0) -> None:
+    """Make the order of an epoch depend on ``seed`` and ``epoch`` alone, on all ranks alike; or on
+    ``stream``, too, if that is not 0."""
+    more = (stream,) if stream else ()
+    seed_building(key(seed, epoch, *more), _ORDER)
     for part in samplers_of(loader):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(key(seed, epoch, _ORDER))
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
-    if hasattr(getattr(loader, "dataset", None), "set_epoch"):
-        loader.dataset.set_epoch(epoch)
+            generator.manual_seed(key(seed, epoch, _ORDER, *more))
+    tell_epoch(loader, epoch)
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell samplers, data set and collate function which epoch begins. Loader processes that live
+    on over epochs begin anew if they hold something that is told."""
+    for part in told_of_epochs(samplers_of(loader)):
+        part.set_epoch(epoch)
+    roots = (getattr(loader, "dataset", None), getattr(loader, "collate_fn", None))
+    read = told_of_epochs(roots)
+    for part in read:
+        part.set_epoch(epoch)
+    if read and getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+
+
+def divides(loader: Any) -> bool:
+    """Return whether a loader gives each rank its part of one order, which must be the same on all
+    ranks."""
+    names = ("num_replicas", "world_size", "rank", "num_processes")
+    return hasattr(loader, "base_dataloader") or any(
+        hasattr(part, name) for part in samplers_of(loader) for name in names
+    )
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -222,15 +373,11 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def after_batches(loader: Any, num_batches: int) -> Any:
-    """Return the rest of an epoch without its first batches."""
-    if type(loader).__name__ == _DISPATCHER:
-        return islice(loader, num_batches, None)
-    if type(loader).__module__.startswith("accelerate."):
+    """Return the rest of an epoch without its first batches: as the loader itself yields it.
+    torch's own class skips them without loading."""
+    if _is_of_accelerate(loader):
         return importlib.import_module("accelerate").skip_first_batches(loader, num_batches)
-    sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or sampler is None:
-        return islice(loader, num_batches, None)
-    if isinstance(loader.dataset, IterableDataset):
+    if not skips(loader):
         return islice(loader, num_batches, None)
     names = (
         "num_workers",
@@ -244,8 +391,23 @@ def after_batches(loader: Any, num_batches: int) -> Any:
     )
     return DataLoader(
         loader.dataset,
-        batch_sampler=_Skipping(sampler, num_batches),
+        batch_sampler=_Skipping(loader.batch_sampler, num_batches),
         **{name: getattr(loader, name) for name in names},
+    )
+
+
+def _is_of_accelerate(loader: Any) -> bool:
+    kind = type(loader)
+    return kind.__module__.startswith("accelerate.") and kind.__name__ != _DISPATCHER
+
+
+def skips(loader: Any) -> bool:
+    """Return whether batches can be left out without loading them: those of torch's own class
+    follow from the sampler's alone, and Accelerate knows how."""
+    return _is_of_accelerate(loader) or (
+        type(loader) is DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
     )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from train_fn.errors import BadTask, DataChanged
+from train_fn.loop.built_alike import require_same_samples
 from train_fn.protect.arguments import Parts
 from train_fn.protect.batches import Batches, Share
+from train_fn.protect.last_batch import LastBatch
+from train_fn.protect.part_copies import PartCopies
 from train_fn.protect.volatile import Volatile
 from train_fn.protect.weights_mark import WeightsMark
 from train_fn.samples.ledger import Ledger
@@ -21,13 +24,12 @@ from train_fn.state.event_tail import EventTail
 from train_fn.state.optim import match_layout
 from train_fn.state.packed_moments import Packer, unpacked
 from train_fn.state.sound_state import require_sound
-from train_fn.state.tensor_tree import copy_to_cpu, of_own_types, size_bytes, take_apart
+from train_fn.state.tensor_tree import of_own_types
 from train_fn.state.train_state import VERSION, Best
+from train_fn.step.peers import Peers
 
 FINGERPRINT = "own loop"
 """Begins the fingerprint of every state of a user's own loop."""
-_COPIED_BYTES = 1 << 20
-"""Parts with at most so many bytes of tensors are copied at every commit."""
 
 
 class LoopState:
@@ -55,6 +57,10 @@ class LoopState:
         self._known_data: str | None = None
         """Fingerprint of the data that the restored state was trained on."""
         self._restored_epoch = (0, 0)
+        self._contents: str | None = None
+        self._last_batch: LastBatch | None = None
+        self.epoch_began = 0
+        """Steps done when the present epoch began, as far as a loader says."""
         self._trained = {
             prefix + name
             for prefix, model in parts.models.items()
@@ -66,11 +72,9 @@ class LoopState:
             parts.models, [each for each in parts.parameters() if id(each) in held]
         )
         self._packers = {name: Packer() for name in parts.optimizers}
-        self._copied: dict[str, Any] = {}
-        self._marks: dict[str, list[tuple[int, int]]] = {}
-        self._large: frozenset[str] = frozenset()
+        self._copies = PartCopies(parts)
         self._weights_mark = WeightsMark(
-            value for value in parts.parameters() if value.requires_grad
+            value for value in parts.parameters() if value.requires_grad or id(value) in held
         )
 
     # -- what the data says
@@ -85,19 +89,42 @@ class LoopState:
         return self._place()[0]
 
     @property
+    def ends_epoch(self) -> bool:
+        """Return whether the newest step was the last one of an epoch, as far as a loader says."""
+        if self.sampler is not None:
+            return self.step % self.sampler.steps_per_epoch == 0
+        return any(
+            getattr(self.parts.others[name], "ends_epoch", False) for name in self.parts.loaders
+        )
+
+    @property
+    def batch_mark(self) -> int:
+        """Return a digest of the newest batch of a loader of the loop's own; 0 if none is known."""
+        loaders = (self.parts.others[name] for name in self.parts.loaders)
+        return next((mark for each in loaders if (mark := getattr(each, "mark", 0))), 0)
+
+    @property
     def is_closing(self) -> bool:
         """Return whether an epoch has ended that was not closed yet."""
         return self.sampler is not None and self.closed_epochs < self.epoch
 
-    def attach(self, data: Batches) -> None:
-        """Let the state follow this data. Raises DataChanged if it was trained on other data."""
+    def attach(self, data: Batches, peers: Peers) -> None:
+        """Let the state follow this data. A collective the first time. Raises DataChanged if it was
+        trained on other data, or ranks have other data."""
         if self.step and self._known_data != data.fingerprint:
             raise DataChanged(
                 f"the data of es.loader changed since step {self.step}: it was "
                 f"{self._known_data or 'a loader of your own'}, now it is {data.fingerprint}. Put "
                 "the data back as it was, or start a new run"
             )
+        is_new = self.data is not data
         self.data, self._known_data = data, data.fingerprint
+        if is_new:
+            contents = data.contents()
+            require_same_samples(peers, contents, "the data of es.loader", "Where you make it, ")
+            if self._last_batch is not None and not self.ends_epoch:
+                self._last_batch.require_same(data, contents, self.step, peers)
+            self._contents = contents.dump()
 
     def _place(self) -> tuple[int, int]:
         """Return epoch and global batch within it; (0, step) where no epoch is known."""
@@ -107,23 +134,58 @@ class LoopState:
 
     # -- commits
 
-    def commit(self, share: Share | None) -> None:
-        """Take the present values as those of one more step."""
+    def count_step(self, share: Share | None) -> None:
+        """Count one more step, which trained on this share."""
         if share is not None:
             self.ledger.commit(self.step, lambda: share.whole)
         self.step += 1
-        self.note_parts()
 
-    def note_parts(self) -> None:
-        """Copy what may change before the next optimizer step, or note its version."""
-        self.volatile.commit()
-        self._weights_mark.note()
-        states = self._states_of_parts()
-        self._copied = copy_to_cpu(
-            {name: value for name, value in states.items() if name not in self._large},
-            self._copied,
+    def note_batch(self, rank: int, world_size: int) -> None:
+        """Note the batch of the newest step, from Everstep's loader."""
+        if self.data is not None and self.data.taken is not None:
+            self._last_batch = LastBatch(rank, world_size, self.data.taken)
+
+    @property
+    def seeds_at(self) -> int:
+        """Return the step whose seed the code before the first batch draws from: code at the top of
+        an epoch draws after a restart as it did then."""
+        has_epochs = self._known_data is not None or any(
+            hasattr(self.parts.others[name], "ends_epoch") for name in self.parts.loaders
         )
-        self._marks = {name: _marks(states[name]) for name in self._large}
+        return self.epoch_began if has_epochs else self.step
+
+    def note_parts(self, *, of_step: bool = True) -> None:
+        """Copy what may change before the next optimizer step, or note its version."""
+        self.volatile.commit(of_step=of_step)
+        self._weights_mark.note()
+        self._copies.note()
+
+    def note_unseen(self) -> None:
+        """Copy again what may have changed without a trace, where looking would cost more."""
+        if self.volatile.is_on_gpu:
+            self.volatile.commit(of_step=False)
+
+    def changed(self) -> list[str]:
+        """Return the names of what differs from what was noted, as far as that is seen. Loaders are
+        left out, since they read ahead."""
+        return [
+            *self._copies.changed(),
+            *self._copies.changed_options(),
+            *(["the trained weights"] if self._weights_mark.seems_changed() else []),
+            *(["buffers or untrained weights"] if self.volatile.has_changed() else []),
+        ]
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether this names a part of which a copy is kept."""
+        return self._copies.holds(name)
+
+    def weights_have_changed(self) -> bool:
+        """Return whether trained weights are others than at the last commit, as far as is seen."""
+        return self._weights_mark.has_changed()
+
+    def changed_parts(self, among: Collection[str]) -> list[str]:
+        """Return which of these schedulers and extras differ from what was noted."""
+        return self._copies.changed(among)
 
     def close_epoch(self) -> dict[str, Any]:
         """Return the facts about the epoch that ended, and begin the next one."""
@@ -134,14 +196,14 @@ class LoopState:
     def last_committed(self) -> dict[str, Any] | list[str]:
         """Return the state of the last commit while no optimizer has stepped since; or the names of
         what has changed without a copy."""
-        states = self._states_of_parts()
-        torn = [name for name, marks in self._marks.items() if _marks(states[name]) != marks]
-        torn += self.volatile.put_back()
+        torn = self._copies.torn() + self.volatile.put_back()
         if self._weights_mark.has_changed():
             torn.append("the trained weights")
         if torn:
             return torn
-        return self._state_dict({**states, **self._copied})
+        return self._state_dict(
+            self._copies.states(), self._copies.of_optimizer, self._copies.frozen(noted=True)
+        )
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each part that must be the same on all ranks, and change between the
@@ -179,9 +241,19 @@ class LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the present state, between two steps."""
-        return self._state_dict(self._states_of_parts())
+        optimizers = self.parts.optimizers
+        return self._state_dict(
+            self._copies.live(),
+            lambda name: optimizers[name].state_dict(),
+            self._copies.frozen(noted=False),
+        )
 
-    def _state_dict(self, states: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_dict(
+        self,
+        states: Mapping[str, Any],
+        of_optimizer: Callable[[str], dict[str, Any]],
+        frozen: list[str],
+    ) -> dict[str, Any]:
         epoch, k = self._place()
         loaders = {name: state for name, state in states.items() if name in self.parts.loaders}
         return {
@@ -192,7 +264,7 @@ class LoopState:
             "closed_epochs": self.closed_epochs,
             "evaluated_step": self.evaluated_step,
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
-            "contents": None,
+            "contents": self._contents,
             "ledger": self.ledger.state_dict(),
             "metrics": dict(self.metrics),
             "best": None,
@@ -206,13 +278,17 @@ class LoopState:
             },
             "loaders": loaders,
             "optimizer": {
-                name: self._packers[name].packed(optimizer.state_dict())
-                for name, optimizer in self.parts.optimizers.items()
+                name: packer.packed(of_optimizer(name)) for name, packer in self._packers.items()
             },
             "scaler": {},
             "ema": None,
             "bookmarks": None,
-            "own_loop": {"data": self._known_data},
+            "own_loop": {
+                "data": self._known_data,
+                "frozen": frozen,
+                "epoch_began": self.epoch_began,
+                "batch": self._last_batch.dump() if self._last_batch is not None else None,
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
@@ -241,12 +317,14 @@ class LoopState:
         self.step, self.closed_epochs = state["step"], state["closed_epochs"]
         self.evaluated_step, self.parent = state["evaluated_step"], state["parent"]
         self._known_data = state["own_loop"]["data"]
+        self._last_batch = LastBatch.loaded(state["own_loop"].get("batch"), state.get("contents"))
+        self._contents = state.get("contents")
+        self.epoch_began = state["own_loop"].get("epoch_began", self.step)
         self._restored_epoch = (state["epoch"], state["k"])
         self.tail = EventTail(json.loads(state["tail"]))
-        states = self._states_of_parts()
-        self._large = frozenset(
-            name for name, value in states.items() if size_bytes(value) > _COPIED_BYTES
-        )
+        if (frozen := state["own_loop"].get("frozen")) is not None:
+            self._copies.freeze(frozen)
+        self._copies.begin()
         self.note_parts()
         self.complete = True
 
@@ -277,9 +355,6 @@ class LoopState:
             for name, value in model.state_dict().items()
         }
 
-    def _states_of_parts(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.others.items()}
-
 
 def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
     return {
@@ -287,9 +362,3 @@ def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in weights.items()
         if name.startswith(prefix)
     }
-
-
-def _marks(state: Any) -> list[tuple[int, int]]:
-    tensors: list[torch.Tensor] = []
-    take_apart(state, tensors)
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]

@@ -9,7 +9,7 @@ optimizer's loop, so all ranks get past it, or none.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,15 @@ from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
 logger = logging.getLogger(__name__)
 
 
+class Held(NamedTuple):
+    """What waits for what the loop does after a commit."""
+
+    due: bool
+    """A checkpoint is due."""
+    stop: Stop | None
+    """The loop is to end."""
+
+
 class Protected:
     """The state of a user's loop. ``with state:`` takes over the newest trustworthy one, and leaves
     one if anything breaks. ``state.step(loss=loss)`` commits a step."""
@@ -46,6 +55,8 @@ class Protected:
         self.left: Left | None = None
         """How an error ended the loop."""
         self.rank, self.world_size = 0, 1
+        self.seeds_differ = False
+        """Whether torch was seeded differently on the ranks when the loop began."""
         self.is_told_of_updates = False
         """Whether an adapter calls ``before_update`` inside of the closure of ``optimizer.step``,
         after its backward pass."""
@@ -53,10 +64,17 @@ class Protected:
         self._training: Training | None = None
         """None before and after ``with state:``."""
         self._hooks: list[Any] = []
+        self._calls: list[Any] = []
+        """Hooks of the models, which say when a step begins."""
         self._share: Share | None = None
         """What the present step trains on, from Everstep's loader."""
         self._is_settled = False
         """Whether what the ranks said of the last commit was read."""
+        self._held: Held | None = None
+        """What follows the newest commit once the next step begins."""
+        self.ends_with_commit = False
+        """Whether nothing but the commit ends a step: an adapter's trainer does again what it does
+        between two steps."""
         self._total_steps: int | None = None
         self._stop: Stop | None = None
         """The stop that the ranks agreed on, once the final state is saved."""
@@ -110,7 +128,9 @@ class Protected:
     def _begin(self, home: Home) -> None:
         ctx, state = home.ctx, self._state
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
+        own_seed = state.seed
         self._training = training = prepare(ctx, state, self._torn)
+        self.seeds_differ = len(set(training.peers.gather(own_seed))) > 1
         if training.shadows is not None:
             training.shadows.take()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
@@ -118,12 +138,20 @@ class Protected:
             optimizer.register_step_pre_hook(self._before_update)
             for optimizer in self._parts.optimizers.values()
         ]
+        if self.ends_with_commit:
+            training.boundary.is_open = False
+        else:
+            self._calls = [
+                model.register_forward_pre_hook(self._before_call)
+                for model in self._parts.wrapped
+                if getattr(model, "_compiled_call_impl", None) is None
+            ]
         training.reporter.report_again()
         report_training(ctx, state, self._total_steps)
         if training.restored.origin is not None:
             # After its first save a fork no longer depends on the run that it comes from.
             training.saver.offer(due=True, is_best=True)
-        self.reseed()
+        self.reseed(state.seeds_at)
         training.reporter.start_clock()
 
     def follow(self, *wrapped: torch.nn.Module) -> None:
@@ -147,9 +175,9 @@ class Protected:
         training = self._open()
         self._data_error = None
         is_known = self._state.data is data and self._total_steps == total_steps
-        self._state.attach(data)
+        self._state.attach(data, training.peers)
         self._total_steps, self._share = total_steps, None
-        if self._state.is_closing:
+        if self._state.is_closing and self._held is None:
             # A peer died when the ranks were about to close the epoch of the step they had made.
             self._close_epoch(training)
         if not is_known:
@@ -162,20 +190,57 @@ class Protected:
 
     def take(self, share: Share) -> None:
         """Begin the step that trains on this share; called by ``es.loader``."""
-        self._open()
         if self._share is not None:
             raise BadTask(
                 f"es.loader: the batch of step {self.step_number + 1} was not committed; call "
                 "state.step() once for every batch. To accumulate gradients, use a larger "
                 "global_batch_size and cut the batch in the loop"
             )
+        self.begin_step()
         self._share = share
         self.reseed()
 
-    def reseed(self) -> None:
+    def begin_step(self) -> None:
+        """Take what the loop has done since its last commit as part of it, and keep what is due;
+        called by ``es.loader`` before it hands out a batch."""
+        for hook in self._calls:
+            hook.remove()
+        self._calls = []
+        training = self._open()
+        training.boundary.sees_steps = True
+        self._end_commit(training)
+
+    def _before_call(self, model: torch.nn.Module, _: Any) -> None:
+        """Begin a step with the first forward pass that is to be learned from."""
+        training = self._training
+        if training is not None and model.training and torch.is_grad_enabled():
+            training.boundary.sees_steps = True
+            self._end_commit(training)
+
+    def _end_commit(self, training: Training) -> None:
+        """End what follows a commit. Raises StopAgreed if the loop is to end with it."""
+        if not training.boundary.is_open:
+            return
+        held, self._held = self._held, None
+        try:
+            training.boundary.close()
+            if held is not None:
+                self._keep(training, held)
+        except StopAgreed:
+            raise
+        except BaseException as exc:
+            self._broken = exc
+            raise
+
+    def reseed(self, step: int | None = None) -> None:
         """Seed Python's, numpy's and torch's generators by the number of the next step and the
-        rank. Call it if a loop with a loader of its own draws between two steps."""
-        seed_micro_batch(self._state.seed, self._state.step, self.rank, self._device)
+        rank. Call it if a loop with a loader of its own draws between two steps.
+
+        Args:
+            step: another number of steps done; used by ``es.loader``.
+        """
+        at = self._state.step if step is None else step
+        seed_micro_batch(self._state.seed, at, self.rank, self._device)
 
     # -- a step
 
@@ -214,6 +279,7 @@ class Protected:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         training.peers.require_whole()
+        training.boundary.require_unchanged()
         training.watch.about_to_change()
         self._is_settled = True
 
@@ -240,13 +306,17 @@ class Protected:
     def _commit(self, training: Training, values: Values) -> None:
         """Commit the step, and keep what is due."""
         state, share, commits = self._state, self._share, training.commits
+        training.gradients.require_used(commits.updates.since_commit)
         if not self._is_settled:
             self._settle(training)
         if training.shadows is not None:
             # Not before: a graph that waits for another optimizer's step may hold them.
             training.buffers.share()
-        stop, due = commits.stop, training.saver.is_due()
-        state.commit(share)
+        self._held = Held(training.saver.is_due(), commits.stop)
+        state.count_step(share)
+        state.note_batch(self.rank, self.world_size)
+        training.boundary.commit()
+        state.note_parts()
         if training.shadows is not None:
             training.shadows.take()
         state.complete, self._is_settled = True, False
@@ -255,22 +325,23 @@ class Protected:
         training.watch.committed()
         training.attributes.committed()
         commits.report()
-        self._keep(training, due, stop)
-        if stop is not None:
-            self._finish(training, stop)
-            raise StopAgreed(stop)
+        if not training.boundary.sees_steps:
+            self._end_commit(training)
         self.reseed()
 
-    def _keep(self, training: Training, due: bool, stop: Stop | None) -> None:
-        """Save and publish what is due. Nothing of a step is kept before the ranks have agreed on
-        it."""
+    def _keep(self, training: Training, held: Held) -> None:
+        """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is
+        kept before the ranks have agreed on it."""
         is_closing, publishes = self._state.is_closing, training.publisher.is_due()
-        if due or is_closing or stop is not None or publishes:
+        if held.due or is_closing or held.stop is not None or publishes:
             training.commits.read()
         if is_closing:
             self._close_epoch(training)
-        training.saver.offer(due=due, is_best=False)
+        training.saver.offer(due=held.due, is_best=False)
         training.publisher.offer(due=publishes)
+        if held.stop is not None:
+            self._finish(training, held.stop)
+            raise StopAgreed(held.stop)
 
     def _close_epoch(self, training: Training) -> None:
         """Report the epoch that ended, and begin the next one."""
@@ -296,6 +367,8 @@ class Protected:
             return
         try:
             self._end_loop(training)
+        except StopAgreed:
+            raise
         except BaseException as broken:
             self._fail(home, broken)
             raise
@@ -308,6 +381,7 @@ class Protected:
             )
         if self._data_error is not None:
             raise self._data_error  # the loop caught it
+        self._end_commit(training)
         self._finish(training, None)
 
     def _finish(self, training: Training, stop: Stop | None) -> None:
@@ -357,9 +431,9 @@ class Protected:
     def _close(self) -> None:
         """Let nothing of the loop count as a step any more."""
         self._training = None
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._calls):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._calls = [], []
 
     def _open(self) -> Training:
         training = self._training

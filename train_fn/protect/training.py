@@ -16,7 +16,9 @@ from train_fn.loop.restore import announce, take_over
 from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
 from train_fn.protect.attributes import AttributeWatch
+from train_fn.protect.boundary import Boundary
 from train_fn.protect.commits import Commits
+from train_fn.protect.gradients import Gradients
 from train_fn.protect.loop_state import LoopState
 from train_fn.protect.updates import Updates
 from train_fn.protect.volatile import SharedBuffers
@@ -38,6 +40,8 @@ class Training:
     peers: Peers
     buffers: SharedBuffers
     watch: OrderWatch
+    boundary: Boundary
+    gradients: Gradients
     attributes: AttributeWatch
     commits: Commits
     shadows: Shadows | None
@@ -58,6 +62,8 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
     parts = state.parts
     agreement, reporter = Agreement(peers), Reporter(ctx, state)
     copies = BoundaryCopies(state)
+    watch = OrderWatch(state, peers)
+    shadows = Shadows(state) if torn == "shadow" else None
     # What may fail comes before what starts threads.
     return Training(
         ctx=ctx,
@@ -65,10 +71,12 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
         restored=restored,
         peers=peers,
         buffers=SharedBuffers(parts.wrapped, peers),
-        watch=OrderWatch(state, peers),
+        watch=watch,
+        boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
+        gradients=Gradients(state),
         attributes=AttributeWatch({} if parts.keeps_more else parts.models),
         commits=Commits(ctx, state, agreement, Updates(may_skip=parts.has_scaler), reporter),
-        shadows=Shadows(state) if torn == "shadow" else None,
+        shadows=shadows,
         reporter=reporter,
         saver=Saver(ctx, state, copies),
         publisher=Publisher(ctx, state, copies),
@@ -76,5 +84,16 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
 
 
 def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    """Return another run's state as the initial one of this run."""
-    return {**state, "best": None, "parent": origin.name, "tail": "[]"}
+    """Return another run's state as the initial one of this run. Its data may be another, and so
+    may be the weights that are trained."""
+    kept = {name: value for name, value in state["own_loop"].items() if name in _OF_A_FORK}
+    loaders = {
+        name: {**each, "marks": None} if isinstance(each, dict) and "marks" in each else each
+        for name, each in state["loaders"].items()
+    }
+    changed = {"best": None, "parent": origin.name, "tail": "[]", "contents": None}
+    return {**state, **changed, "loaders": loaders, "own_loop": kept}
+
+
+_OF_A_FORK = frozenset({"data", "epoch_began"})
+"""What a fork takes over of what belongs to a loop alone."""

@@ -28,6 +28,11 @@ class Updates:
         """Count an optimizer step."""
         self.num += 1
 
+    @property
+    def since_commit(self) -> int:
+        """Return the steps since the newest commit."""
+        return self.num - self._num_committed
+
     def commit(self) -> None:
         """Take the steps since the commit before as those of the newest one."""
         self.of_commit = self.num - self._num_committed

@@ -64,10 +64,11 @@ class Volatile:
                 left -= tensor.nbytes
                 self._copies[number] = tensor.detach().clone()
 
-    def commit(self) -> None:
-        """Take the present values as those of the committed step."""
+    def commit(self, *, of_step: bool = True) -> None:
+        """Take the present values as those of the committed step; with a step that was just made,
+        contents may be compared."""
         moved = self._differing()
-        if self._num_compared < _COMPARED:
+        if of_step and self._num_compared < _COMPARED:
             self._num_compared += 1
             moved += self._silently_changed()
         if not self._moved.issuperset(moved):
@@ -90,6 +91,21 @@ class Volatile:
                 source.append(tensor.detach())
         copy_all(to, source)
         self._look()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Return whether some that change are on a GPU."""
+        return any(copy.is_cuda for copy in self._copies.values())
+
+    def has_changed(self) -> bool:
+        """Return whether such tensors differ from the last commit, as far as that is seen. Values
+        on a GPU are not looked at."""
+        return bool(self._differing()) or any(
+            not tensor.is_cuda and not torch.equal(tensor, self._copies[number])
+            for number in self._moved & self._copies.keys()
+            if (tensor := self._places[number].tensor) is not None
+            and is_alike(tensor, self._copies[number])
+        )
 
     def put_back(self) -> list[str]:
         """Restore the values of the last commit. Return the names of tensors that changed since and

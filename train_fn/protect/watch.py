@@ -36,6 +36,11 @@ class OrderWatch:
             self._compare(self._peers.gather(mine))
         self._left -= 1
 
+    def renew(self) -> None:
+        """Note the state again: what the loop did after the commit belongs to it."""
+        if self._committed is not None:
+            self._committed = self._state.digests()
+
     def about_to_change(self) -> None:
         """Compare the present state with that of the commit. Raises BadTask if the loop changed it
         since."""
@@ -43,7 +48,9 @@ class OrderWatch:
             return
         before, self._committed = self._committed, None
         now = self._state.digests()
-        changed = [name for name in before if now[name] != before[name]]
+        changed = [
+            name for name in before if now[name] != before[name] and not self._state.is_copied(name)
+        ]
         if changed:
             raise BadTask(
                 f"the loop changed {', '.join(changed)} after state.step() and before the next "

@@ -28,6 +28,13 @@ class WeightsMark:
         self._versions = [weight._version for weight in self._weights]
         self._values = [_first(weight).clone() for weight in self._sampled]
 
+    def seems_changed(self) -> bool:
+        """Return the same as ``has_changed``, but look at no values that are on a GPU: each step
+        would wait for them."""
+        if any(value.is_cuda for value in self._values):
+            return self._versions != [weight._version for weight in self._weights]
+        return self.has_changed()
+
     def has_changed(self) -> bool:
         """Return whether weights are others than at the last commit, as far as the mark shows."""
         if self._versions != [weight._version for weight in self._weights]:

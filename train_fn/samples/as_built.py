@@ -17,7 +17,7 @@ def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
     share its position, and so read each other's samples.
     """
     seen = set[int]()
-    owners = [owner for dataset in datasets for owner in _data_sets_in(dataset, seen)]
+    owners = [owner for dataset in datasets for owner in data_sets_in(dataset, seen)]
     before = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield
@@ -29,13 +29,13 @@ def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
             now.update(attributes)
 
 
-def _data_sets_in(dataset: Any, seen: set[int]) -> Iterator[Any]:
+def data_sets_in(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """Yield ``dataset`` and the data sets in its attributes and lists. A ``Subset`` holds one."""
     if id(dataset) in seen or not hasattr(dataset, "__dict__"):
         return
     seen.add(id(dataset))
     yield dataset
-    for value in list(vars(dataset).values()):
+    for name, value in list(vars(dataset).items()):
         for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, Dataset):
-                yield from _data_sets_in(each, seen)
+            if isinstance(each, Dataset) or name in ("dataset", "datasets"):
+                yield from data_sets_in(each, seen)

@@ -18,6 +18,7 @@ from everstep.spec.run_spec import RunSpec
 from train_fn.journal.process_output import mark_output
 from train_fn.recovery.error_text import ended_program
 from train_fn.samples.as_built import left_as_built
+from train_fn.samples.epoch_told import ToldEpoch
 from train_fn.samples.randomness import key, seed_sample
 from train_fn.samples.sampler import IndexArray, MicroBatch
 
@@ -61,7 +62,8 @@ class TrainingData(Protocol):
 
 class KeyedDataset(Dataset[Loaded]):
     """Reads micro-batches by (epoch, indices), so that a sample's random transforms depend on
-    nothing else.
+    nothing else. Data with ``set_epoch(epoch)`` is told before it reads the first sample of an
+    epoch.
 
     A data set with ``fetch(seed, epoch, indices) -> batch`` reads whole micro-batches. For any
     other one the global generators of Python, numpy and torch are seeded before each sample.
@@ -69,8 +71,11 @@ class KeyedDataset(Dataset[Loaded]):
 
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
         self.dataset, self.seed, self.collate, self.training = dataset, seed, collate, training
+        self._epochs = ToldEpoch(dataset, collate)
 
     def __getitems__(self, micro: MicroBatch) -> Loaded:
+        if self.training:
+            self._epochs.begin(micro.epoch)
         if hasattr(self.dataset, "fetch"):
             return Loaded(
                 micro.indices,

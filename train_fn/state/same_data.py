@@ -40,19 +40,19 @@ def require_same_data(
             "before. Put the data back as it was, or start a new run"
         )
     if contents is not None and state.get("contents"):
-        _require_same_contents(state, data_name, contents)
+        require_same_contents(state["contents"], state["step"], data_name, contents)
 
 
-def _require_same_contents(state: Mapping[str, Any], data_name: str, contents: Contents) -> None:
-    """Raise DataChanged if samples have changed since the state was saved. States of older versions
-    hold no samples to compare."""
-    changed = contents.differing(json.loads(state["contents"]))
+def require_same_contents(saved: str, step: int, data_name: str, contents: Contents) -> None:
+    """Raise DataChanged if samples have changed since they were saved at this step. States of older
+    versions hold no samples to compare."""
+    changed = contents.differing(json.loads(saved))
     unstable = contents.unstable(changed)
     contents.forget(unstable)
     changed = [name for name in changed if name not in unstable]
     if changed:
         raise DataChanged(
-            f"{data_name} changed since step {state['step']}: not the same: "
+            f"{data_name} changed since step {step}: not the same: "
             f"{few(changed)}. Put the data back as it was, "
             "or start a new run. If nothing was changed, each process builds other data: "
             f"{DRAW_ALIKE}"

@@ -24,8 +24,9 @@ from transformers import TrainerCallback, TrainerControl
 
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import shared_memory_root
+from train_fn.protect.adapters.callbacks import CallbackWatch
 from train_fn.protect.adapters.trainer_state import TrainerPlace, TrainerScheduler
-from train_fn.protect.arguments import Parts, parts_of
+from train_fn.protect.arguments import Parts, named, parts_of
 from train_fn.protect.followed import set_order
 from train_fn.protect.place import OnItsOwn
 from train_fn.protect.protected import Protected
@@ -53,23 +54,26 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: Any,
         *,
+        extra: Any = None,
         storage: str = "out/protect",
         run_id: str | None = None,
         checkpoint: Mapping[str, Any] | None = None,
         fresh: bool = False,
     ) -> None:
-        """Take a Trainer that has not trained yet. The other arguments are those of ``es.protect``.
+        """Take a Trainer that has not trained yet. The other arguments are those of ``es.protect``:
+        ``extra`` is what callbacks of your own need to go on, such as an average of the weights.
 
         Raises BadTask for a Trainer that cannot be protected.
         """
         _check(trainer)
-        self._trainer = trainer
+        self._trainer, self._extra = trainer, extra
         self._settings = OnItsOwn(storage, run_id, checkpoint or {}, fresh)
         self._unprotected: Callable[..., Any] = trainer.train
         trainer.train = self.train
         self._place = TrainerPlace(trainer)
         self._scheduler = TrainerScheduler(trainer)
         self._state: Protected | None = None
+        self._watch: CallbackWatch | None = None
         self._groups: list[dict[str, Any]] = []
         self._loss: Any = 0.0
         """Sum of the step's losses. The Trainer's own sum goes on over several steps, and so has
@@ -90,7 +94,13 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         if trainer.optimizer is None:
             trainer.create_optimizer()
         self._measure_losses()
+        # The commit comes after what other callbacks do in a step.
+        handler = trainer.callback_handler
+        others = [each for each in handler.callbacks if each is not self]
+        handler.callbacks = [*others, self]
+        self._watch = CallbackWatch(others, self._extra, "es.hf.Protect(trainer, extra=…)")
         self._state = Protected(self._parts(), "refuse", self._settings)
+        self._state.ends_with_commit = True
         with self._state as state:
             # The order of the data follows from torch's seed, which is the run's on all ranks. The
             # state has just seeded the next step, differently on each rank.
@@ -108,12 +118,13 @@ class Protect(TrainerCallback):  # type: ignore[misc]
 
     def _parts(self) -> Parts:
         trainer = self._trainer
-        extra = {"trainer": self._place}
+        given = {name or "given": each for name, each in named("extra", self._extra).items()}
+        extra = {**given, "trainer": self._place}
         if trainer.accelerator.scaler is not None:
             extra["scaler"] = trainer.accelerator.scaler
         parts = parts_of(trainer.model, trainer.optimizer, self._scheduler, extra)
         # Ranks note different times in the Trainer's log.
-        return dataclasses.replace(parts, loaders=frozenset({"extra.trainer"}))
+        return dataclasses.replace(parts, loaders=parts.loaders | {"extra.trainer"})
 
     @contextmanager
     def _resumed(self) -> Iterator[str]:
@@ -195,6 +206,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Commit the step."""
+        if self._watch is not None:
+            self._watch.committing()
         self._place.note(control)
         rates = self._trainer.lr_scheduler.get_last_lr()
         self._open().step(loss=self._loss, learning_rate=float(rates[0]))

@@ -9,6 +9,7 @@ strategy has made model and optimizers, before Lightning would restore a checkpo
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,24 +17,28 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    Checkpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from train_fn.errors import BadTask
+from train_fn.protect.adapters.callbacks import CallbackWatch
 from train_fn.protect.adapters.lightning_state import (
     FollowingLoader,
     LightningPlace,
     batches_done,
     do_what_was_due,
 )
-from train_fn.protect.arguments import check_torn, parts_of
+from train_fn.protect.arguments import check_torn, named, parts_of
 from train_fn.protect.followed import is_stateful
 from train_fn.protect.place import OnItsOwn
 from train_fn.protect.protected import Protected
 
 __all__ = ["Protect"]
+
+logger = logging.getLogger(__name__)
 
 
 class Protect(Callback):  # type: ignore[misc]
@@ -59,18 +64,30 @@ class Protect(Callback):  # type: ignore[misc]
         self._combined: Any = None
         """The loaders that follow the run."""
         self._max_steps = 0
+        self._watch: CallbackWatch | None = None
+        self._is_ended = False
+        """Whether the module's own hook at the end of the batch was called."""
         self._counting: list[Any] = []
         """Checkpoint callbacks that number files of one name, and do not while the last step's are
         written again."""
 
     # -- what Lightning calls
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Come after all callbacks but those that save: a commit holds what they do in a batch."""
+        if stage != "fit":
+            return
+        others = [each for each in trainer.callbacks if each is not self]
+        saving = [each for each in others if isinstance(each, Checkpoint)]
+        trainer.callbacks = [*(each for each in others if each not in saving), self, *saving]
+        self._watch = CallbackWatch(others, self._extra, "es.lightning.Protect(extra=…)")
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the newest trustworthy state."""
         _check(trainer)
         self._max_steps = trainer.max_steps
         self._place = place = LightningPlace(trainer, self)
-        extras = {"given": self._extra} if self._extra is not None else {}
+        extras = {name or "given": each for name, each in named("extra", self._extra).items()}
         given = parts_of(
             pl_module,
             _one_or_all(trainer.optimizers),
@@ -82,11 +99,31 @@ class Protect(Callback):  # type: ignore[misc]
         self._state = state = Protected(parts, check_torn(self._torn, parts), self._settings)
         # Lightning runs forward and backward in the closure that it gives to optimizer.step.
         state.is_told_of_updates = True
+        state.ends_with_commit = True
         state.__enter__()
         state.follow(trainer.strategy.model)
         self._updates = state.num_updates
+        self._call_hook_first(pl_module)
         if state.step_number:
+            if trainer.ckpt_path is not None:
+                logger.warning(
+                    "trainer.fit(ckpt_path=…) is left out of account: the run goes on from its own "
+                    "state of step %d",
+                    state.step_number,
+                )
+                trainer._checkpoint_connector._loaded_checkpoint = {}
             place.restore()
+
+    def _call_hook_first(self, pl_module: Any) -> None:
+        """Let Lightning not call the module's own hook again after this callback has done so."""
+        own = pl_module.on_train_batch_end
+
+        def once(*args: Any, **kwargs: Any) -> None:
+            is_ended, self._is_ended = self._is_ended, False
+            if not is_ended:
+                own(*args, **kwargs)
+
+        pl_module.on_train_batch_end = once
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the loaders go on at the very batch, and do what was due after the step."""
@@ -145,12 +182,15 @@ class Protect(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Commit the step, if an optimizer has stepped."""
+        """Commit the step, if an optimizer has stepped, with what the module does at its end."""
         state = self._open()
+        pl_module.on_train_batch_end(outputs, batch, batch_idx)
+        self._is_ended = True
         if state.num_updates == self._updates:
             return  # gradients are being accumulated
         self._updates = state.num_updates
-        assert self._place is not None
+        assert self._place is not None and self._watch is not None
+        self._watch.committing()
         self._place.note()
         state.step(**_metrics(trainer, outputs))
 
@@ -161,9 +201,11 @@ class Protect(Callback):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the final state, where Lightning had nothing left to train."""
         self._open().finish()
+        vars(pl_module).pop("on_train_batch_end", None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the state of the last commit."""
+        vars(pl_module).pop("on_train_batch_end", None)
         if self._state is not None:
             self._state.__exit__(type(exception), exception, exception.__traceback__)
 

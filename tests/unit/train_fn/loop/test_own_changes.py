@@ -434,3 +434,60 @@ def test_what_the_first_validation_batch_changes_is_put_back_or_refused(
         return
     assert train(ctx) is None
     assert after == [0.0]
+
+
+class Epochs(torch.utils.data.Dataset[Any]):
+    """Says in its samples for which epoch it was made."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(self.epoch)]), torch.tensor(0.0)
+
+
+class ToldOfEpochs(Epochs):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class ByEpoch:
+    """A task whose data change with the epoch."""
+
+    def __init__(self, kind: type[Epochs], *, in_hook: bool) -> None:
+        self.kind, self.in_hook, self.seen = kind, in_hook, list[float]()
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def build_datasets(self) -> dict[str, Any]:
+        self.rows = self.kind()
+        return {"train": self.rows, "val": None}
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        self.seen += batch[0].unique().tolist()
+        return (model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0])
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        if self.in_hook:
+            self.rows.epoch = epoch + 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_training_data_is_told_of_each_epoch_where_it_is_read(
+    begin: Callable[..., WorkerContext], num_workers: int
+) -> None:
+    task = ByEpoch(ToldOfEpochs, in_hook=False)
+    assert train(begin(task, loader={"num_workers": num_workers}, epochs=3)) is None
+    # Of 32 samples in global batches of 8; the first passes are tried.
+    assert task.seen[-12:] == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+
+
+def test_an_epoch_s_end_that_changes_the_training_data_is_refused(
+    begin: Callable[..., WorkerContext],
+) -> None:
+    error = refusal(begin(ByEpoch(Epochs, in_hook=True))).error
+    assert "ByEpoch.on_epoch_end" in error.summary
+    assert "changes Epochs.epoch of the training data" in error.summary

@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from torch import nn
@@ -263,3 +265,119 @@ def test_one_of_several_schedulers_that_was_not_given_is_refused() -> None:
     first, _ = (torch.optim.lr_scheduler.StepLR(each, 3) for each in both)
     with pytest.raises(BadTask, match=r"scheduler=….* is missing.* optimizer '1'.* Pass it"):
         es.protect(model, both, [first], torn="shadow")
+
+
+class Following(LightningModule):
+    """A teacher follows at the end of each batch, in the module's own hook."""
+
+    def __init__(self, dies: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.teacher = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+        self.dies, self.num_hooks = dies, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == self.dies:
+            raise LookupError("planned")
+        found: torch.Tensor = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+        return found + self.net(batch[0]).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.num_hooks += 1
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.net.parameters())
+
+
+class Kept:
+    """An average of the weights, which a callback updates."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight.detach().clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"].clone()
+
+
+def follow(run_id: str, dies: int | None = None, **options: Any) -> tuple[Following, int]:
+    net = Following(dies)
+    saving = ModelCheckpoint("saved", every_n_train_steps=2, save_last=True, save_top_k=1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[es.lightning.Protect(run_id=run_id), saving],
+    )
+    inputs = torch.arange(64.0).reshape(16, 4).sin()
+    loader = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
+    trainer.fit(net, loader, **options)
+    assert "on_train_batch_end" not in vars(net)
+    return net, trainer.global_step
+
+
+@pytest.mark.parametrize("options", [{}, {"ckpt_path": "last"}])
+@pytest.mark.parametrize("dies", [4, 7])
+def test_what_a_module_does_at_a_batch_s_end_belongs_to_the_step(
+    dies: int, options: dict[str, Any]
+) -> None:
+    """Also where a checkpoint of Lightning's is named in the call: the run goes on by itself."""
+    whole, steps = follow("whole")
+    assert whole.num_hooks == steps == 12, "called once for each batch"
+    shutil.rmtree("saved")
+    with pytest.raises(LookupError):
+        follow("broken", dies)
+    again, steps = follow("broken", **options)
+    assert (again.num_hooks, steps) == (12 - dies, 12)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+class Averaging(transformers.TrainerCallback):  # type: ignore[misc]
+    """Averages the weights, in an object of its own or in one that is kept."""
+
+    def __init__(self, kept: Kept | None, dies: int | None) -> None:
+        self.kept, self.dies, self.num_steps = kept, dies, 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.dies:
+            raise LookupError("planned")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        weight = facts["model"].layer.weight.detach()
+        if self.kept is None:
+            self.average = weight.clone()
+        else:
+            self.kept.weight = self.kept.weight.lerp(weight, 0.1)
+
+
+def average(run_id: str, dies: int | None = None, *, is_kept: bool = True) -> Kept:
+    torch.manual_seed(3)
+    model = Tiny()
+    kept = Kept(model.layer.weight)
+    trainer = hf_trainer(model, learning_rate=0.1)
+    trainer.args.max_steps = 6
+    extra = {"average": kept} if is_kept else None
+    trainer.add_callback(es.hf.Protect(trainer, extra=extra, run_id=run_id))
+    # Added later, and yet part of the step.
+    trainer.add_callback(Averaging(kept if is_kept else None, dies))
+    trainer.train()
+    return kept
+
+
+def test_an_average_of_a_callback_is_kept_or_refused_in_the_first_step() -> None:
+    whole = average("whole")
+    with pytest.raises(LookupError):
+        average("broken", 4)
+    assert torch.equal(average("broken").weight, whole.weight)
+    words = r"tensors that no checkpoint holds, in Averaging.average: .*hf.Protect\(trainer, extra"
+    with pytest.raises(BadTask, match=words):
+        average("lost", is_kept=False)

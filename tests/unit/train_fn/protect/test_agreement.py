@@ -50,6 +50,11 @@ def test_every_rank_finds_a_rank_that_differs(places: list[tuple[int, int]]) -> 
         assert (agreed.fault(word, None) is None) == (len(set(places)) == 1)
 
 
+def test_every_rank_learns_of_every_rank_s_batch() -> None:
+    words = [Word(3, 3, batch=mark) for mark in (5, (1 << 60) - 1, 0)]
+    assert decoded(summed(words)).batches == (5, (1 << 60) - 1, 0)
+
+
 def test_a_rank_that_has_left_its_loop_is_found() -> None:
     words = [Word(7, 7), Word(7, 7, has_ended=True)]
     agreed = decoded(summed(words))

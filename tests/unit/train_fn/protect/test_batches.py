@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from train_fn.errors import BadTask
 from train_fn.protect.batches import Batches, Share, Shares
@@ -118,3 +118,47 @@ def test_more_ranks_than_samples_in_a_batch_are_refused() -> None:
         next(Batches(numbers(20), 8).batches(Loop(world_size=9)))
     with pytest.raises(BadTask, match="steps"):
         next(Batches(numbers(20), 8).batches(Loop(), steps=0))
+
+
+class Told:
+    """Says in its samples which epoch it was told of."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def whole(data: Batches, loop: Loop, steps: int) -> Iterator[Any]:
+    """Batches as they are yielded."""
+    for batch in data.batches(loop, steps=steps):
+        yield batch
+        loop.step_number += 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_data_is_told_of_the_epoch_in_the_process_that_reads(
+    wrapped: bool, num_workers: int
+) -> None:
+    dataset: Any = Subset(Told(), range(8)) if wrapped else Told()  # type: ignore[arg-type]
+    data = Batches(dataset, 4, num_workers=num_workers)
+    seen = [batch.unique().tolist() for batch in whole(data, Loop(), 6)]
+    assert seen == [[0], [0], [1], [1], [2], [2]]
+    again = [batch.unique().tolist() for batch in whole(data, Loop(step=3), 6)]
+    assert again == seen[3:], "a restart begins within an epoch"
+
+
+def test_a_collate_function_is_told_of_the_epoch_too() -> None:
+    class Sizes(Told):
+        def __call__(self, samples: list[Any]) -> int:
+            return self.epoch
+
+    data = Batches(numbers(8), 4, Sizes())
+    assert list(whole(data, Loop(), 4)) == [0, 0, 1, 1]

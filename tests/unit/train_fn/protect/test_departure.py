@@ -17,12 +17,18 @@ NEWEST, OLDER = {"step": 7, "of": "newest"}, {"step": 6, "of": "older"}
 
 
 def training(
-    *, fault: str | None = None, complete: bool = True, regular: bool = True, shadows: Any = None
+    *,
+    fault: str | None = None,
+    complete: bool = True,
+    regular: bool = True,
+    shadows: Any = None,
+    missing: str | None = None,
 ) -> Any:
     updates = SimpleNamespace(is_regular=regular, of_commit=2, usual=1)
     state = SimpleNamespace(step=7, complete=complete, last_committed=lambda: WHOLE)
     commits = SimpleNamespace(fault=fault, updates=updates)
-    return SimpleNamespace(commits=commits, shadows=shadows, state=state)
+    boundary = SimpleNamespace(problem=lambda: missing)
+    return SimpleNamespace(commits=commits, shadows=shadows, state=state, boundary=boundary)
 
 
 SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
@@ -34,6 +40,8 @@ SHADOWS = SimpleNamespace(newest=NEWEST, older=OLDER)
         ({}, True, WHOLE),
         ({}, False, WHOLE),
         ({"complete": False}, True, "between two states"),
+        ({"missing": "interrupted"}, True, "interrupted"),
+        ({"missing": "interrupted", "shadows": SHADOWS}, True, "interrupted"),
         ({"regular": False}, True, WHOLE),
         ({"regular": False}, False, "2 optimizer steps instead of 1"),
         ({"regular": False, "shadows": SHADOWS}, False, "2 optimizer steps instead of 1"),

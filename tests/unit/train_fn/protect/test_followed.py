@@ -3,10 +3,13 @@ gives to an epoch."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -14,11 +17,14 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    Subset,
     TensorDataset,
 )
 
 import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
+from train_fn.protect.batch_marks import EqualBatches
 from train_fn.protect.followed import FollowedLoader
 
 PER_EPOCH = 5
@@ -31,12 +37,16 @@ class Loop:
         self.rank, self.world_size, self._holds = rank, world_size, holds
         self.step_number = 0
         self.seed = 11
+        self.seeds_differ = False
 
     def holds(self, part: object) -> bool:
         return self._holds
 
-    def reseed(self) -> None:
-        torch.manual_seed(1000 + self.step_number)
+    def begin_step(self) -> None:
+        pass
+
+    def reseed(self, step: int | None = None) -> None:
+        torch.manual_seed(1000 + (self.step_number if step is None else step))
 
 
 class Counting(IterableDataset[int]):
@@ -75,7 +85,82 @@ def stateful() -> Any:
     return StatefulDataLoader(numbers(), batch_size=4, shuffle=True)
 
 
-LOADERS = [shuffled, with_generator, distributed, iterable, stateful]
+class Again:
+    def __init__(self, inner: Any) -> None:
+        self.sampler = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader[Any]):
+    """One iterator over all epochs, as trainers for detection have it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+        self.source = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr, arg-type]
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.source)
+
+
+class Finishing(DataLoader[Any]):
+    """Finishes the batch in the main process."""
+
+    def __iter__(self) -> Any:
+        for (batch,) in super().__iter__():
+            yield [batch + 100]
+
+
+class OwnGenerator(Sampler[int]):
+    """Draws from generators that it made once, as most samplers for balanced classes do."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator_of_mine = generator
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        own = self.generator_of_mine
+        if isinstance(own, torch.Generator):
+            return iter(torch.randperm(20, generator=own).tolist())
+        if isinstance(own, random.Random):
+            return iter(own.sample(range(20), 20))
+        return iter(own.permutation(20).tolist())
+
+
+def endless() -> Any:
+    return Endless(numbers(), batch_size=4, shuffle=True)
+
+
+def finishing() -> Any:
+    return Finishing(numbers(), batch_size=4, shuffle=True)
+
+
+def own_generator(make: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: DataLoader(numbers(), batch_size=4, sampler=OwnGenerator(make()))
+
+
+LOADERS = [
+    shuffled,
+    with_generator,
+    distributed,
+    iterable,
+    stateful,
+    endless,
+    finishing,
+    own_generator(lambda: np.random.default_rng(7)),
+    own_generator(lambda: np.random.RandomState(7)),
+    own_generator(lambda: random.Random(7)),
+    own_generator(lambda: torch.Generator().manual_seed(7)),
+]
 
 
 def read(data: FollowedLoader, loop: Loop, num: int | None = None, **limits: int) -> list[Any]:
@@ -102,7 +187,7 @@ def test_it_goes_on_at_the_very_batch(make: Callable[[], Any], done: int) -> Non
     assert before + read(second, loop, 3 * PER_EPOCH - done) == whole
     for epoch in range(3):
         seen = [each for batch, _ in whole[epoch * PER_EPOCH :][:PER_EPOCH] for each in batch]
-        assert sorted(seen) == list(range(20))
+        assert sorted(each % 100 for each in seen) == list(range(20))
 
 
 @pytest.mark.parametrize("make", [shuffled, with_generator, distributed])
@@ -184,3 +269,112 @@ def test_a_fork_on_other_data_is_refused_within_an_epoch_and_begins_one_at_its_e
     followed.load_state_dict(place_after(shuffled, PER_EPOCH))
     assert next(followed.batches(Loop()))[0].tolist() == [0, 1, 2, 3]
     assert followed.epoch == 1
+
+
+class Rows:
+    """Samples that differ from process to process, or are drawn anew at each reading."""
+
+    def __init__(self, offset: int = 0, noise: Callable[[], float] = lambda: 0.0) -> None:
+        self.offset, self.noise = offset, noise
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.noise(), float((index + self.offset) % 20)
+
+
+def rows_after(num: int, rows: Rows, again: Rows, workers: int = 0) -> Any:
+    first, loop = FollowedLoader(DataLoader(rows, batch_size=4, num_workers=workers)), Loop()
+    for _ in islice(first.batches(loop), num):
+        loop.step_number += 1
+    second = FollowedLoader(DataLoader(again, batch_size=4, num_workers=workers))
+    second.load_state_dict(first.state_dict())
+    return next(second.batches(loop))
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_restart_reads_its_last_batch_again_and_refuses_another_one(num: int) -> None:
+    words = rf"batch {num} of epoch 0, the last one of step {num}, .*: batch\[1\]\. Put the data"
+    with pytest.raises(DataChanged, match=words):
+        rows_after(num, Rows(), Rows(offset=1))
+    assert rows_after(num, Rows(3), Rows(3))[1].tolist()[0] == (4 * num + 3) % 20
+
+
+UNSEEDED = random.Random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "noise", [lambda: torch.rand(()).item(), lambda: UNSEEDED.random(), lambda: random.random()]
+)
+def test_what_is_drawn_anew_at_each_reading_is_no_other_data(
+    noise: Callable[[], float], workers: int
+) -> None:
+    whole = rows_after(3, Rows(noise=noise), Rows(noise=noise), workers)
+    assert whole[1].tolist() == [12, 13, 14, 15]
+    with pytest.raises(DataChanged, match=r"batch\[1\]"):
+        rows_after(3, Rows(noise=noise), Rows(5, noise), workers)
+
+
+def test_an_iterator_that_reads_ahead_over_the_ends_of_epochs_is_refused_at_once() -> None:
+    loader = Endless(numbers(), batch_size=4, shuffle=True, num_workers=1)
+    with pytest.raises(BadTask, match=r"Endless.source is an iterator .* Make it in __iter__"):
+        next(FollowedLoader(loader).batches(Loop()))
+
+
+class Told:
+    """Says in its samples which epoch it was told of."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_data_is_told_of_the_epoch_where_it_is_read(options: Any, wrapped: bool) -> None:
+    data: Any = Subset(Told(), range(8)) if wrapped else Told()  # type: ignore[arg-type]
+    followed = FollowedLoader(DataLoader(data, batch_size=4, **options))
+    seen = [batch.unique().tolist() for batch in followed.batches(Loop(), epochs=3)]
+    assert seen == [[0], [0], [1], [1], [2], [2]]
+
+
+def test_ranks_that_a_loop_seeds_differently_draw_other_samples() -> None:
+    def first(rank: int, differ: bool, make: Callable[[], Any] = shuffled) -> list[int]:
+        loop = Loop(rank=rank, world_size=2)
+        loop.seeds_differ = differ
+        found: list[int] = next(FollowedLoader(make()).batches(loop))[0].tolist()
+        return found
+
+    assert first(0, True) != first(1, True)
+    assert first(0, False) == first(1, False)
+    assert first(0, True, distributed) == first(1, True, distributed), "it divides by itself"
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_refused"),
+    [
+        ([(1, 1), (2, 2), (3, 3)], True),
+        ([(1, 2), (2, 3), (4, 5)], False),
+        ([(1, 1), (2, 2), (3, 4)], False),
+        ([(1, 1), (1, 1), (1, 1), (1, 1)], False),
+        ([(0, 0), (0, 0), (0, 0)], False),
+        ([(1, 2, 1), (3, 4, 3), (5, 6, 5)], True),
+    ],
+)
+def test_ranks_with_equal_batches_in_several_steps_are_refused(
+    steps: list[tuple[int, ...]], is_refused: bool
+) -> None:
+    equal = EqualBatches()
+    words = "got the same batches in 3 steps.*DistributedSampler"
+    with pytest.raises(BadTask, match=words) if is_refused else nullcontext():
+        for marks in steps:
+            equal.note(marks)

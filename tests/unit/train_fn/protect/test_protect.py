@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged
 from train_fn.node import node_dir
+from train_fn.protect.boundary import interrupted
 from train_fn.protect.guarantees import UP_TO_LOADER
 from train_fn.protect.place import name_of
 from train_fn.protect.protected import Protected
@@ -52,7 +54,8 @@ def protect(tmp_path: Path, model: nn.Module) -> Callable[..., Protected]:
 
 
 def data(length: int = 20) -> Any:
-    return es.loader(TensorDataset(torch.randn(length, 4)), global_batch_size=8)
+    inputs = torch.arange(4.0 * length).reshape(length, 4).sin()
+    return es.loader(TensorDataset(inputs), global_batch_size=8)
 
 
 def train(model: nn.Module, optimizer: Any, *inputs: torch.Tensor) -> torch.Tensor:
@@ -84,10 +87,9 @@ def test_arguments_are_refused_by_name(
     arguments: dict[str, Any], words: str, protect: Callable[..., Protected]
 ) -> None:
     if "checkpoint" in arguments:
-        with (
-            pytest.raises(BadTask, match=words),
-            es.protect(nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), **arguments),
-        ):
+        linear = nn.Linear(1, 1)
+        sgd = torch.optim.SGD(linear.parameters())
+        with pytest.raises(BadTask, match=words), es.protect(linear, sgd, **arguments):
             pass
         return
     with pytest.raises(BadTask, match=words):
@@ -121,19 +123,6 @@ def test_a_scheduler_that_was_not_given_is_noticed(
     protect(optimizer=optimizer, scheduler=scheduler)
 
 
-def late_scheduler(loop: dict[str, Any]) -> None:
-    train(loop["model"], loop["optimizer"], *loop["batch"])
-    loop["state"].step()
-    loop["scheduler"].step()
-
-
-def late_weights(loop: dict[str, Any]) -> None:
-    train(loop["model"], loop["optimizer"], *loop["batch"])
-    loop["state"].step()
-    with torch.no_grad():
-        loop["model"][0].weight.clamp_(-0.01, 0.01)
-
-
 def forgotten_step(loop: dict[str, Any]) -> None:
     train(loop["model"], loop["optimizer"], *loop["batch"])
 
@@ -152,8 +141,6 @@ def no_number(loop: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (late_scheduler, "changed scheduler after state.step()"),
-        (late_weights, "changed the trained weights after state.step()"),
         (forgotten_step, "batch of step 1 was not committed"),
         (step_twice, "without a batch"),
         (no_number, r"loss=…\) is a str"),
@@ -172,6 +159,159 @@ def test_a_loop_in_the_wrong_order_is_told_so(
     with pytest.raises(BadTask, match=words), state:
         for batch in data().batches(state, steps=5):
             body({**loop, "batch": batch})
+
+
+class Epochs:
+    """Loops as people write them, with what they do when an epoch of three steps ends."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, state: Protected) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.state, self.rates = state, list[float]()
+        inputs = torch.arange(80.0).reshape(20, 4).sin()
+        self.batches = es.loader(TensorDataset(inputs), global_batch_size=8)
+
+    def one(self, inputs: torch.Tensor, dies: int | None) -> None:
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        loss = self.model(inputs).square().mean()
+        loss.backward()
+        if self.state.step_number == dies:
+            raise LookupError("planned")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step(loss=loss)
+
+    def flat(self, dies: int | None) -> None:
+        for (inputs,) in self.batches.batches(self.state, epochs=4):
+            self.one(inputs, dies)
+            if self.state.step_number % len(self.batches) == 0:
+                self.scheduler.step()
+
+    def nested(self, dies: int | None) -> None:
+        for epoch in range(self.state.step_number // len(self.batches), 4):
+            for (inputs,) in self.batches.batches(self.state, epochs=epoch + 1):
+                self.one(inputs, dies)
+            self.scheduler.step()
+
+    def own_data(self, dies: int | None) -> None:
+        while self.state.step_number < 12:
+            self.one(torch.randn(8, 4), dies)
+            if self.state.step_number % 3 == 0:
+                self.scheduler.step()
+
+
+@pytest.mark.parametrize("torn", ["refuse", "shadow"])
+@pytest.mark.parametrize("shape", ["flat", "nested", "own_data"])
+@pytest.mark.parametrize("dies", [4, 6])
+def test_what_an_epoch_s_end_changes_belongs_to_its_last_step(
+    shape: str, dies: int, torn: str, tmp_path: Path
+) -> None:
+    def run(run_id: str, dies: int | None) -> tuple[list[float], dict[str, Any], int]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        state = es.protect(
+            model, optimizer, scheduler, torn=torn, storage=str(tmp_path / "s"), run_id=run_id
+        )
+        loop = Epochs(model, optimizer, scheduler, state)
+        with state:
+            getattr(loop, shape)(dies)
+        return loop.rates, model.state_dict(), scheduler.last_epoch
+
+    rates, weights, last = run("whole", None)
+    with pytest.raises(LookupError):
+        run("broken", dies)
+    again, found, last_again = run("broken", None)
+    assert again == rates[dies:] and (last, last_again) == (4, 4)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_without_a_sign_of_the_next_step_a_late_change_is_refused_at_any_step(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    """The model is never called itself, and the data is the loop's own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = protect(optimizer=optimizer, scheduler=scheduler)
+    words = r"changed scheduler after state.step\(\) .* or read the data by es.loader"
+    with pytest.raises(BadTask, match=words), state:
+        while state.step_number < 9:
+            loss = model[2](model[0](torch.randn(8, 4))).square().mean()  # type: ignore[index]
+            loss.backward()
+            optimizer.step()
+            state.step(loss=loss)
+            if state.step_number == 6:
+                scheduler.step()
+    assert state.step_number == 6
+
+
+def test_a_loop_that_changes_what_was_restored_is_refused(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    pretrained = {name: value.clone() for name, value in model.state_dict().items()}
+    for begins in (0, 4):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = protect(optimizer=optimizer)
+        words = "changed the trained weights between `with state:` .* state of step 4"
+        expected = BadTask if begins else LookupError
+        with pytest.raises(expected, match=words if begins else "planned"), state:
+            assert state.step_number == begins
+            model.load_state_dict(pretrained)
+            for batch in data().batches(state):
+                if state.step_number == 4:
+                    raise LookupError("planned")
+                state.step(loss=train(model, optimizer, *batch))
+
+
+@pytest.mark.parametrize(
+    ("changed", "earlier", "unsettled", "ends_epoch", "missing"),
+    [
+        ([], {}, [], False, None),
+        (["scheduler"], {}, [], False, "scheduler"),
+        ([], {True: ["scheduler"]}, [], False, None),
+        ([], {True: ["scheduler"]}, [], True, "scheduler"),
+        ([], {True: []}, ["scheduler"], True, None),
+        ([], {}, ["scheduler"], True, "scheduler"),
+        ([], {}, ["scheduler"], False, None),
+        ([], {False: ["extra.ema"]}, [], False, "extra.ema"),
+    ],
+)
+def test_a_commit_is_left_only_if_nothing_that_follows_it_is_missing(
+    changed: list[str],
+    earlier: dict[bool, list[str]],
+    unsettled: list[str],
+    ends_epoch: bool,
+    missing: str | None,
+) -> None:
+    found = interrupted(changed, earlier, unsettled, ends_epoch)
+    assert found is None if missing is None else found is not None and missing in found
+
+
+def test_a_loop_that_breaks_at_an_epoch_s_end_goes_on_from_a_whole_state(
+    tmp_path: Path, protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    """An evaluation fails before the scheduler steps: a restart from that commit would never step
+    it. The loop goes on from the state before."""
+    rates: list[float] = []
+    for fails in (True, False):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        state = protect(
+            optimizer=optimizer, scheduler=scheduler, checkpoint={"every_steps": 5}, fresh=fails
+        )
+        batches = data()
+        with pytest.raises(LookupError) if fails else nullcontext(), state:
+            assert state.step_number == (0 if fails else 5)
+            for batch in batches.batches(state, epochs=3):
+                state.step(loss=train(model, optimizer, *batch))
+                if state.step_number % len(batches) == 0:
+                    if fails and state.step_number == 6:
+                        raise LookupError("in an evaluation")
+                    scheduler.step()
+        rates.append(scheduler.last_epoch)
+        if fails:
+            assert "it changes scheduler" in str(state.left and state.left.problem)
+    assert rates[-1] == 3
 
 
 def test_a_loop_that_ends_within_a_step_saves_nothing_of_it(
@@ -311,3 +451,158 @@ def test_attributes_that_no_state_holds_are_named_once(
     assert len(said) == (0 if is_kept else 1)
     if said:
         assert said[0].startswith("the first step changes net.num_calls, net.noise, which no")
+
+
+def adds_up(loop: dict[str, Any]) -> None:
+    loop["model"](loop["inputs"]).square().mean().backward()
+    if loop["state"].step_number % 2:
+        loop["optimizer"].step()
+        loop["optimizer"].zero_grad()
+    loop["state"].step()
+
+
+def replaces_its_optimizer(loop: dict[str, Any]) -> None:
+    if loop["state"].step_number == 1:
+        loop["optimizer"] = torch.optim.SGD(loop["model"].parameters(), lr=0.1)
+    loop["state"].step(loss=train(loop["model"], loop["optimizer"], loop["inputs"]))
+
+
+def adds_weights(loop: dict[str, Any]) -> None:
+    if loop["state"].step_number == 1:
+        loop["optimizer"].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    loop["state"].step(loss=train(loop["model"], loop["optimizer"], loop["inputs"]))
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "step"),
+    [
+        (adds_up, r"for step 1 while gradients are being added up.* after optimizer.step\(\)", 0),
+        (replaces_its_optimizer, "step 2 changed the trained weights, but no optimizer", 1),
+        (adds_weights, "the optimizer holds 7 weights instead of 6", 1),
+    ],
+)
+def test_what_no_state_would_hold_is_refused_at_the_first_commit(
+    body: Callable[[dict[str, Any]], None],
+    words: str,
+    step: int,
+    protect: Callable[..., Protected],
+    model: nn.Module,
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = protect(optimizer=optimizer)
+    loop = {"model": model, "optimizer": optimizer, "state": state}
+    with pytest.raises(BadTask, match=words), state:
+        for (inputs,) in data().batches(state, steps=5):
+            loop["inputs"] = inputs
+            body(loop)
+    assert state.step_number == step
+
+
+def test_a_step_that_is_left_out_is_committed(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with protect(optimizer=optimizer) as state:
+        for (inputs,) in data().batches(state, steps=4):
+            optimizer.zero_grad()
+            if state.step_number == 2:  # before the pass: the gradients of step 2 are used up
+                state.step()
+                continue
+            loss = model(inputs).square().mean()
+            loss.backward()
+            if state.step_number == 3:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+            state.step(loss=loss)
+    assert state.step_number == 4
+
+
+def test_weights_of_no_model_are_refused(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    loss = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with pytest.raises(BadTask, match=r"holds 2 weights of no model .* shape \(3, 2\).*'loss'"):
+        protect(optimizer=optimizer)
+    protect(model={"net": model, "loss": loss}, optimizer=optimizer)
+    protect(optimizer=optimizer, extra={"loss": loss})
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.layer = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.layer.requires_grad_(False)
+        self.head = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.student(inputs) - self.layer(inputs))
+        return found
+
+
+def test_a_teacher_that_follows_and_layers_that_thaw_are_as_in_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    def run(run_id: str, dies: int | None) -> Teacher:
+        torch.manual_seed(2)
+        net = Teacher()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = es.protect(net, optimizer, storage=str(tmp_path / "s"), run_id=run_id)
+        inputs = torch.arange(80.0).reshape(20, 4).cos()
+        with state:
+            for (batch,) in es.loader(TensorDataset(inputs), 8).batches(state, steps=8):
+                loss = net(batch).square().mean()
+                loss.backward()
+                if state.step_number == dies:
+                    raise LookupError("planned")
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step(loss=loss)
+                with torch.no_grad():
+                    for slow, fast in zip(
+                        net.layer.parameters(), net.student.parameters(), strict=True
+                    ):
+                        slow.lerp_(fast, 0.1)
+                if state.step_number == 3:
+                    net.head.requires_grad_(True)
+        return net
+
+    whole = run("whole", None)
+    with pytest.raises(LookupError):
+        run("broken", 5)
+    again = run("broken", None)
+    assert again.head.weight.requires_grad and not again.layer.weight.requires_grad
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+class Unordered:
+    """Lists its files in another order in each process."""
+
+    def __init__(self, names: list[int]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(self.names[index])) + torch.rand(4)
+
+
+@pytest.mark.parametrize("dies", [4, 6])
+def test_data_in_another_order_after_a_restart_is_refused_within_an_epoch(
+    dies: int, protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    names = list(range(24))
+    for listed in (names, names[::-1]):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = protect(optimizer=optimizer)
+        is_refused = listed != names and dies % 3
+        expected = DataChanged if is_refused else LookupError
+        words = r"not the same: batch of its last batch.*sort what" if is_refused else "planned"
+        with pytest.raises(expected, match=words), state:
+            for inputs in es.loader(Unordered(listed), 8).batches(state):
+                if state.step_number == (dies if listed == names else dies + 1):
+                    raise LookupError("planned")
+                state.step(loss=train(model, optimizer, inputs))
