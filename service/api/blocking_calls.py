@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _DATABASE_THREADS: Final = 8
 _STORAGE_THREADS: Final = 8
+_LONG_STORAGE_THREADS: Final = 2
 
 
 class BlockingCalls:
@@ -30,6 +31,7 @@ class BlockingCalls:
         self._database = database
         self._database_threads = anyio.CapacityLimiter(_DATABASE_THREADS)
         self._storage_threads = anyio.CapacityLimiter(_STORAGE_THREADS)
+        self._long_storage_threads = anyio.CapacityLimiter(_LONG_STORAGE_THREADS)
         self._writes = WriteQueue(database)
 
     async def database_call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,4 +59,13 @@ class BlockingCalls:
         """Run a call that reads or writes storage in a thread."""
         return await anyio.to_thread.run_sync(
             partial(call, *args, **kwargs), limiter=self._storage_threads
+        )
+
+    async def long_storage_call(
+        self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a call that reads or deletes as much as a run has, which may take minutes. Two run at
+        a time, so that short calls always find a thread."""
+        return await anyio.to_thread.run_sync(
+            partial(call, *args, **kwargs), limiter=self._long_storage_threads
         )

@@ -134,7 +134,7 @@ async def verify_checkpoint(run: ControlledRun, context: Context, step: Which) -
         )
     # a checkpoint that another storage lacks is not damaged
     await context.storage_call(context.storage_gate.require)
-    problem = await context.storage_call(_verify, context, run.id, checkpoint.name)
+    problem = await context.long_storage_call(_verify, context, run.id, checkpoint.name)
     await context.database_call(
         context.events.record_check, run.id, checkpoint.name, problem, "verify"
     )

@@ -137,6 +137,7 @@ class ApiContext:
         self.database_lookup = calls.database_lookup
         self.database_write = calls.database_write
         self.storage_call = calls.storage_call
+        self.long_storage_call = calls.long_storage_call
         self.feed = EventFeed(self.events, calls)
         self.followers = Followers(self.tokens, self.sessions, calls)
         self.logs = LogViews(storage, calls)

@@ -255,7 +255,7 @@ async def delete_run(run: ControlledRun, context: Context) -> None:
     await context.storage_call(context.storage_gate.require)
     # The directory first: after a crash in between, the run can be deleted again, and no orphaned
     # files are left.
-    await context.storage_call(RunDir(context.storage, run.id).delete)
+    await context.long_storage_call(RunDir(context.storage, run.id).delete)
     await context.database_call(context.runs.delete, run.id)
     context.logs.forget(run.id)
 

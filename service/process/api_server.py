@@ -12,6 +12,7 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
+from service.process.http_connection import HttpConnection
 from service.settings import Settings
 
 DRAIN_TIMEOUT_S: Final = 5
@@ -30,6 +31,7 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=HttpConnection,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=DRAIN_TIMEOUT_S,

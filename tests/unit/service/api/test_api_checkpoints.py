@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import tarfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -212,6 +213,36 @@ async def test_verifying(api: ApiService, tmp_path: Path) -> None:
     assert (await api.http.post(f"/v1/runs/{run_id}/checkpoints/10/verify")).json()[
         "state"
     ] == "committed"
+
+
+async def test_verifying_leaves_threads_for_other_requests(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, journal = await api.running()
+    save(api, run_id, journal, 10)
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+    verify = CheckpointStore.verify
+
+    def slow(self: CheckpointStore, name: str) -> None:
+        begun.release()
+        assert go_on.wait(60)
+        verify(self, name)
+
+    monkeypatch.setattr(CheckpointStore, "verify", slow)
+    path = f"/v1/runs/{run_id}/checkpoints/10/verify"
+    tasks = [asyncio.create_task(api.http.post(path)) for _ in range(10)]
+    try:
+        waiting = api.context.calls._long_storage_threads
+        async with asyncio.timeout(60):
+            while waiting.statistics().tasks_waiting < 8:  # noqa: ASYNC110  the server's own tasks
+                await asyncio.sleep(0.02)
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
+        assert not begun.acquire(blocking=False), "two at a time"
+        assert (await api.http.get(f"/v1/runs/{run_id}/logs")).status_code == 200
+        assert not any(task.done() for task in tasks)
+    finally:
+        go_on.set()
+    assert {answer.json()["state"] for answer in await asyncio.gather(*tasks)} == {"committed"}
 
 
 async def test_retention_leaves_alone_what_is_being_downloaded(api: ApiService) -> None:
