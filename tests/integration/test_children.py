@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from everstep.wire.events import EventKind
+from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun
 from tests.integration.own_code_runs import begin, cluster, started
 from tests.integration.ray_cluster import RayCluster
@@ -20,7 +21,16 @@ __all__ = ["cluster", "started"]
 pytestmark = pytest.mark.timeout(600)
 
 HELPERS = """
-import multiprocessing, os, subprocess, sys, time
+import ctypes, logging, multiprocessing, os, subprocess, sys, time
+
+log = logging.getLogger("mine")
+log.propagate, log.handlers = False, [logging.StreamHandler(sys.stdout)]
+log.setLevel(logging.INFO)
+
+def past_python():
+    if ctypes.CDLL(None).fork() == 0:
+        while True:
+            time.sleep(1)
 
 def daemon():
     if os.fork() == 0:
@@ -32,16 +42,28 @@ def daemon():
     os.wait()
 
 class Helped(Line):
+    def __init__(self, claim):
+        super().__init__()
+        self.claim = claim
+
     def build_datasets(self):
         pool = [multiprocessing.Process(target=time.sleep, args=(600,)) for _ in range(2)]
         for each in pool:
             each.start()
         daemon()
+        try:
+            with open(self.claim, "x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            pass
+        else:
+            past_python()
         self.program = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
         return super().build_datasets()
 
-    def loss(self, model, batch):
+    def loss(self, model, batch, step):
         time.sleep(0.02)
+        log.info("mine in step %d", step)
         return super().loss(model, batch)
 """
 
@@ -49,21 +71,33 @@ class Helped(Line):
 def test_a_killed_rank_is_noticed_at_once_whatever_its_code_has_started(
     started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
+    """The second one has a child that nothing told to let go of its connections."""
     archive = tar_gz({"task.py": f"{TASK}\n{HELPERS}"})
-    train = {"epochs": 15, "global_batch_size": 4}
-    run = begin(
-        started, cluster, tmp_path, archive, {"task": "task:Helped"}, min_workers=2, train=train
-    )
-    run.wait_for_step(20)
-    victim = run.worker(1)
-    helpers = psutil.Process(victim["pid"]).children(recursive=True)
-    os.kill(victim["pid"], signal.SIGKILL)
+    train = {"epochs": 25, "global_batch_size": 4}
+    claim = tmp_path / "claim"
+    code = {"task": "task:Helped", "args": {"claim": str(claim)}}
+    run = begin(started, cluster, tmp_path, archive, code, min_workers=2, train=train)
+    helpers, killed = [], []
+    for attempt, has_claimed in ((1, False), (2, True)):
+        run.wait_for_step(20 * attempt, attempt=attempt - 1)
+        [victim] = [
+            worker
+            for worker in map(run.worker, range(2))
+            if (worker["pid"] == int(claim.read_text())) == has_claimed
+        ]
+        killed.append(("worker_lost", victim["rank"]))
+        helpers += psutil.Process(victim["pid"]).children(recursive=True)
+        os.kill(victim["pid"], signal.SIGKILL)
     assert run.wait_for_end() == 0, run.describe()
-    assert len(helpers) >= 3
-    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
-    recovered = run.last(EventKind.RECOVERED).data
-    assert (recovered["rung"], recovered["steps_lost"]) == ("in_process", 0)
-    assert recovered["detect_s"] < 20, "not only once nothing has moved for a minute"
+    assert len(helpers) >= 7
+    failures = [(e.data["verdict"], e.data["first_rank"]) for e in run.of(EventKind.FAILURE)]
+    assert failures == killed
+    for recovered in run.of(EventKind.RECOVERED):
+        assert (recovered.data["rung"], recovered.data["steps_lost"]) == ("in_process", 0)
+        assert recovered.data["detect_s"] < 30, "not only once nothing has moved for a minute"
     _, alive = psutil.wait_procs(helpers, timeout=30)
     assert alive == []
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+    lines, _ = read_rank_logs(run.run_dir, limit=100_000)
+    told = {(each.attempt, each.rank) for each in lines if each.message.startswith("mine in step")}
+    assert told == {(attempt, rank) for attempt in (1, 2, 3) for rank in (0, 1)}

@@ -38,6 +38,9 @@ from train_fn.ray_train.yield_request import YieldRequest
 from train_fn.recovery.launch import YIELDED, Engine, Outcome
 from train_fn.recovery.marks import WorkersLimit
 
+_ASK_QUIET_S = 3.0
+"""Seconds between two calls to every rank while nothing has moved for as long."""
+
 
 class EverstepController(TrainController):  # type: ignore[misc]
     """Start, watch and restart the worker groups of one submission. Runs as an actor on the
@@ -120,6 +123,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self.worker_group_cls,
             lambda: self._worker_group,
             self._is_running,
+            self._patience_s,
         )
 
     # -- calls of drivers
@@ -208,12 +212,18 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if (
             not news
             and not own_function
-            and time.monotonic() - self._polled_at < settings.ask_ranks_s
+            and time.monotonic() - self._polled_at < self._ask_after_s()
         ):
             return self._worker_group.unchanged_status()
         self._polled_at = time.monotonic()
         self._latest_poll_time = float("-inf")  # skip Ray's own pause
         return await super()._poll_workers()
+
+    def _ask_after_s(self) -> float:
+        """Return the seconds between two calls to every rank. Less while nothing moves: a rank may
+        be gone without anybody noticing."""
+        longest_s = self._settings.ask_ranks_s
+        return min(longest_s, _ASK_QUIET_S) if self._hangs.quiet_s > _ASK_QUIET_S else longest_s
 
     def _is_training_succeeded(self, worker_group_status: Any) -> bool:
         """Return whether the run has ended well. Ranks that exited for a resize have not: the
@@ -250,6 +260,11 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self.worker_group_cls.survivors.end()
 
     # -- called by its parts
+
+    def _patience_s(self) -> float:
+        """Return how much longer ranks may take for what they do. None once the run is to stop."""
+        stops = self._driver.is_leaving or self._journal.stop_requested is not None
+        return 0.0 if stops else self._hangs.left_s
 
     def _is_running(self) -> bool:
         return isinstance(self.get_state(), RunningState)

@@ -59,6 +59,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         groups: has the newest group, even if its start failed.
         current_group: returns the controller's group; None without one.
         is_running: returns whether that group trains.
+        patience_s: returns how much longer its ranks may take for what they do.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         groups: GroupFactory,
         current_group: Callable[[], EverstepWorkerGroup | None],
         is_running: Callable[[], bool],
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(failure_config)
         self._spec = engine.job.spec
@@ -81,6 +83,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         self._groups = groups
         self._current_group = current_group
         self._is_running = is_running
+        self._patience_s = patience_s
         self._decision: Decision | None = None
 
     @property
@@ -168,7 +171,7 @@ class EvidencePolicy(FailurePolicy):  # type: ignore[misc]
         """Return a report on each rank: of the group that trained, or of one whose start failed."""
         group = self._current_group()
         if running and group is not None:
-            return group.wait_for_survivors()
+            return group.wait_for_survivors(self._patience_s)
         return self._groups.last.start_reports if self._groups.last is not None else ()
 
     def _falls_back(self, judgement: Judgement) -> bool:

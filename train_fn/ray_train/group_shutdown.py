@@ -6,17 +6,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from train_fn.ray_train.nodes import ReadNodes
-from train_fn.ray_train.rank_reports import place_of, with_end, with_error
+from train_fn.ray_train.rank_reports import UNNOTICED, place_of, with_end, with_error
 from train_fn.ray_train.ray_internals import Worker
-from train_fn.ray_train.stopped_processes import wake_stopped
+from train_fn.ray_train.stopped_processes import find_gone, wake_stopped
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.hang import SILENT_S, find_silent, silent_ranks, waits_for_others
+from train_fn.recovery.hang import (
+    SILENT_S,
+    find_silent,
+    may_still_leave,
+    silent_ranks,
+    waits_for_others,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ _SLOWEST_BYTES_PER_S = 300e6
 """Lowest assumed rate at which several ranks at once copy, digest and write a state."""
 _KEPT_S = 2.0
 """Seconds that a rank whose state is already on its node has to be freed by an abort and exit."""
+_NODES_ANSWER_S = 3.0
 _WAIT_S = 0.5
 """Interval in seconds at which a rank that is waited for reports its state."""
 
@@ -34,6 +41,11 @@ _WAIT_S = 0.5
 def hold_for(hold_s: float, state_bytes: int) -> float:
     """Return how many seconds ranks may take to write states of ``state_bytes`` bytes."""
     return hold_s + state_bytes / _SLOWEST_BYTES_PER_S
+
+
+def _has_left_a_state(report: RankReport) -> bool:
+    in_snapshot = None if report.error is None else report.error.snapshot_step
+    return any(step is not None for step in (report.stays_at, report.kept_step, in_snapshot))
 
 
 class GroupShutdown:
@@ -63,6 +75,8 @@ class GroupShutdown:
         self._asked_at: dict[int, float] = {}
         """When each rank was last polled."""
         self._have_woken = False
+        self._looked_for: set[int] = set()
+        """Ranks that were looked for on their nodes."""
         nodes = {node.node_id: node for node in read_nodes()}
         for rank, worker in enumerate(workers):
             report = dataclasses.replace(place_of(rank, worker, nodes), still_running=True)
@@ -76,12 +90,23 @@ class GroupShutdown:
                 worker.actor.abandon.remote()
                 self._wait_for(rank)
 
-    def reports_within(self, hold_s: float) -> tuple[RankReport, ...]:
+    def reports_within(
+        self, hold_s: float, patience_s: Callable[[], float] = lambda: 0.0
+    ) -> tuple[RankReport, ...]:
         """Return how the ranks ended, after at most this wait. A rank that takes longer stays
-        ``still_running``. Nodes that do not answer are not waited for."""
+        ``still_running``. Nodes that do not answer are not waited for.
+
+        Args:
+            hold_s: longest wait in seconds, but for larger states.
+            patience_s: returns how much longer ranks may take for what they do. While nobody has
+                left a state, one that is busy with its step is waited for as long.
+        """
         deadline = float("inf")
         stacks: dict[int, str | None] = {}
-        while self._waiting and (left_s := self._until(deadline, hold_s) - time.monotonic()) > 0:
+        while self._waiting and (
+            (left_s := self._until(deadline, hold_s) - time.monotonic()) > 0
+            or (left_s := self._patience_for_the_last(stacks, patience_s)) > 0
+        ):
             done = self._answered(min(left_s, 0.25))
             if not done:
                 self._drop_lost_nodes()  # may take a second, in which ranks answer
@@ -99,6 +124,8 @@ class GroupShutdown:
             waiting, now = set(self._waiting.values()), time.monotonic()
             if waiting and all(self._reports[rank].kept_step is not None for rank in waiting):
                 deadline = min(deadline, now + _KEPT_S)
+            if self._drop_gone(silent_ranks(self._asked_at, waiting, now, self._silent_s)):
+                continue
             silent = find_silent(self._asked_at, stacks, waiting, now, self._silent_s)
             if silent:
                 self._kill_silent(silent)
@@ -109,6 +136,7 @@ class GroupShutdown:
                 and len(silent_ranks(self._asked_at, waiting, now, self._silent_s)) == len(waiting)
             ):
                 self._wake()
+        self._drop_gone(list(self._waiting.values()))
         for rank in self._waiting.values():
             report = self._reports[rank]
             held_up = report.kept_step is not None or waits_for_others(stacks.get(rank) or "")
@@ -119,6 +147,17 @@ class GroupShutdown:
         """Return the latest end of the wait. Larger states get more time."""
         largest = max((report.state_bytes for report in self._reports.values()), default=0)
         return min(deadline, self._began + hold_for(hold_s, largest))
+
+    def _patience_for_the_last(
+        self, stacks: Mapping[int, str | None], patience_s: Callable[[], float]
+    ) -> float:
+        """Return how many seconds more are waited for ranks that may still leave, if nobody has
+        left a state. It would be lost with them."""
+        if any(map(_has_left_a_state, self._reports.values())):
+            return 0.0
+        waiting = set(self._waiting.values())
+        silent = silent_ranks(self._asked_at, waiting, time.monotonic(), self._silent_s)
+        return patience_s() if may_still_leave(stacks, waiting - set(silent)) else 0.0
 
     def _answered(self, within_s: float) -> list[Any]:
         """Wait until one call returns, then return all that have. A rank whose answer has arrived
@@ -161,6 +200,22 @@ class GroupShutdown:
                     self._reports[rank], unresponsive=True, still_running=False
                 )
                 ray.kill(self._workers[rank].actor)
+
+    def _drop_gone(self, ranks: Collection[int]) -> bool:
+        """Look on their nodes for ranks that do not answer. Return whether the process of one is
+        gone."""
+        ranks = [rank for rank in ranks if rank not in self._looked_for]
+        self._looked_for |= set(ranks)
+        places = {(self._reports[rank].node_id, self._reports[rank].pid): rank for rank in ranks}
+        found = {places[place] for place in find_gone(places, _NODES_ANSWER_S)} if ranks else set()
+        for ref, rank in list(self._waiting.items()):
+            if rank in found:
+                del self._waiting[ref]
+                self._reports[rank] = dataclasses.replace(
+                    self._reports[rank], died=True, death=UNNOTICED, still_running=False
+                )
+                ray.kill(self._workers[rank].actor)
+        return bool(found)
 
     def _drop_lost_nodes(self) -> None:
         reachable = {node.node_id for node in self._read_nodes() if node.reachable}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from train_fn.ray_train.attempt_log import AttemptLog
@@ -31,6 +32,17 @@ class HangBreaker:
     def due_at(self) -> float:
         """Return when the group is overdue without progress until then, in monotonic seconds."""
         return self._watch.due_at
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that the group has until it is overdue; 0 if there is no limit."""
+        left_s = self.due_at - time.monotonic()
+        return 0.0 if math.isinf(left_s) else max(0.0, left_s)
+
+    @property
+    def quiet_s(self) -> float:
+        """Return the seconds since the group was last seen to move; 0 before it was."""
+        return self._watch.quiet_s(time.monotonic())
 
     def check(self, group: EverstepWorkerGroup) -> None:
         """Kill the ranks that hold up the others once nothing has moved for too long. Call this

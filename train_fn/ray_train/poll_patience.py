@@ -1,6 +1,8 @@
-"""Wait for ranks that missed a poll while the network may be at fault.
+"""Wait for ranks that missed a poll while the network may be at fault, and ask the nodes of those
+that do not answer whether they are there.
 
-Ray counts a rank as lost after its first failed call.
+Ray counts a rank as lost after its first failed call, but does not notice that its process is gone
+while something else holds its connections.
 """
 
 from __future__ import annotations
@@ -10,14 +12,21 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from train_fn.ray_train.nodes import ReadNodes
+from train_fn.ray_train.rank_reports import UNNOTICED
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
+from train_fn.ray_train.stopped_processes import find_gone
 from train_fn.recovery.sizing import NodeView
+
+_SILENT_S = 2.0
+"""Seconds without an answer after which a rank's node is asked whether its process is there."""
+_ASK_AGAIN_S = 5.0
+_NODE_ANSWERS_S = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +45,7 @@ class PollPatience:
         self._missed_since: dict[int, float] = {}
         """Since when each rank could not be called, in monotonic seconds."""
         self._logged_cut_off = False
+        self._asked_nodes_at = float("-inf")
 
     def still_running(
         self,
@@ -76,6 +86,36 @@ class PollPatience:
             if _may_answer_yet(workers[rank], nodes)
             and rank not in pending_polls  # a call that hangs had its time already
             and self._missed_since[rank] > recent
+        }
+
+    def gone(self, workers: Sequence[Any], pending_polls: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the ranks whose process is gone though Ray has not noticed, each with the error of
+        its poll. Their nodes are asked once they have not answered for a while.
+
+        Args:
+            workers: the group's workers, by rank.
+            pending_polls: Ray's polls without a result, by rank.
+        """
+        now = time.monotonic()
+        silent = {
+            rank: (workers[rank].metadata.node_id, workers[rank].metadata.pid)
+            for rank, poll in pending_polls.items()
+            if now - poll.start_time > _SILENT_S
+        }
+        if not silent or now - self._asked_nodes_at < _ASK_AGAIN_S:
+            return {}
+        self._asked_nodes_at = now
+        try:
+            reachable = {node.node_id for node in self._read_nodes() if node.reachable}
+        except Exception as exc:
+            logger.warning("the cluster's nodes could not be read: %s", exc)
+            return {}
+        asked = [place for place in silent.values() if place[0] in reachable]
+        found = find_gone(asked, _NODE_ANSWERS_S)
+        return {
+            rank: WorkerHealthCheckFailedError(UNNOTICED, failure=RayActorError(None, UNNOTICED))
+            for rank, place in silent.items()
+            if place in found
         }
 
     def is_cut_off(self, workers: Sequence[Any]) -> bool:

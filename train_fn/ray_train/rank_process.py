@@ -25,7 +25,7 @@ from train_fn.node.silent_peers import watch_peers
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import RankLaunch
 from train_fn.step.nccl import abort_collectives, begin_attempt
-from train_fn.step.peers import end_process_group
+from train_fn.step.peers import close_connections, end_process_group
 
 TRAINING_THREAD = "TrainingThread"
 """Ray Train's name for the thread that runs the training function."""
@@ -40,6 +40,10 @@ for its nodes."""
 
 ABORT_ENDS_S = 2.0
 """Longest wait in seconds for the abort of an earlier attempt's collectives to end."""
+
+
+FREED_S = 2.0
+"""Longest wait in seconds for a rank to leave by itself, since its peers' connections break."""
 
 
 class _Attempt:
@@ -129,16 +133,26 @@ def ask_to_yield(hands_over: bool) -> None:
 def abandon() -> None:
     """Make the loop leave its step: a peer is gone, or is assumed to be.
 
-    NCCL's collectives are aborted. Gloo's fail by themselves if a peer has died. If the peer lives
-    and was only cut off from the head, the loop leaves at its next step. Return at once: an abort
-    may take long, and this process must answer calls meanwhile.
+    NCCL's collectives are aborted. Gloo's fail by themselves if a peer has died and nothing holds
+    its connections. Otherwise this rank closes its own soon. If the peer was only cut off from the
+    head, the loop may leave at its next step before. Return at once: an abort may take long, and
+    this process must answer calls meanwhile.
     """
     attempt = _current()
     attempt.abandoned.set()
     attempt.abort = threading.Thread(
-        target=abort_collectives, name="abort-collectives", daemon=True
+        target=_free, args=(attempt,), name="abort-collectives", daemon=True
     )
     attempt.abort.start()
+
+
+def _free(attempt: _Attempt) -> None:
+    """Free the training thread from collectives that do not end."""
+    abort_collectives()
+    if attempt.training is not None:
+        attempt.training.join(FREED_S)
+        if attempt.training.is_alive():
+            close_connections()
 
 
 def report_end_of(training: threading.Thread) -> None:

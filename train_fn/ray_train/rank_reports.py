@@ -17,7 +17,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
 )
-from train_fn.ray_train.stopped_processes import find_stopped
+from train_fn.ray_train.stopped_processes import find_gone, find_stopped
 from train_fn.ray_train.worker_actor import RankEnd
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.rank_error import describe_error
@@ -25,6 +25,11 @@ from train_fn.recovery.sizing import NodeView
 
 logger = logging.getLogger(__name__)
 
+UNNOTICED = (
+    "its process is gone, though Ray has not noticed: something that it has started holds its "
+    "connections"
+)
+"""The description of a death that only the rank's node knows of."""
 _PING_S = 1.0
 """Timeout in seconds for a rank's process to answer that it is alive. Most do at once, also while
 they wait for a peer that died."""
@@ -108,18 +113,24 @@ def reports_of_slow_start(
     workers: Sequence[Worker], read_nodes: ReadNodes
 ) -> tuple[RankReport, ...]:
     """Return reports on the known ranks of a group whose start does not progress. They say which
-    ranks are stopped."""
+    ranks are stopped or gone."""
     try:
         nodes = {node.node_id: node for node in read_nodes()}
         reports = [place_of(rank, worker, nodes) for rank, worker in enumerate(workers)]
-        found = find_stopped((report.node_id, report.pid) for report in reports)
+        places = [(report.node_id, report.pid) for report in reports]
+        stopped, gone = find_stopped(places), find_gone(places)
     except Exception as exc:  # the ranks are killed in any case
         logger.warning("could not find out which ranks hold up the start: %s", exc)
         return ()
-    held_up = [(report.node_id, report.pid) not in found for report in reports]
     return tuple(
-        dataclasses.replace(report, unresponsive=not waits, still_running=waits)
-        for report, waits in zip(reports, held_up, strict=True)
+        dataclasses.replace(
+            report,
+            unresponsive=place in stopped,
+            died=place in gone,
+            death=UNNOTICED if place in gone else None,
+            still_running=place not in stopped | gone,
+        )
+        for report, place in zip(reports, places, strict=True)
     )
 
 

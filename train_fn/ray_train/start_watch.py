@@ -1,4 +1,4 @@
-"""Give up the start of a group that takes too long, or in which a rank is stopped."""
+"""Give up the start of a group that takes too long, or in which a rank is stopped or gone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def watched_start(
 
     Args:
         limit_s: longest start in seconds.
-        find_stopped: returns a report on each rank; stopped ones are ``unresponsive``.
+        find_stopped: returns a report on each rank; stopped ones are ``unresponsive``, and those
+            whose process is gone ``died``.
         give_up: called with these reports. It must kill the group's actors, so that the start fails
             at once.
     """
@@ -61,9 +62,13 @@ def watched_start(
                 continue
             reports = find_stopped()
             overdue = limit.left_s() == 0.0
-            if limit.ended or not (overdue or any(each.unresponsive for each in reports)):
+            if limit.ended or not (
+                overdue or any(each.unresponsive or each.died for each in reports)
+            ):
                 continue
-            why = "takes too long to start" if overdue else "waits for a rank that is stopped"
+            why = (
+                "takes too long to start" if overdue else "waits for a rank that is stopped or gone"
+            )
             logger.warning("the worker group %s; killing its processes", why)
             give_up(reports)
             return

@@ -1,5 +1,6 @@
-"""Find, wake and end stopped processes on other nodes (SIGSTOP, a debugger, a frozen container).
-They seem alive to the peers that wait for them."""
+"""Find processes on other nodes that seem alive to the peers that wait for them: stopped ones
+(SIGSTOP, a debugger, a frozen container), which are woken or ended, and those that are gone while
+something that they have started holds their connections."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from train_fn.node.children import end_leftovers
 
 _ANSWER_S = 10.0
 
@@ -36,8 +39,19 @@ def end_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     return _ask_nodes(signalled, processes, signal.SIGKILL)
 
 
+def find_gone(
+    processes: Iterable[tuple[str, int]], answer_s: float = _ANSWER_S
+) -> set[tuple[str, int]]:
+    """Return those (node, process) pairs whose process has ended, though Ray may not know. What
+    they have started is ended, so that Ray and their peers notice."""
+    return _ask_nodes(gone, processes, answer_s=answer_s)
+
+
 def _ask_nodes(
-    question: Callable[..., list[int]], processes: Iterable[tuple[str, int]], *arguments: Any
+    question: Callable[..., list[int]],
+    processes: Iterable[tuple[str, int]],
+    *arguments: Any,
+    answer_s: float = _ANSWER_S,
 ) -> set[tuple[str, int]]:
     pids_by_node: dict[str, list[int]] = {}
     for node_id, pid in processes:
@@ -49,7 +63,7 @@ def _ask_nodes(
         for node_id, pids in pids_by_node.items()
     }
     answered, _ = (
-        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+        ray.wait(list(asked), num_returns=len(asked), timeout=answer_s) if asked else ([], [])
     )
     found = set()
     for ref in answered:
@@ -57,7 +71,7 @@ def _ask_nodes(
             found |= {(asked[ref], pid) for pid in ray.get(ref)}
         except RayError as exc:
             logger.warning(
-                "node %s did not report which of its ranks are stopped: %s", asked[ref], exc
+                "node %s did not report which of its ranks are stopped or gone: %s", asked[ref], exc
             )
     return found
 
@@ -71,6 +85,19 @@ def stopped(pids: Collection[int]) -> list[int]:
                 found.append(pid)
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def gone(pids: Collection[int]) -> list[int]:
+    """Return those of this node's processes that have ended, and end what ranks have left here."""
+    end_leftovers()
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            found.append(pid)
     return found
 
 

@@ -187,8 +187,12 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         running = self._patience.still_running(
             statuses, self.get_workers(), self._world_rank_to_ongoing_poll
         )
+        gone = self._patience.gone(self.get_workers(), self._world_rank_to_ongoing_poll)
         return [
-            _still_running() if rank in running else status for rank, status in enumerate(statuses)
+            _ended_by(gone[rank])
+            if rank in gone
+            else (_still_running() if rank in running else status)
+            for rank, status in enumerate(statuses)
         ]
 
     def is_cut_off(self) -> bool:
@@ -272,9 +276,13 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
         self.keep(staying, insured, most_bytes)
 
-    def wait_for_survivors(self) -> tuple[RankReport, ...]:
+    def wait_for_survivors(self, patience_s: Callable[[], float]) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
-        Return a report on each rank."""
+        Return a report on each rank.
+
+        Args:
+            patience_s: returns how much longer ranks may take for what they do.
+        """
         if self._meets_to_report:
             # This frees ranks that wait in report() for a peer that is gone.
             self.get_worker_group_state().sync_actor.reset.remote()
@@ -283,7 +291,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         silent_s = ABORTING_SILENT_S if self._must_abort() else SILENT_S
         shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s)
         reports = with_unheard(
-            shutdown.reports_within(self._settings.hold_s),
+            shutdown.reports_within(self._settings.hold_s, patience_s),
             {worker.metadata.node_id: worker.metadata.node_ip for worker in self.get_workers()},
         )
         self._gone = [report.rank for report in reports if report.died or report.unresponsive]
@@ -319,6 +327,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._survivors.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
+
+
+def _ended_by(error: BaseException) -> Any:
+    return WorkerStatus(running=False, error=error, training_report=None)
 
 
 def _still_running() -> Any:

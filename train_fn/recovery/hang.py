@@ -76,6 +76,10 @@ class HangWatch:
         self.due_at = self._moved_at + self.limit_s(progress)
         return now - self._moved_at if now > self.due_at else None
 
+    def quiet_s(self, now: float) -> float:
+        """Return the seconds since the attempt last moved, as far as is known at ``now``."""
+        return 0.0 if self._seen is None else now - self._moved_at
+
     def reason(self, progress: Progress, overdue_s: float) -> str:
         """Return why the ranks are taken for hung, and which setting of the spec allows more."""
         set_s = self._hang_timeout_s
@@ -164,6 +168,17 @@ def silent_ranks(
     """Return the ranks in ``waiting`` that have not answered for ``silent_s``; the arguments are
     those of ``find_silent``."""
     return [rank for rank in sorted(waiting) if now - asked_at[rank] > silent_s]
+
+
+def may_still_leave(stacks: Mapping[int, str | None], waiting: Collection[int]) -> bool:
+    """Return whether one of the ranks in ``waiting`` runs code that waits for nobody, so that it
+    will come to its next collective, leave there, and keep its state.
+
+    Args:
+        stacks: stacks of ranks that answered and are still in their step.
+        waiting: ranks that have not ended, and answer.
+    """
+    return any((stack := stacks.get(rank)) and not _cannot_leave(stack) for rank in waiting)
 
 
 def _cannot_leave(stack: str) -> bool:

@@ -173,10 +173,17 @@ def end_process_group() -> bool:
         return True
     if not fails_by_itself():
         return within_limit(end_groups)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        _close_connections(group)
+    close_connections()
     dist.destroy_process_group()
     return True
+
+
+def close_connections() -> None:
+    """Make the collectives of this process fail whose backend lets them fail. Any thread may call
+    this."""
+    if dist.is_initialized() and fails_by_itself():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            _close_connections(group)
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:

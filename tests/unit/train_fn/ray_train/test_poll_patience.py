@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnavailableError
 
 from train_fn.ray_train import poll_patience
 from train_fn.ray_train.poll_patience import PollPatience
+from train_fn.ray_train.rank_reports import UNNOTICED, with_error
 from train_fn.ray_train.ray_internals import (
     WorkerGroup,
     WorkerHealthCheckFailedError,
@@ -18,6 +19,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerStatus,
 )
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
@@ -55,7 +57,8 @@ class Polls:
         )
         self.group._world_rank_to_ongoing_poll = {}
         self.group.get_workers = lambda: [
-            SimpleNamespace(metadata=SimpleNamespace(node_id=n)) for n in "ab"[: len(self.statuses)]
+            SimpleNamespace(metadata=SimpleNamespace(node_id=n, pid=ord(n)))
+            for n in "ab"[: len(self.statuses)]
         ]
         monkeypatch.setattr(
             WorkerGroup,
@@ -109,14 +112,38 @@ def test_a_rank_that_hangs_on_a_node_that_answers_is_not_waited_for(polls: Polls
         (on(UP, "a"), on(UP, "b")),
         [overdue(), WorkerStatus(running=True)],
     )
-    polls.group._world_rank_to_ongoing_poll = {0: "a poll"}
+    polls.group._world_rank_to_ongoing_poll = {0: SimpleNamespace(start_time=0.0)}
     assert polls.errors() == [True, False]
+
+
+def test_a_rank_that_is_silent_is_looked_for_on_its_node(
+    polls: Polls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, list[tuple[str, int]]]] = []
+
+    def find_gone(places: list[tuple[str, int]], _: float) -> set[tuple[str, int]]:
+        asked.append((polls.now, places))
+        return {place for place in places if polls.now >= 8.0}
+
+    monkeypatch.setattr(poll_patience, "find_gone", find_gone)
+    polls.nodes = (on(UP, "a"), on(REFUSING, "b"))
+    polls.statuses = [WorkerStatus(running=True)] * 2
+    polls.group._world_rank_to_ongoing_poll = {
+        rank: SimpleNamespace(start_time=0.0) for rank in (0, 1)
+    }
+    for polls.now in (0.0, 2.0, 2.5, 4.0, 7.0):
+        assert polls.errors() == [False, False]
+    assert asked == [(2.5, [("a", 97)])], "only nodes that answer, and not all the time"
+    polls.now = 8.0
+    found, other = polls.group._poll_workers_and_collect_errors(0.2)
+    report = with_error(RankReport(0, "a", 97), found.error)
+    assert (report.state, report.death, other.error) == ("died", UNNOTICED, None)
 
 
 def test_who_hears_no_host_at_all_leaves_the_ranks_alone_however_long(polls: Polls) -> None:
     polls.nodes, polls.statuses = (on(SILENT, "a"), on(SILENT, "b")), [overdue(), unavailable()]
     for polls.now in (0.0, 100.0, 1000.0):
-        polls.group._world_rank_to_ongoing_poll = {0: "a poll"}
+        polls.group._world_rank_to_ongoing_poll = {0: SimpleNamespace(start_time=0.0)}
         assert polls.errors() == [False, False]
         assert polls.group._world_rank_to_ongoing_poll == {}, (
             "the next poll is a new one, with its own time"
@@ -136,5 +163,8 @@ def test_hosts_that_are_lost_while_others_are_heard_are_lost(
     nodes: tuple[NodeView, ...], what: str, polls: Polls
 ) -> None:
     polls.nodes, polls.statuses = nodes, [overdue(), overdue()]
-    polls.group._world_rank_to_ongoing_poll = {0: "a poll", 1: "a poll"}
+    polls.group._world_rank_to_ongoing_poll = {
+        0: SimpleNamespace(start_time=0.0),
+        1: SimpleNamespace(start_time=0.0),
+    }
     assert polls.errors() == [True, True], what

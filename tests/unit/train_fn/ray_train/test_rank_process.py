@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from train_fn.ray_train import rank_process
 from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.rank_error import describe_error
 
 
 def attempt(number: int) -> rank_process._Attempt:
@@ -82,6 +89,50 @@ def test_a_rank_that_lets_go_answers_meanwhile(monkeypatch: pytest.MonkeyPatch) 
     rank_process.abandon()
     assert begun.wait(10), "in a thread of its own"
     ended.set()
+
+
+def _wait_for_a_peer_that_lives(rank: int, address: str, results: Any) -> None:
+    """Rank 0 waits in a collective that its peer never enters, and is given up."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        threading.Event().wait(60)
+    rank_process._attempt = attempt(1)
+
+    def train() -> None:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as exc:
+            results.send(describe_error(exc, 0).collateral)
+
+    group = dist.group.WORLD
+    training = threading.Thread(target=train)
+    training.start()
+    rank_process.report_end_of(training)
+    rank_process.abandon()
+    training.join()
+    os._exit(0)
+
+
+def test_a_rank_that_is_given_up_closes_connections_that_nobody_else_closes(
+    tmp_path: Path,
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe(duplex=False)
+    address = f"file://{tmp_path}/meet"
+    ranks = [
+        context.Process(target=_wait_for_a_peer_that_lives, args=(rank, address, theirs))
+        for rank in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    try:
+        assert mine.poll(50), "its peer waits longer"
+        assert mine.recv() is True, "nobody is to blame for it"
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()
 
 
 def test_the_end_of_an_earlier_attempt_is_no_news_of_the_one_that_follows(

@@ -47,6 +47,11 @@ def test_a_stopped_rank_ends_the_start_before_its_limit(monkeypatch: pytest.Monk
     assert watched.num_looks == 1
 
 
+def test_a_rank_that_is_gone_ends_the_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_watch, "_LOOK_S", 0.05)
+    assert Watched(600.0, WAITING, RankReport(1, "b", 101, died=True)).was_given_up
+
+
 def test_a_start_that_has_ended_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even by a check that was under way when it ended."""
     monkeypatch.setattr(start_watch, "_LOOK_S", 0.05)

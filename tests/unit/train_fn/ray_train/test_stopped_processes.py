@@ -1,7 +1,9 @@
-"""Stopped processes of a node: found, woken and ended; others are left alone."""
+"""Stopped processes of a node: found, woken and ended; others are left alone. So are those found
+that are gone."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.ray_train.stopped_processes import signalled, stopped
+from train_fn.ray_train.stopped_processes import gone, signalled, stopped
 
 
 @pytest.fixture
@@ -44,3 +46,15 @@ def test_one_that_is_stopped_goes_on(processes: list[subprocess.Popen[bytes]]) -
     while stopped(pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_one_that_is_gone_is_found_before_and_after_it_is_reaped(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
+    pids = [process.pid for process in processes]
+    assert gone(pids) == [], "a stopped one is there"
+    processes[1].kill()
+    os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+    assert gone(pids) == [pids[1]]
+    processes[1].wait()
+    assert gone(pids) == [pids[1]]

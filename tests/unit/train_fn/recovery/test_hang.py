@@ -17,6 +17,7 @@ from train_fn.recovery.hang import (
     HangWatch,
     find_silent,
     find_stuck,
+    may_still_leave,
     waits_for_others,
 )
 from train_fn.recovery.progress import Phase, Progress, ProgressTracker
@@ -302,3 +303,21 @@ def test_an_attempt_moves_when_its_steps_were_done_not_when_they_are_told() -> N
     for kind, attempt, data, at, moved_at in story:
         tracker.note(kind, attempt, data, at)
         assert tracker.progress().moved_at == moved_at, kind
+
+
+@pytest.mark.parametrize(
+    ("waiting", "may_leave"),
+    [
+        ([0], True),
+        ([1], False),
+        ([0, 1], True),
+        ([2], False),
+        ([3], False),
+        ([], False),
+    ],
+)
+def test_a_rank_may_still_leave_while_it_answers_and_waits_for_nobody(
+    waiting: list[int], may_leave: bool
+) -> None:
+    stacks = {0: USER, 1: IN_A_COLLECTIVE, 2: None}
+    assert may_still_leave(stacks, waiting) is may_leave
