@@ -8,6 +8,7 @@ import typer
 
 from everstep.cli.options import JsonOption, RunArgument, UrlOption
 from everstep.cli.terminal import Exit, Terminal, command, terminal
+from everstep.client.runs import BEFORE_RUNNING
 from everstep.text import losses, words
 from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
 
@@ -24,7 +25,8 @@ def drill(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait/--no-wait", help="Wait until the run has recovered, and show the report."
+            "--wait/--no-wait",
+            help="Wait until the run trains, and then until it has recovered; show the report.",
         ),
     ] = True,
     timeout_s: Annotated[
@@ -33,10 +35,13 @@ def drill(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Inject a failure into a live run. Exit code 1 if it did not recover, or its loss did not
-    continue in parity."""
+    """Inject a failure into a live run, once its ranks train. Exit code 1 if it did not recover, or
+    its loss did not continue in parity."""
     out = terminal()
-    begun = out.client().runs.get(run_id).drill(kind, rank=rank)
+    run = out.client().runs.get(run_id)
+    if wait and run.status in BEFORE_RUNNING:
+        out.note(f"run {run.id} is {run.status}; waiting until its ranks train")
+    begun = run.drill(kind, rank=rank, wait_s=timeout_s if wait else 0.0)
     if wait and not out.as_json:
         out.note(f"{begun.id}: {kind} of rank {rank}; waiting for the run to train again")
     found = begun.wait(timeout_s).drill if wait else begun.drill

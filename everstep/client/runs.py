@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
+BEFORE_RUNNING = (RunStatus.QUEUED, RunStatus.STARTING, RunStatus.RECOVERING)
+"""Statuses that lead to RUNNING by themselves."""
 
 
 class RunHandle(RunHistory):
@@ -198,22 +200,38 @@ class RunHandle(RunHistory):
         self.run = self._transport.parse(response, Run)
         return self
 
-    def drill(self, kind: DrillKind | str, *, rank: int = 0) -> DrillHandle:
+    def drill(self, kind: DrillKind | str, *, rank: int = 0, wait_s: float = 0.0) -> DrillHandle:
         """Inject a failure into this run, to check that it recovers.
 
         ``kill_worker``, ``hang_worker``, ``kill_node`` and ``drain_node`` hit ``rank`` or its node;
         ``kill_driver`` and ``corrupt_checkpoint`` hit the run. Needs an admin token, and a service
-        that was started with ``--drills``.
+        that was started with ``--drills``. A run that is QUEUED, STARTING or RECOVERING is first
+        waited for, at most ``wait_s`` seconds.
 
         >>> run.drill("kill_worker", rank=1).wait().report.parity.in_parity   # doctest: +SKIP
         True
 
-        Raises AuthError, Conflict if the run is not training, InvalidSpec if it has no such rank.
+        Raises AuthError, Conflict if the run is not training, InvalidSpec if it has no such rank,
+        WaitTimeout.
         """
+        if wait_s > 0:
+            self._wait_for_ranks(wait_s)
         body = {"kind": str(kind), "rank": rank}
         response = self._transport.send("POST", f"{self._path}/drills", body=body, repeatable=False)
         return DrillHandle(
             self._transport, self.id, self._transport.parse(response, Drill), self._patience
+        )
+
+    def _wait_for_ranks(self, timeout_s: float) -> None:
+        """Wait until the run is in none of the statuses that lead to RUNNING."""
+        wait_until(
+            lambda: self.run.status not in BEFORE_RUNNING,
+            self.refresh,
+            lambda: f"run {self.id} is still {self.run.status} after {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+            first_pause_s=_POLL_FIRST_S,
         )
 
     def drills(self) -> list[DrillHandle]:

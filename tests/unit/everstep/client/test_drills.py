@@ -161,3 +161,22 @@ async def test_the_command_need_not_wait_and_refuses_what_is_none(api: ApiServic
     assert begun.exit_code == 0 and begun.stdout.startswith("drill_")
     assert (await everstep("drill", run.id, "kill_everything")).exit_code == 2
     assert (await everstep("drill", run.id, "kill_worker", "--rank", "7")).exit_code == 2
+
+
+async def test_the_command_waits_for_a_run_that_is_about_to_train(api: ApiService) -> None:
+    run_id = await api.create()
+    api.runs.claim_submission(run_id, 0)
+    refused = await everstep("drill", run_id, "kill_node", "--no-wait")
+    assert refused.exit_code == 2 and "needs a run that is RUNNING" in refused.stderr
+    late = await everstep("drill", run_id, "kill_node", "--timeout", "0.2")
+    assert late.exit_code != 0 and "is still STARTING" in late.stderr
+    assert f"run {run_id} is STARTING; waiting until its ranks train" in late.stderr
+    telling = asyncio.create_task(everstep("drill", run_id, "kill_node"))
+    api.runs.record_job(run_id, 1, f"{run_id}-s001")
+    journal = Journal(at=api.clock.now)
+    api.apply(run_id, [*journal.start(), journal.steps(1)])
+    drill = await asked(api, run_id)
+    failed = {"id": drill.id, "kind": "kill_node", "rank": 0, "problem": "no such luck"}
+    api.apply(run_id, [journal.event(EventKind.DRILL_FAILED, **failed)])
+    result = await telling
+    assert result.exit_code == 1 and "no such luck" in result.stdout
