@@ -29,12 +29,14 @@ from everstep.cli import submit as cli_submit
 from everstep.cli import sweeps as cli_sweeps
 from everstep.cli import team as cli_team
 from everstep.cli import tensorboard as cli_tensorboard
+from everstep.cli.guide import Guide
 from everstep.cli.options import JsonOption, UrlOption
 from everstep.cli.terminal import begin
 from everstep.spec.hash_seed import fix_hash_seed
 
 app = typer.Typer(
     name="everstep",
+    cls=Guide,
     help="Fault-tolerant distributed PyTorch training.\n\nExit codes: 0 success, 1 the run FAILED "
     "or was CANCELLED, 2 wrong usage or an invalid spec, 3 the service cannot be reached.",
     no_args_is_help=True,
