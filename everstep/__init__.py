@@ -6,52 +6,8 @@ checkpoint:
 >>> run.wait(timeout_s=600).download_checkpoint("latest", "out/") # doctest: +SKIP
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from everstep.client.client import Client
-from everstep.client.drill_handle import DrillHandle
-from everstep.client.follow import Patience
-from everstep.client.profile_handle import ProfileHandle
-from everstep.client.runs import RunHandle
-from everstep.client.sweeps import SweepHandle
-from everstep.errors import (
-    AuthError,
-    Conflict,
-    CorruptDownload,
-    EverstepError,
-    FieldError,
-    InvalidSpec,
-    NotFound,
-    RateLimited,
-    RunFailed,
-    ServiceError,
-    SweepFailed,
-    Unavailable,
-    UsageError,
-    WaitTimeout,
-)
-from everstep.spec.run_spec import RunSpec
-from everstep.spec.sweep import SweepSpec
-from everstep.wire import (
-    Attempt,
-    Checkpoint,
-    ClusterInfo,
-    CodeArchive,
-    Event,
-    Failure,
-    Goodput,
-    LogLine,
-    Node,
-    ReasonCode,
-    Run,
-    RunStatus,
-    Samples,
-    Verdict,
-)
-from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
-from everstep.wire.drills import Drill, DrillKind
-from everstep.wire.profiles import AllReduce, Profile
-from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 
 if TYPE_CHECKING:
     from everstep.client.async_client import (
@@ -61,6 +17,50 @@ if TYPE_CHECKING:
         AsyncRun,
         AsyncSweep,
     )
+    from everstep.client.client import Client
+    from everstep.client.drill_handle import DrillHandle
+    from everstep.client.follow import Patience
+    from everstep.client.profile_handle import ProfileHandle
+    from everstep.client.runs import RunHandle
+    from everstep.client.sweeps import SweepHandle
+    from everstep.errors import (
+        AuthError,
+        Conflict,
+        CorruptDownload,
+        EverstepError,
+        FieldError,
+        InvalidSpec,
+        NotFound,
+        RateLimited,
+        RunFailed,
+        ServiceError,
+        SweepFailed,
+        Unavailable,
+        UsageError,
+        WaitTimeout,
+    )
+    from everstep.spec.run_spec import RunSpec
+    from everstep.spec.sweep import SweepSpec
+    from everstep.wire import (
+        Attempt,
+        Checkpoint,
+        ClusterInfo,
+        CodeArchive,
+        Event,
+        Failure,
+        Goodput,
+        LogLine,
+        Node,
+        ReasonCode,
+        Run,
+        RunStatus,
+        Samples,
+        Verdict,
+    )
+    from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
+    from everstep.wire.drills import Drill, DrillKind
+    from everstep.wire.profiles import AllReduce, Profile
+    from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 
 __version__ = "0.1.0"
 
@@ -120,13 +120,46 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the client for asyncio when it is first used: scripts that block need no asyncio."""
-    if name.startswith("Async") and name in __all__:
-        from everstep.client import async_client
+_NAMES_OF = {
+    "everstep.client.async_client": "AsyncClient AsyncDrill AsyncProfile AsyncRun AsyncSweep",
+    "everstep.client.client": "Client",
+    "everstep.client.drill_handle": "DrillHandle",
+    "everstep.client.follow": "Patience",
+    "everstep.client.profile_handle": "ProfileHandle",
+    "everstep.client.runs": "RunHandle",
+    "everstep.client.sweeps": "SweepHandle",
+    "everstep.errors": (
+        "AuthError Conflict CorruptDownload EverstepError FieldError InvalidSpec NotFound "
+        "RateLimited RunFailed ServiceError SweepFailed Unavailable UsageError "
+        "WaitTimeout"
+    ),
+    "everstep.spec.run_spec": "RunSpec",
+    "everstep.spec.sweep": "SweepSpec",
+    "everstep.wire": (
+        "Attempt Checkpoint ClusterInfo CodeArchive Event Failure Goodput LogLine Node "
+        "ReasonCode Run RunStatus Samples Verdict"
+    ),
+    "everstep.wire.alerts": "Alert AlertDelivery AlertMessage",
+    "everstep.wire.drills": "Drill DrillKind",
+    "everstep.wire.profiles": "AllReduce Profile",
+    "everstep.wire.sweep": "Sweep SweepRun SweepStatus",
+}
+"""Public names by the module that has them: each is imported when it is first used, so that
+``import everstep`` costs next to nothing in scripts and in each process of a run."""
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_SUBMODULES = ("client", "errors", "spec", "wire")
 
-        return getattr(async_client, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES:
+        found = importlib.import_module(f"everstep.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
