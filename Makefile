@@ -4,6 +4,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# what a service and the demo need, without tests, documentation and adapters
+SERVER := $(VENV)/.server
 export OMP_NUM_THREADS ?= 1
 # glibc reports damage of the heap to stderr, where test output is kept
 export LIBC_FATAL_STDERR_ ?= 1
@@ -21,13 +23,17 @@ help:  ## Show this list
 install: $(STAMP)  ## Make .venv with everything pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt scripts/make-venv.sh
-	@scripts/make-venv.sh $(VENV)
-	@touch $@
+	@scripts/make-venv.sh "$(VENV)" server,dev,adapters,docs,wandb
+	@touch "$@" "$(SERVER)"
 
-demo: $(STAMP)  ## Train on three local nodes, kill one in the middle, watch it carry on (KEEP=1 leaves the service up)
+$(SERVER): pyproject.toml constraints.txt scripts/make-venv.sh
+	@scripts/make-venv.sh "$(VENV)" server
+	@touch "$@"
+
+demo: $(SERVER)  ## Train on three local nodes, kill one in the middle, watch it carry on (KEEP=1 leaves the service up)
 	@$(BIN)/everstep demo $(if $(KEEP),--keep,)
 
-serve: $(STAMP)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
+serve: $(SERVER)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
 	@$(BIN)/everstep serve $(ARGS)
 
 test: $(STAMP)  ## Checks, documentation, unit and integration tests, the short part of the chaos suite; prints the slowest 20

@@ -1,16 +1,51 @@
 #!/usr/bin/env bash
-# Make the virtual environment $1 and install Everstep with everything pinned. Says what it does; asks nothing.
+# Make the virtual environment $1 and install Everstep with the extras $2, everything pinned by constraints.txt. Says what it does and
+# how long that takes; asks nothing. uv does the work where it is on the path, else pip; both install the same versions. Run it again
+# after an interruption: it goes on.
+#   PYTHON       interpreter to use; default the newest of 3.11 to 3.14
+#   TORCH_INDEX  index with torch for CPUs, for machines without an NVIDIA GPU; empty for the package index
 set -euo pipefail
-venv=$1
+venv=$1 extras=$2
+torch_index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+cpu_mb=2500 cuda_mb=9000  # of the environment and of what pip unpacks beside it
 
-usable() {  # an interpreter that runs, has the right version and can make environments with pip
-    "$1" -c 'import ensurepip, venv, sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 12)))' >/dev/null 2>&1
+fail() {
+    echo "$1" >&2
+    exit 1
+}
+
+timed() {  # say what begins, that it goes on, and how long it took: timed TEXT COMMAND…
+    local began=$SECONDS text=$1 ticker ended=0
+    shift
+    echo "==> $text"
+    while sleep 15 >/dev/null 2>&1; do echo "    … $((SECONDS - began)) s"; done &
+    ticker=$!
+    "$@" || ended=$?
+    kill "$ticker" 2>/dev/null && wait "$ticker" 2>/dev/null || true
+    [ "$ended" = 0 ] && echo "    $((SECONDS - began)) s"
+    return "$ended"
+}
+
+has_uv() {
+    command -v uv >/dev/null
+}
+
+in_range() {
+    "$1" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 14)))' >/dev/null 2>&1
+}
+
+usable() {  # an interpreter that can make environments with pip; uv needs neither of the two modules
+    in_range "$1" && { has_uv || "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
 }
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3.12 python3.11 python3; do
-        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null && usable "$candidate"; then
+    if [ -n "${PYTHON:-}" ]; then
+        usable "$PYTHON" && echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null && usable "$candidate"; then
             echo "$candidate"
             return
         fi
@@ -18,21 +53,76 @@ find_python() {
     return 1
 }
 
-if [ ! -x "$venv/bin/python" ]; then
-    if ! python=$(find_python); then
-        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-            echo "==> Installing Debian's python3-venv"
-            apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
-        fi
-        if ! python=$(find_python); then
-            echo "No Python 3.11 or 3.12 with the venv module was found. Install one (on Debian and Ubuntu:" >&2
-            echo "sudo apt-get install python3-venv) or name it: make PYTHON=/path/to/python3.12 …" >&2
-            exit 1
-        fi
+refuse_python() {
+    local found
+    found=$("${PYTHON:-python3}" --version 2>/dev/null || echo "no ${PYTHON:-python3}")
+    if in_range "${PYTHON:-python3}"; then
+        fail "$found has no venv module with pip. Install it (on Debian and Ubuntu: sudo apt-get install python3-venv), or install uv."
     fi
-    echo "==> Making $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
-fi
-echo "==> Installing pinned dependencies (PyTorch and Ray are large: a few minutes the first time)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev,adapters,docs,wandb]'
+    fail "Everstep needs Python 3.11 to 3.14, and here is $found. Install one of them and name it (make PYTHON=/path/to/python3.13 …), or install uv (https://docs.astral.sh/uv), which gets one."
+}
+
+make_environment() {
+    local python
+    if ! python=$(find_python) && [ -z "${PYTHON:-}" ] && ! has_uv && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "==> Installing Debian's python3-venv"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null || true
+    fi
+    if ! python=$(find_python); then
+        has_uv && [ -z "${PYTHON:-}" ] || refuse_python
+        python='>=3.11,<3.15'  # uv gets one
+    fi
+    if has_uv; then
+        timed "Making $venv with uv and Python $python" uv venv --quiet --seed --clear --python "$python" "$venv"
+    else
+        timed "Making $venv with $("$python" --version)" "$python" -m venv --clear "$venv"
+    fi
+}
+
+check_directory() {  # this user can write it, and it has room for what is missing
+    local needed=$cpu_mb free
+    if [ -e "$venv" ] && [ ! -w "$venv" ]; then
+        fail "$venv belongs to $(stat -c %U "$venv") and cannot be written. Remove it, or use another: make VENV=/path …"
+    fi
+    [ -w "$(dirname "$venv")" ] || fail "$(realpath "$(dirname "$venv")") cannot be written. Clone into a directory of your own, or use another environment: make VENV=/path …"
+    [ -z "$(has_torch)" ] || return 0
+    ! has_gpu || needed=$cuda_mb
+    free=$(df --output=avail -BM "$(dirname "$venv")" | tail -1 | tr -dc 0-9)
+    [ "$free" -ge "$needed" ] || fail "$(realpath "$(dirname "$venv")") has $free MB free, and the environment needs $needed MB. Free some, or put it elsewhere: make VENV=/path …"
+}
+
+has_gpu() {
+    [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ]
+}
+
+has_torch() {
+    "$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true
+}
+
+install() {
+    if has_uv; then
+        uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt "$@" && return
+        echo "==> uv failed; pip tries the same"
+    fi
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+}
+
+answers() {  # whether an index has torch, asked for five seconds
+    "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=5)' "$1" >/dev/null 2>&1
+}
+
+install_torch_for_cpus() {  # alone, so that nothing else comes from that index
+    if has_gpu || [ -n "$(has_torch)" ]; then
+        return
+    elif [ -n "$torch_index" ] && answers "$torch_index"; then
+        timed "Installing torch without CUDA, since this machine has no NVIDIA GPU" install --index-url "$torch_index" --no-deps torch torchvision
+    else
+        echo "==> No index with torch for CPUs answers: it comes from the package index, perhaps with CUDA (4 GB more)"
+    fi
+}
+
+check_directory
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 && in_range "$venv/bin/python" || make_environment
+install_torch_for_cpus
+timed "Installing Everstep with $extras (PyTorch and Ray are large)" install --editable ".[$extras]"
 echo "==> Installed: $("$venv/bin/python" -c 'from importlib.metadata import version as v; print(", ".join(f"{p} {v(p)}" for p in ("everstep", "torch", "torchvision", "ray")))')"

@@ -50,23 +50,53 @@ SPEC: dict[str, Any] = {
 def run_demo(terminal: Terminal, *, url: str | None, keep: bool, out: str) -> int:
     """Run the demo and return the exit code. Stop everything that it started, unless ``keep`` is
     set and it succeeded."""
+    phases = Phases()
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
-        service = existing(url) if url else stack.enter_context(own_service(terminal, keep))
+        with phases.timed("service"):
+            service = existing(url) if url else stack.enter_context(own_service(terminal, keep))
+        terminal.note(
+            f"service {service.client.url}, home {service.home}: {phases.said('service')}"
+        )
         run = service.client.runs.create(SPEC)
         terminal.note(
             f"{run.id}: MiniResNet on 1,797 handwritten digits, {SPEC['scaling']['max_workers']} "
             "ranks"
         )
         try:
-            story = _train(terminal, service, run)
+            with phases.timed("training"):
+                story = _train(terminal, service, run)
         except BaseException:
             if service.pid is None:
                 _cancel_quietly(run)
             raise
         if exit_code_of_status(run.refresh().status) != Exit.SUCCEEDED:
             raise _failed(service, run)
-        proof = _proof(terminal, service, run)
-        return _print_summary(terminal, service, run, story, proof, Path(out), keep)
+        terminal.note(f"trained: {phases.said('training')}")
+        with phases.timed("replay"):
+            proof = _proof(terminal, service, run)
+        terminal.note(f"compared: {phases.said('replay')}")
+        ending = _Ending(story, proof, phases, Path(out), keep)
+        return _print_summary(terminal, service, run, ending)
+
+
+class Phases:
+    """Seconds that each phase of the demo took, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 1)
+
+    def said(self, name: str) -> str:
+        return f"{self.seconds[name]:.0f} s"
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {self.said(name)}" for name in self.seconds)
+        return f"{sum(self.seconds.values()):.0f} s: {parts}"
 
 
 @dataclass
@@ -110,6 +140,17 @@ class Story:
         )
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """What the summary is made of."""
+
+    story: Story
+    proof: Replay
+    phases: Phases
+    out: Path
+    keep: bool
+
+
 def _train(terminal: Terminal, service: Service, run: RunHandle) -> Story:
     story = Story()
     with Watcher(terminal, run) as watcher:
@@ -141,20 +182,13 @@ def _proof(terminal: Terminal, service: Service, run: RunHandle) -> Replay:
     return found
 
 
-def _print_summary(
-    terminal: Terminal,
-    service: Service,
-    run: RunHandle,
-    story: Story,
-    proof: Replay,
-    out: Path,
-    keep: bool,
-) -> int:
+def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending: _Ending) -> int:
     """Print the summary; return the exit code."""
+    story, proof, out, keep = ending.story, ending.proof, ending.out, ending.keep
     code, headline, style = _conclusion(proof)
     checkpoint = run.checkpoint("latest")
     run.download_checkpoint(checkpoint.step, out)
-    result = {**_result(run, story, out), "proof": proof}
+    result = {**_result(run, story, out), "proof": proof, "seconds": ending.phases.seconds}
     if terminal.as_json:
         terminal.json({**result, **(_how_to_go_on(service) if keep or not service.pid else {})})
         return code
@@ -166,6 +200,7 @@ def _print_summary(
             *_summary(run, story, result),
             ("proof", f"a replay on one worker: {proof.message}"),
             ("checkpoint", f"{weights} (step {checkpoint.step}, verified)"),
+            ("took", ending.phases),
         ]
     )
     if keep or service.pid is None:

@@ -100,7 +100,6 @@ def own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
     is_kept = False
     try:
         service = _await_ready(process, home)
-        terminal.note(f"service {service.client.url}, home {home}")
         yield service
         is_kept = keep
     finally:
