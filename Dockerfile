@@ -1,9 +1,9 @@
 # One image for every part: Ray head, Ray workers and the service run the same Everstep, torch and Ray.
 # Targets: `cpu` (the default of docker-compose.yml) and `cuda`, whose torch brings CUDA and NCCL; the hosts bring the driver.
-# `--build-arg PYTHON=python:3.12-slim-bookworm@sha256:…` takes a base image by its digest, and
-# `--build-arg LOCK=locks/server-linux-x86_64-cp312.txt` packages by their hashes, all but torch and what that brings.
+# `--build-arg PYTHON=python:3.13-slim-bookworm@sha256:…` takes a base image by its digest, and
+# `--build-arg LOCK=locks/server-linux-x86_64-cp313.txt` packages by their hashes, all but torch and what that brings.
 # The ranks of a run compare their versions before they train (everstep, ray, torch, python, CUDA, NCCL).
-ARG PYTHON=python:3.12-slim-bookworm
+ARG PYTHON=python:3.13-slim-bookworm
 
 FROM ${PYTHON} AS build
 WORKDIR /src

@@ -18,7 +18,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 LOCKS = REPOSITORY / "locks"
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MANYLINUX = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",

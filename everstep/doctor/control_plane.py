@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.doctor.finding import Finding, ok, problem, warning
+from everstep.supported import RAY
 from everstep.wire import ClusterInfo, Readiness
 
 LAG_PROBLEM_S = 30.0
@@ -62,6 +63,9 @@ def cluster_findings(cluster: ClusterInfo) -> list[Finding]:
         node for node in live if node.resources_total.get("CPU") or node.resources_total.get("GPU")
     ]
     found = []
+    version = cluster.ray_version
+    if version is not None and (refused := RAY.problem(version, "the cluster")):
+        found.append(problem("cluster", *refused.split("; ", 1)))
     if not workers:
         remedy = (
             "Start a worker node: `ray start --address=HEAD:6379` with the head's token and the "

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from everstep.doctor.finding import Finding, joined, ok, problem
+from everstep.supported import RAY, TORCH
 from everstep.wire.deployment import NodeFacts, ServiceFacts
 
 _MUST_AGREE = ("python", "everstep", "ray", "torch", "torchvision", "cuda", "nccl")
@@ -14,9 +15,20 @@ _MUST_AGREE = ("python", "everstep", "ray", "torch", "torchvision", "cuda", "ncc
 def version_findings(
     nodes: Sequence[NodeFacts], names: dict[str, str], service: ServiceFacts
 ) -> Iterator[Finding]:
-    """Return versions that differ between nodes, or from the service."""
-    wrong = 0
+    """Return versions that Everstep does not run on, and those that differ between nodes or from
+    the service."""
+    refused = {
+        (supported.name, found)
+        for node in nodes
+        for supported in (RAY, TORCH)
+        if (version := node.versions.get(supported.name))
+        and (found := supported.problem(version, names[node.id]))
+    }
+    yield from (problem("versions", *found.split("; ", 1)) for _, found in sorted(refused))
+    wrong = len(refused)
     for what in _MUST_AGREE:
+        if what in {name for name, _ in refused}:
+            continue
         versions = _versions_of(what, nodes)
         all_versions = [
             *versions.values(),

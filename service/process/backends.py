@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 
 import structlog
 
+from everstep.supported import RAY, problem_here
 from service.cluster.ray_errors import RayError, RayRefused
 from service.cluster.ray_jobs import RayJobs
 from service.db.engine import Database
@@ -21,6 +23,9 @@ from service.storage_identity.gate import StorageGate
 from service.submission_rules.storage_roots import StorageRoots
 from storage.errors import StorageError
 from storage.filesystem import Storage, open_storage
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_S = 5.0
 
 log = structlog.get_logger("everstep")
 
@@ -60,6 +65,9 @@ def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
     if not settings.embedded:
         yield None
         return
+    if problem := problem_here(f"this environment ({sys.prefix})", "ray", "torch"):
+        raise CannotStart(problem)
+    _check_loopback()
     cluster = EmbeddedCluster(settings)
     supervisor = ClusterSupervisor(cluster)
     try:
@@ -72,8 +80,21 @@ def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
         cluster.stop()
 
 
+def _check_loopback() -> None:
+    """Check that processes of this machine can connect to each other. Raises CannotStart."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as exc:
+        raise CannotStart(
+            f"this machine cannot connect to itself at {LOOPBACK} ({exc}), as the embedded cluster "
+            "must; bring the interface up (ip link set lo up), or use --ray-address"
+        ) from exc
+
+
 async def reach(ray: RayJobs, settings: Settings) -> None:
-    """Check that the existing cluster answers, or has answered this home before.
+    """Check that the existing cluster answers with a Ray that Everstep runs on, or has answered
+    this home before.
 
     Raises CannotStart.
     """
@@ -89,5 +110,7 @@ async def reach(ray: RayJobs, settings: Settings) -> None:
             f"{exc}; set --ray-address to the URL of a running cluster's dashboard, for example "
             "http://head:8265 (`ray start --head --dashboard-host=0.0.0.0`)"
         ) from exc
+    if problem := RAY.problem(version, f"the cluster at {settings.ray_address}"):
+        raise CannotStart(problem)
     log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
     settings.reached_path.write_text(f"{settings.ray_address}\n")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-RAY_SERIES = "2.60."
+from everstep.supported import RAY
 
 
 def check_ray(
@@ -21,7 +22,9 @@ def check_ray(
         expected: functions with the names of their parameters, by qualified name.
         attributes: names of attributes, by class.
     """
-    differences = [] if version.startswith(RAY_SERIES) else [f"ray is {version}, not {RAY_SERIES}*"]
+    if problem := RAY.problem(version, f"this node ({sys.prefix})"):
+        raise ImportError(problem)
+    differences = []
     for name, (function, parameters) in expected.items():
         found = tuple(inspect.signature(function).parameters)
         if found != parameters:
@@ -31,9 +34,9 @@ def check_ray(
         differences += [f"{owner.__name__} has no {name}" for name in lost]
     if differences:
         raise ImportError(
-            "Everstep's recovery engine is written against ray 2.60: "
+            f"Everstep uses private names of {RAY}, and this ray {version} differs: "
             + "; ".join(differences)
-            + ". Install ray==2.60.0."
+            + ". Install a release of Ray as the package index has it."
         )
 
 

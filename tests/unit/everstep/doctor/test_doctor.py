@@ -128,9 +128,14 @@ def test_a_deployment_with_which_nothing_is_wrong() -> None:
             "host-b (b) did not respond: ModuleNotFoundError",
         ),
         (
+            {"versions": VERSIONS | {"torch": "2.14.0"}},
+            "versions",
+            "versions of torch differ: most have 2.13.0, host-b (b) has 2.14",
+        ),
+        (
             {"versions": VERSIONS | {"torch": "2.12.0"}},
             "versions",
-            "versions of torch differ: most have 2.13.0, host-b (b) has 2.12",
+            "host-b (b) has torch 2.12.0, and Everstep needs torch 2.13 to 2.15",
         ),
         (
             {"source": "abd"},
@@ -297,6 +302,8 @@ def test_a_cluster_that_can_train_nothing_and_nodes_that_take_nothing() -> None:
         available=True, address=None, dashboard_url=None, ray_version="2.60.0", nodes=()
     )
     assert "no live node offers" in wrong(cluster_findings(info))[0][1]
+    old = info.model_copy(update={"ray_version": "2.57.1"})
+    assert "the cluster has ray 2.57.1" in wrong(cluster_findings(old))[0][1]
     cordoned = info.model_copy(
         update={"nodes": (OneNodeCluster.node("n1"), OneNodeCluster.node("n2", "CORDONED"))}
     )

@@ -13,8 +13,9 @@ from train_fn.ray_train.ray_internals import ATTRIBUTES, EXPECTED
 
 
 def test_another_ray_is_refused_by_name() -> None:
-    check_ray("2.60.3", EXPECTED, ATTRIBUTES)
-    with pytest.raises(ImportError, match=r"ray is 2\.61\.0"):
+    for supported in ("2.58.1", "2.59.0", "2.60.3"):
+        check_ray(supported, EXPECTED, ATTRIBUTES)
+    with pytest.raises(ImportError, match=r"ray 2\.61\.0, and Everstep needs ray 2\.58 to 2\.60"):
         check_ray("2.61.0", EXPECTED, ATTRIBUTES)
 
     def make_decision(self: object, error: Exception, attempt: int) -> None: ...
