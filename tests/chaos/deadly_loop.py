@@ -3,10 +3,11 @@ of what it does.
 
 ``spec.tags["strikes"]`` says where: ``place:rank:step:attempt:signal``, several of them separated
 by spaces; ``step`` counts the steps done before. Places: ``start`` (before the replica is built),
-``all_reduce`` (in the last backward, while peers wait for its gradients), ``device`` (there, too:
-an error of the GPU is raised instead of a signal), ``commit`` (the optimizer has stepped, the
-counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest is not; rank 0),
-``loader`` (the signal goes to the rank's loader processes).
+``backward`` (of an earlier micro-batch of the step), ``all_reduce`` (in the last backward, while
+peers wait for its gradients), ``device`` and ``memory`` (there, too: instead of a signal, a kernel
+writes where it must not, or the device has no memory left), ``commit`` (the optimizer has stepped,
+the counters have not), ``evaluation``, ``checkpoint`` (files are written, the manifest is not; rank
+0), ``loader`` (the signal goes to the rank's loader processes).
 
 Places with a number, as ``save.3``, are steps of what rank 0 does to the storage: before the call
 of the system of this number, from 0, and after the last one. ``claim`` is the claim of its attempt;
@@ -172,19 +173,43 @@ def _at_start(strike: Strike) -> None:
     preparing.build_replica = build_replica
 
 
+KERNEL = 'extern "C" __global__ void reach_out(float* x) { x[1ull << 40] = 1.0f; }'
+
+
+def break_device(device: torch.device) -> None:
+    """Launch a kernel whose error comes later. Where there is no GPU, raise what torch would."""
+    if device.type != "cuda":
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    kernel = torch.cuda._compile_kernel(KERNEL, "reach_out")
+    kernel((1, 1, 1), (1, 1, 1), (torch.zeros(1, device=device),))
+
+
+def _exhaust(device: torch.device) -> None:
+    """Want more memory than any GPU has."""
+    if device.type != "cuda":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1048576.00 GiB")
+    torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+
 def _in_device(strike: Strike) -> None:
-    _in_last_backward(strike, _break_device)
+    _in_backward(strike, break_device)
 
 
-def _break_device() -> None:
-    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+def _in_memory(strike: Strike) -> None:
+    _in_backward(strike, _exhaust)
 
 
 def _in_all_reduce(strike: Strike) -> None:
-    _in_last_backward(strike, strike.fall)
+    _in_backward(strike, lambda device: strike.fall())
 
 
-def _in_last_backward(strike: Strike, fall: Callable[[], None]) -> None:
+def _in_an_earlier_backward(strike: Strike) -> None:
+    _in_backward(strike, lambda device: strike.fall(), is_last=False)
+
+
+def _in_backward(
+    strike: Strike, fall: Callable[[torch.device], None], *, is_last: bool = True
+) -> None:
     join = Replica.join
 
     def join_and_watch(self: Replica, *, is_fresh: bool = False) -> None:
@@ -192,9 +217,9 @@ def _in_last_backward(strike: Strike, fall: Callable[[], None]) -> None:
 
         def gradient_is_there(_: Any) -> None:
             # of the step's micro-batches
-            is_last = getattr(self.wrapped, "require_backward_grad_sync", True)
-            if is_last and self.state.step == strike.step and self.state.complete:
-                fall()
+            syncs = getattr(self.wrapped, "require_backward_grad_sync", True)
+            if syncs == is_last and self.state.step == strike.step and self.state.complete:
+                fall(self.parameters[0].device)
 
         # the first parameter's gradient is the last to come
         self.parameters[0].register_hook(gradient_is_there)
@@ -247,8 +272,10 @@ def _in_loader(strike: Strike) -> None:
 
 _PLACES: dict[str, Callable[[Strike], None]] = {
     "start": _at_start,
+    "backward": _in_an_earlier_backward,
     "all_reduce": _in_all_reduce,
     "device": _in_device,
+    "memory": _in_memory,
     "commit": _in_commit,
     "evaluation": _in_evaluation,
     "checkpoint": _in_checkpoint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     try:
         part.run(device, Path(directory)).write(Path(directory) / "shown.json")
     except AssertionError as exc:
+        traceback.print_exc()
         # the last line of the log is what the verdict shows
         print(f"AssertionError: {' '.join(str(exc).split()) or 'see above'}", file=sys.stderr)
         raise SystemExit(1) from exc

@@ -1,4 +1,4 @@
-"""Plain gloo ranks on this machine, without Ray: real processes, a real run directory, a journal
+"""Plain ranks on this machine, without Ray: real processes, a real run directory, a journal
 that collects into a list."""
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ class Job:
     are ``stopped``: another group follows."""
     silent: SilentOptions | None = None
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
+    device: str = "cpu"
+    """What all ranks train on; ``cuda:0`` for a GPU that they share, over NCCL."""
+
+    @property
+    def hangs_without_peers(self) -> bool:
+        """Return whether collectives wait for a peer that is gone."""
+        return self.silent is not None or self.device != "cpu"
 
 
 @dataclass
@@ -82,6 +89,8 @@ class Outcome:
     error: BaseException | None = None
     events: list[tuple[EventKind, dict[str, Any]]] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
+    device_bytes: int = 0
+    """Memory of a GPU that the process holds afterwards."""
 
     def of_kind(self, kind: EventKind) -> list[dict[str, Any]]:
         return [data for found, data in self.events if found is kind]
@@ -166,7 +175,7 @@ def run_ranks(
     ]
 
     def watch(processes: list[Any]) -> None:
-        if job.silent is not None:
+        if job.hangs_without_peers:
             threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
         meanwhile(processes)
 
@@ -221,7 +230,9 @@ def prepare_process(job: Job) -> None:
     """Make this process one that ranks of the job may run in."""
     import torch
 
+    from tests.gpu.shared_gpu import share_gpu
     from tests.support.silent_backend import claim_cpu
+    from train_fn.recovery.environment import device_env, take_environment
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -232,6 +243,10 @@ def prepare_process(job: Job) -> None:
     if job.silent is not None:
         os.environ.update(job.silent.env())
         claim_cpu()
+    if job.device != "cpu":
+        share_gpu()
+        take_environment(device_env(job.spec))
+        torch.cuda.set_device(torch.device(job.device))
 
 
 def run_attempt(job: Job, rank: int, base: str) -> Outcome:
@@ -244,11 +259,11 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
 
     begin_attempt()
     ended = threading.Event()
-    if job.silent is not None:
+    if job.hangs_without_peers:
         lost = Path(base, _LOST)
         threading.Thread(target=_abandon_when_lost, args=(lost, ended), daemon=True).start()
     dist.init_process_group(
-        group_backend(torch.device("cpu")),
+        group_backend(torch.device(job.device)),
         init_method=f"file://{base}/rendezvous",
         rank=rank,
         world_size=job.world_size,
@@ -265,6 +280,7 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     ended.set()
     if dist.is_initialized():
         dist.destroy_process_group()
+    outcome.device_bytes = torch.cuda.memory_allocated() if job.device != "cpu" else 0
     return outcome
 
 
@@ -285,7 +301,7 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
         local_world_size=job.world_size if job.one_node else 1,
         node_id="node" if job.one_node else f"node{rank}",
         num_nodes=1 if job.one_node else job.world_size,
-        device=torch.device("cpu"),
+        device=torch.device(job.device),
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
         profile_ordered=lambda: job.profiled,

@@ -48,7 +48,7 @@ class StayingRanks:
                 self._start(name, job)
         for rank, name in enumerate(names):
             self._pipes[name].send((job, rank, str(base)))
-        if job.silent is not None:
+        if job.hangs_without_peers:
             watched = [self.processes[name] for name in names]
             threading.Thread(target=_notice_death, args=(watched, base), daemon=True).start()
         deadline = time.monotonic() + DEADLINE_S

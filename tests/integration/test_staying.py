@@ -70,10 +70,16 @@ class Run:
     """One run of ranks that stay."""
 
     def __init__(
-        self, ranks: StayingRanks, tmp_path: Path, spec: RunSpec, setup: str | None = MOVING
+        self,
+        ranks: StayingRanks,
+        tmp_path: Path,
+        spec: RunSpec,
+        setup: str | None = MOVING,
+        device: str = "cpu",
     ) -> None:
         self.run_dir = make_run_dir(tmp_path, "run_staying")
         self._ranks, self._tmp_path, self._spec, self._setup = ranks, tmp_path, spec, setup
+        self._device = device
         self._attempt, self.outcomes = 0, list[Outcome]()
 
     def attempt(
@@ -100,13 +106,14 @@ class Run:
             self._attempt,
             setup=self._setup,
             in_process=True,
+            device=self._device,
             **job,  # type: ignore[arg-type]
         )
 
     def require_as_undisturbed(self, world_size: int) -> None:
         """Compare everything that the run left with a run that nothing disturbed."""
         whole = make_run_dir(self._tmp_path, "run_whole")
-        job = Job(whole, self._spec, world_size, setup=self._setup)
+        job = Job(whole, self._spec, world_size, setup=self._setup, device=self._device)
         reference = Bits(whole, require_done(self._ranks.run(job, "XYZ"[:world_size])))
         found = Bits(self.run_dir, *self.outcomes)
         for each in (found, reference):  # another attempt has saved it

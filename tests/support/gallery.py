@@ -31,10 +31,13 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
+from tests.gpu.shared_gpu import share_gpu
 from train_fn.node.node_dir import shared_memory_root
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 150.0
+DEVICE_VARIABLE = "GALLERY_DEVICE"
+"""The device of all ranks, if it is no CPU: each is on a host of its own then, as NCCL sees it."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,13 @@ def _rank_main(script: Path, beside: Path, rank: int, port: int, killed: Killed 
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if DEVICE_VARIABLE in os.environ:
+        share_gpu()
+        os.environ |= {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
     import torch
 
     torch.set_num_threads(1)

@@ -58,5 +58,5 @@ def _facts(training: Training) -> dict[str, object]:
         "warnings": list(replica.warnings),
         "device": str(ctx.device),
         "backend": group_backend(ctx.device),
-        "reproducible": reproducibility(ctx.spec.train.exactness),
+        "reproducible": reproducibility(ctx.spec.train.exactness, compiled=ctx.spec.train.compile),
     }

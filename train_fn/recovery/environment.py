@@ -20,6 +20,10 @@ NCCL_ENV = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # the dump would delay the abort; the controller has every rank's stack
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # the watchdog would wait four times this before it aborts, and whoever ends the group for it
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # the flight recorder tells which collectives the device has started
+    "TORCH_NCCL_ENABLE_TIMING": "1",
     # a communicator can be aborted while it is created
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(COMMUNICATOR_S),

@@ -30,10 +30,18 @@ def set_determinism(wanted: bool | Literal["auto"], device: torch.device) -> Non
         torch.backends.cudnn.benchmark = not deterministic
 
 
-def reproducibility(exactness: Literal["world_size", "elastic"] = "world_size") -> str:
-    """Return a text for users on how reproducible results of this process are."""
+def reproducibility(
+    exactness: Literal["world_size", "elastic"] = "world_size", *, compiled: bool = False
+) -> str:
+    """Return a text for users on how reproducible results of this process are.
+
+    A compiled model promises no bits: the shapes that a process has seen before decide which
+    kernels torch generates, and a restart sees them in another order.
+    """
     if exactness == "elastic":
         return ELASTIC
+    if compiled:
+        return FLOAT_TOLERANCE
     if not torch.are_deterministic_algorithms_enabled():
         return FLOAT_TOLERANCE
     if torch.is_deterministic_algorithms_warn_only_enabled():

@@ -25,7 +25,13 @@ _FAIL_BY_THEMSELVES = frozenset({"gloo"})
 ABORT_S = 10.0
 """Longest wait for an abort. NCCL's abort may hang; then the process can only be ended."""
 
+ARRIVED, _ALL_ARRIVED = "everstep/arrived", "everstep/all-arrived"
+"""Keys of a group's store."""
+_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.1
+
 _aborted = threading.Event()
+_have_met = False
+"""Whether all ranks of the attempt's group have come to its first collective."""
 _keep_first: Callable[[], None] | None = None
 
 logger = logging.getLogger(__name__)
@@ -100,6 +106,33 @@ def within_limit(abort: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
+def require_peers() -> None:
+    """Raise PeersGone if this process has aborted its group. Call this before each collective.
+
+    Before the first one, wait at the group's store until all ranks are here. NCCL makes the
+    communicator in that collective, and no abort ends that while a peer is missing.
+    """
+    global _have_met
+    if _aborted.is_set():
+        raise _lost_before()
+    group = dist.group.WORLD
+    if _have_met or group is None or fails_by_itself():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(ARRIVED, 1) == group.size():
+        store.set(_ALL_ARRIVED, "")
+    pause_s = _LOOK_S
+    while not store.check([_ALL_ARRIVED]):
+        if _aborted.wait(pause_s):
+            raise _lost_before()
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+    _have_met = True
+
+
+def _lost_before() -> PeersGone:
+    return PeersGone("the communicator was aborted before this collective: its peers are gone")
+
+
 def require_whole() -> None:
     """Raise PeersGone if collectives of this process were aborted, since their output is not a
     result.
@@ -121,8 +154,10 @@ def require_whole() -> None:
 
 
 def begin_attempt() -> None:
-    """Reset what an earlier attempt left in this process: the abort mark and the callback."""
+    """Reset what an earlier attempt left in this process: marks of its group, and the callback."""
+    global _have_met
     _aborted.clear()
+    _have_met = False
     keep_before_abort(None)
 
 

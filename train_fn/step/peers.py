@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train_fn.step.nccl import end_groups, fails_by_itself, require_whole, within_limit
+from train_fn.step.nccl import (
+    end_groups,
+    fails_by_itself,
+    require_peers,
+    require_whole,
+    within_limit,
+)
 
 _NEVER_SENT = 0x7E5EE5
 """Tag of a message that nobody sends."""
@@ -21,8 +27,10 @@ _NEVER_SENT = 0x7E5EE5
 
 @dataclass(frozen=True)
 class Peers:
-    """Run collectives between this rank and its peers. All ranks make the calls in the same
-    order."""
+    """Run collectives between this rank and its peers. All ranks make the calls in the same order.
+
+    A call raises PeersGone if this process has aborted its group.
+    """
 
     rank: int
     world_size: int
@@ -40,12 +48,20 @@ class Peers:
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
         """Start to overwrite ``tensor`` with that of rank ``source``. Wait for the returned work
         before reading it."""
-        return None if self.alone else dist.broadcast(tensor, source, async_op=True)
+        if self.alone:
+            return None
+        require_peers()
+        work: dist.Work | None = dist.broadcast(tensor, source, async_op=True)
+        return work
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Start to overwrite ``tensor`` with its sum over all ranks. Wait for the returned work
         before reading it."""
-        return None if self.alone else dist.all_reduce(tensor, async_op=True)
+        if self.alone:
+            return None
+        require_peers()
+        work: dist.Work | None = dist.all_reduce(tensor, async_op=True)
+        return work
 
     @cached_property
     def others(self) -> list[int]:
@@ -74,6 +90,7 @@ class Peers:
 
     def start_all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Start to overwrite ``rows``, flat, with the contiguous ``own`` of every rank, by rank."""
+        require_peers()
         # torch 2.14 gives it a new name, and warns of the old one
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work: dist.Work = gather(rows.view(torch.uint8), own.view(torch.uint8), async_op=True)
@@ -88,6 +105,7 @@ class Peers:
             counts: elements that come from each rank.
             sizes: elements that go to each rank.
         """
+        require_peers()
         unit = sent.element_size()
         work: dist.Work | None = dist.all_to_all_single(
             received.view(torch.uint8),
@@ -120,6 +138,7 @@ class Peers:
         before it is known to be complete."""
         if self.alone:
             return [value]
+        require_peers()
         data = self._pickled(value)
         length = torch.tensor([data.numel()], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
@@ -136,6 +155,7 @@ class Peers:
         unpickled before it is known to be complete."""
         if self.alone:
             return value
+        require_peers()
         data = self._pickled(value if self.rank == source else None)
         length = torch.tensor([data.numel()], device=self.device)
         dist.broadcast(length, source)

@@ -1,5 +1,5 @@
-"""Two ranks on one GPU while their group changes its size: one node is drained, another comes. Who
-stays keeps its process and its tensors, and no step is lost."""
+"""Ranks on one GPU over NCCL while their group changes its size: it grows from one to three, and a
+node is drained. Who stays keeps its process and its tensors, and no step is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from tests.chaos.test_phases import PATIENCE
-from tests.gpu.parts.two_ranks import cluster_of_two
+from tests.gpu.parts.two_ranks import cluster_of
 from tests.gpu.verdict import Shown
 from tests.integration.driven_run import SMALL, DrivenRun
 from tests.integration.ray_cluster import RayCluster
@@ -20,7 +20,7 @@ SETTLED_STEPS = 20
 
 def run(device: torch.device, directory: Path) -> Shown:
     on_gpu = device.type == "cuda"
-    with cluster_of_two(device, directory) as cluster:
+    with cluster_of(1, device, directory) as cluster:
         trained = DrivenRun(cluster, directory / "run", _spec(on_gpu=on_gpu))
         try:
             trained.start(**PATIENCE)
@@ -29,30 +29,31 @@ def run(device: torch.device, directory: Path) -> Shown:
             print(trained.describe(), flush=True)  # for the log
             trained.stop()
     restored = [(each.data["source"], each.data["step"]) for each in trained.of(EventKind.RESTORED)]
-    assert [source for source, _ in restored] == ["fresh", "process", "process"], restored
+    assert [source for source, _ in restored] == ["fresh", *["process"] * 3], restored
     steps = [step for step, _ in trained.steps()]
     assert steps == list(range(1, len(steps) + 1)), "a step was taken twice, or lost"
     groups = [
         {worker["pid"] for worker in event.data["workers"]}
         for event in trained.of(EventKind.ATTEMPT_STARTED)
     ]
-    assert [len(group) for group in groups] == [2, 1, 2], f"processes of the attempts: {groups}"
-    assert groups[1] < groups[0] and groups[1] < groups[2], f"processes of the attempts: {groups}"
-    pauses = [f"{_pause_s(trained, step):.2f}" for _, step in restored[1:]]
+    assert [len(group) for group in groups] == [1, 2, 3, 2], f"processes of the attempts: {groups}"
+    assert groups[0] < groups[1] < groups[2] > groups[3], f"processes of the attempts: {groups}"
+    pauses = ", ".join(f"{_pause_s(trained, step):.2f}" for _, step in restored[1:])
     return Shown(
-        f"a node drained, then one added: {len(steps)} steps, none twice, from the ranks' own "
-        f"memory; {pauses[0]} and {pauses[1]} s without a step",
-        "" if on_gpu else "CUDA tensors that stay on their device",
+        f"1, 2, 3 and, after a drain, 2 ranks: {len(steps)} steps, none twice, from the ranks' own "
+        f"memory; {pauses} s without a step",
+        "" if on_gpu else "NCCL, CUDA tensors that stay on their device",
     )
 
 
 def _change_size(trained: DrivenRun, cluster: RayCluster) -> None:
-    """Go on with one rank, then with two again, and end the run."""
+    """Go on with two ranks, with three, and with two again, and end the run."""
     trained.wait_for_step(SETTLED_STEPS)
+    for number in (2, 3):
+        cluster.add_node()
+        _wait_for_group(trained, number)
     cluster.drain_node(trained.worker(1)["node_id"], deadline_s=60)
-    _wait_for_group(trained, 2)
-    cluster.add_node()
-    _wait_for_group(trained, 3)
+    _wait_for_group(trained, 4)
     trained.run_dir.request_stop(1, "cancel")
     trained.wait_for_end()
     trained.read_all()
@@ -79,7 +80,7 @@ def _spec(*, on_gpu: bool) -> RunSpec:
             "name": "gpu-hand-over",
             "task": SMALL,
             "train": {"epochs": 100_000, "global_batch_size": 60, "micro_batch_size": 10},
-            "scaling": {"min_workers": 1, "max_workers": 2, "use_gpu": on_gpu},
+            "scaling": {"min_workers": 1, "max_workers": 3, "use_gpu": on_gpu},
             "checkpoint": {"every_steps": None},
             "recovery": {"in_process": True},
         }

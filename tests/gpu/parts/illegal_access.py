@@ -12,6 +12,7 @@ import torch
 
 from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import EventKind
+from tests.chaos.deadly_loop import break_device
 from tests.gpu.alone import begin, context_of, run_dir_in
 from tests.gpu.verdict import Shown
 from tests.integration.trainees import Regression
@@ -22,7 +23,6 @@ from train_fn.recovery.rank_error import StepFailed
 from train_fn.recovery.verdict import judge
 
 BREAKS_IN_PASS = 8
-KERNEL = 'extern "C" __global__ void reach_out(float* x) { x[1ull << 40] = 1.0f; }'
 
 
 class Breaking(Regression):
@@ -39,14 +39,6 @@ class Breaking(Regression):
             self.broke_at = time.monotonic()
             break_device(self._device)
         return super().loss(model, batch)
-
-
-def break_device(device: torch.device) -> None:
-    """Launch the kernel, whose error comes later. Where there is no GPU, raise what torch would."""
-    if device.type != "cuda":
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    kernel = torch.cuda._compile_kernel(KERNEL, "reach_out")
-    kernel((1, 1, 1), (1, 1, 1), (torch.zeros(1, device=device),))
 
 
 def run(device: torch.device, directory: Path) -> Shown:

@@ -127,10 +127,10 @@ def _abort_a_collective(device: torch.device) -> str:
     if device.type == "cuda":
         dist.all_reduce(torch.ones(1, device=device))  # creates the communicator
         hang(device)
-    work, began = peers.start_sum(numbers), time.monotonic()
-    thread = threading.Timer(0.5, nccl.abort_collectives)
+    thread, began = threading.Timer(0.5, nccl.abort_collectives), time.monotonic()
     thread.start()
     try:
+        work = peers.start_sum(numbers)
         if work is not None:
             work.wait()
         peers.result(numbers)

@@ -4,7 +4,8 @@ which a spec may change."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 from everstep.spec.run_spec import RunSpec
+from tests.support.service_process import wait_for
+from tests.support.silent_backend import claim_cpu
+from train_fn.errors import PeersGone
 from train_fn.node.gpu_memory import memory_summary
 from train_fn.recovery import environment
 from train_fn.recovery.environment import COMMUNICATOR_S, rank_env, take_environment
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.step import nccl
 from train_fn.step.determinism import reproducibility, set_determinism
+from train_fn.step.nccl import ARRIVED
 from train_fn.step.peers import Peers, end_process_group
 
 
@@ -63,6 +68,51 @@ def test_without_a_process_group_there_is_nothing_to_abort() -> None:
     Peers(0, 2, torch.device("cpu")).require_whole()
 
 
+CALLS: dict[str, Callable[[Peers], Any]] = {
+    "gather": lambda peers: peers.gather(1),
+    "share": lambda peers: peers.share(1, 0),
+    "sum": lambda peers: peers.start_sum(torch.ones(1)),
+    "broadcast": lambda peers: peers.start_broadcast(torch.ones(1), 0),
+    "all_gather": lambda peers: peers.start_all_gather(torch.ones(2), torch.ones(1)),
+    "all_to_all": lambda peers: peers.start_all_to_all(
+        torch.ones(2), torch.ones(2), [1, 1], [1, 1]
+    ),
+}
+
+
+@pytest.mark.own_process
+def test_no_collective_begins_once_the_group_was_aborted() -> None:
+    """NCCL would make a communicator for it, and wait for the peer that never comes."""
+    claim_cpu()
+    nccl.begin_attempt()
+    dist.init_process_group("silent", store=dist.HashStore(), rank=0, world_size=2)
+    nccl.abort_collectives()
+    for name, call in CALLS.items():  # also of a group whose ranks have met
+        with pytest.raises(PeersGone, match="before this collective"):
+            call(Peers(0, 2, torch.device("cpu")))
+            pytest.fail(f"{name} began")
+    nccl.begin_attempt()
+    end_process_group()
+
+
+@pytest.mark.own_process
+def test_no_communicator_is_made_before_all_ranks_are_there() -> None:
+    """No abort ends NCCL's creation of one while a peer is missing."""
+    claim_cpu()
+    nccl.begin_attempt()
+    store = dist.HashStore()
+    dist.init_process_group("silent", store=store, rank=0, world_size=2)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(Peers(0, 2, torch.device("cpu")).gather, 1)
+        wait_for(lambda: dist.distributed_c10d._get_default_store().check([ARRIVED]), 10, "rank 0")
+        assert not waiting.done()
+        nccl.abort_collectives()
+        with pytest.raises(PeersGone, match="before this collective"):
+            waiting.result(10)
+    nccl.begin_attempt()
+    end_process_group()
+
+
 @pytest.mark.parametrize(
     ("env", "expected"), [({}, "2"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")]
 )
@@ -81,6 +131,7 @@ def test_torch_leaves_the_process_alive_unless_the_spec_says_otherwise(
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "a broken device would end the process"),
         ("TORCH_NCCL_ENABLE_MONITORING", "a watchdog that hangs would end the process"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "a dump would delay the abort"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "the watchdog would sleep for a minute"),
     ],
 )
 def test_nothing_of_torchs_ends_or_delays_the_process_that_holds_the_state(
@@ -162,6 +213,7 @@ def test_what_holds_follows_from_the_device(
     before = torch.backends.cudnn.benchmark
     set_determinism(wanted, torch.device(device))
     assert reproducibility() == expected
+    assert reproducibility(compiled=True) == "float tolerance"
     assert torch.backends.cudnn.benchmark is (before if benchmark is None else benchmark)
 
 
