@@ -135,7 +135,7 @@ def test_sharded_training_goes_on_from_every_rank_s_part(
         started,
         cluster,
         tmp_path,
-        "own_train_fn_fsdp",
+        example("own_train_fn_fsdp"),
         {"train_fn": "train:train_fn", "config": {"epochs": 40}},
     )
     run.wait_for_step(10)
@@ -171,7 +171,7 @@ def test_a_train_fn_is_paused_at_a_report_and_goes_on(
         started,
         cluster,
         tmp_path,
-        "own_train_fn",
+        example("own_train_fn"),
         {"train_fn": "train:train_fn", "config": {"epochs": 5000}},
     )
     run.wait_for_step(5)

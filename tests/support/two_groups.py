@@ -24,6 +24,7 @@ SHARED = {
         "test_children.py",
         "test_driver.py",
         "test_last_save.py",
+        "test_listening.py",
         "test_own_code.py",
         "test_own_script.py",
         "test_protect_service.py",

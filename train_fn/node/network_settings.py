@@ -1,13 +1,15 @@
 """Check the network interface that collectives are set to use, before they wait for peers that
-cannot connect through it."""
+cannot connect through it. Keep what this process serves on the cluster's network."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 
 import psutil
+from torch._C._distributed_c10d import TCPStore
 
 from everstep.doctor.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
 from train_fn.node.silent_peers import interface_of
@@ -48,6 +50,22 @@ def meet_on_the_clusters_network(ip: str) -> None:
     interface = interface_of(ip)
     if interface is not None:
         os.environ.setdefault(GLOO_VARIABLE, interface)
+
+
+def store_at(ip: str, timeout: timedelta) -> TCPStore:
+    """Open a store that listens on this address only, at a free port. By itself torch's would
+    listen on every address of the node."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.create_server((ip, 0), family=family, backlog=1024) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(
+            ip,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def _interfaces_up() -> set[str]:

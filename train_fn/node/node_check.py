@@ -23,7 +23,7 @@ from everstep.wire.deployment import StorageFacts, source_digest
 from storage.cluster import deployment_checks
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.node.network_settings import meet_on_the_clusters_network
+from train_fn.node.network_settings import meet_on_the_clusters_network, store_at
 from train_fn.node.node_dir import SHARED_MEMORY
 from train_fn.node.probe import accepts_connection
 from train_fn.node.silent_peers import interface_of
@@ -111,9 +111,7 @@ class NodeProbe:
 
     def host_store(self) -> int:
         """Serve the store for the all-reduce's rendezvous on this node. Return its port."""
-        self._store = TCPStore(
-            self._ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
-        )
+        self._store = store_at(self._ip, timedelta(seconds=JOIN_S))
         return int(self._store.port)
 
     def all_reduce(

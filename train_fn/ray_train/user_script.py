@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from everstep.spec.user_code import CodeSpec
 from storage.run_control import STOPS, Stop
 from train_fn.context import WorkerContext
+from train_fn.node.network_settings import store_at
 from train_fn.node.node_dir import node_lock, own_temporary_dir
 from train_fn.own_loop import OwnLoop
 from train_fn.step.nccl import abort_collectives
@@ -137,7 +137,8 @@ def _serve(ctx: WorkerContext) -> tuple[tuple[str, int], Store, SharedStop]:
     global _server
     shared: tuple[str, int, str] | None = None
     if ctx.world_rank == 0:
-        _server, host = _store_on(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        _server = store_at(host, timedelta(seconds=READY_S))
         shared = host, _server.port, secrets.token_hex(16)
     shared = Peers(ctx.world_rank, ctx.world_size, ctx.device).share(shared, 0)
     assert shared is not None
@@ -145,21 +146,6 @@ def _serve(ctx: WorkerContext) -> tuple[tuple[str, int], Store, SharedStop]:
     client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=ANSWER_S))
     store = PrefixStore("everstep", client)
     return (host, port), store, SharedStop(store, word)
-
-
-def _store_on(host: str) -> tuple[TCPStore, str]:
-    """Open a store that listens on one address of this node only. Torch's own would listen on all
-    of them. Return the store and its host."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=1024) as listening:
-        port = listening.getsockname()[1]
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        ), host
 
 
 def _work_dir(ctx: WorkerContext) -> tuple[Path, bool]:
