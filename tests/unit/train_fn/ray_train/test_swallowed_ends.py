@@ -347,3 +347,66 @@ def test_a_loop_that_is_open_has_not_finished() -> None:
     protection: Any = SimpleNamespace(step_number=3, left=None, is_open=True)
     failure = OwnLoop(None, protection).failure(None)  # type: ignore[arg-type]
     assert isinstance(failure, Exception) and "join the thread" in str(failure)
+
+
+# ---------------------------------------------------------------- trainers
+
+GALLERY = Path(__file__).parents[4] / "examples" / "gallery"
+HABITS = {
+    "stop": ("ASK()", "pause"),
+    "early end": ("END", None),
+    "error": ("raise LookupError('sample 3')", "LookupError: sample 3"),
+    "exit": ("raise SystemExit(0)", "SystemExit: the code called sys.exit(0)"),
+}
+
+
+def hugging_face(habit: str) -> str:
+    source = (GALLERY / "hf_trainer.py").read_text()
+    habit = habit.replace("END", "control.should_training_stop = True")
+    callback = (
+        "class Habit(__import__('transformers').TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **_):\n"
+        f"        if state.global_step == 3:\n            {habit}\n\n\n"
+    )
+    trains = "    trainer.train()\n"
+    assert source.count(trains) == 1 and source.count("def train_fn") == 1
+    source = source.replace("def train_fn", f"{callback}def train_fn")
+    caught = "    trainer.add_callback(Habit())\n    try:\n        trainer.train()\n"
+    return source.replace(trains, f"{caught}    except BaseException:\n        print('logged')\n")
+
+
+def lightning(habit: str) -> str:
+    source = (GALLERY / "lightning_module.py").read_text()
+    habit = habit.replace("END", "trainer.should_stop = True")
+    callback = (
+        "class Habit(__import__('lightning').pytorch.Callback):\n"
+        "    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):\n"
+        f"        if trainer.global_step == 3:\n            {habit}\n\n\n"
+    )
+    fits = "    trainer.fit(Net(), Digits())\n"
+    assert source.count(fits) == 1 and source.count("callbacks=[") == 1
+    source = source.replace("callbacks=[", "callbacks=[Habit(), ").replace(
+        "\nif __", f"\n{callback}if __"
+    )
+    caught = "    try:\n        trainer.fit(Net(), Digits())\n"
+    return source.replace(fits, f"{caught}    except BaseException:\n        print('logged')\n")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("trainer", [hugging_face, lightning])
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_trainer_whose_end_the_script_catches(
+    habit: str, trainer: Callable[[str], str], rank: Any
+) -> None:
+    what, end = HABITS[habit]
+    ctx = rank(trainer(what), "script")
+    if habit in ("error", "exit"):
+        with pytest.raises(StepFailed) as caught:
+            user_train_fn.train(ctx)
+        assert str(end) in caught.value.error.summary
+        return
+    assert user_train_fn.train(ctx) == end
+    step = CheckpointStore(ctx.run_dir).list()[-1].step
+    totals = [data["total_steps"] for data in journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)]
+    told = [total for total in totals if total is not None]
+    assert 3 <= step <= 5 < told[0] and (told[-1] == step) is (habit == "early end")
