@@ -101,13 +101,13 @@ class RayCluster:
         """Announce that a node will be taken away, as a cloud or ``ray drain-node`` does."""
         self._order("drain", node_id=node_id, deadline_s=deadline_s)
 
+    def processes(self) -> list[psutil.Process]:
+        """Return every process of the cluster."""
+        return psutil.Process(self._host.pid).children(recursive=True)
+
     def stop(self) -> None:
         """End every process of the cluster."""
-        tree = (
-            [*psutil.Process(self._host.pid).children(recursive=True)]
-            if self._host.poll() is None
-            else []
-        )
+        tree = self.processes() if self._host.poll() is None else []
         if self._host.stdin is not None:
             self._host.stdin.close()
         try:

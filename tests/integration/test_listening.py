@@ -44,18 +44,19 @@ def documented() -> list[str]:
     return [name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
-def listening(cluster: RayCluster) -> set[tuple[str, int, str]]:
+def listening(cluster: RayCluster, run: DrivenRun) -> set[tuple[str, int, str]]:
     """Return (name in the table, process id, address) of every listening socket of the cluster and
-    of its drivers. A process that the table lacks has its command line for a name."""
+    of a run's driver. A process that the table lacks has its command line for a name."""
+    assert run.driver is not None
     names, found = documented(), set()
-    for process in psutil.process_iter(["cmdline"]):
+    for process in [*cluster.processes(), psutil.Process(run.driver.pid)]:
         try:
-            if process.environ().get("RAY_TMPDIR") != cluster.env["RAY_TMPDIR"]:
-                continue
-            line = " ".join(process.info["cmdline"] or [])
-            name = next((each for each in names if each in line), line)
+            words = process.cmdline()
+            files = [word.rpartition("/")[2] for word in words[:4]]
+            fits = [name for name in names if any(file.startswith(name) for file in files)]
             for one in process.net_connections("inet"):
                 if one.status == psutil.CONN_LISTEN:
+                    name = max(fits, key=len, default=" ".join(words))
                     found.add((name, process.pid, one.laddr.ip.removeprefix("::ffff:")))
         except psutil.Error:
             continue  # it has just ended
@@ -68,8 +69,12 @@ def test_every_process_listens_where_the_table_says(
     names = documented()
     task_run.start()
     task_run.wait_for_step(5)
-    found = listening(cluster)
-    assert {name for name, *_ in found} == set(names) - {"everstep serve"}
+    expected = set(names) - {"everstep serve"}
+    task_run.wait_for(  # Ray's dashboard may listen late
+        lambda: expected <= {name for name, *_ in listening(cluster, task_run)}, "all processes"
+    )
+    found = listening(cluster, task_run)
+    assert {name for name, *_ in found} == expected
     everywhere = [pid for _, pid, address in found if address in EVERYWHERE]
     assert everywhere == [task_run.worker(0)["pid"]], "torch's rendezvous on rank 0"
     assert {address for *_, address in found} - EVERYWHERE == {"127.0.0.1"}
@@ -80,7 +85,7 @@ def test_every_process_listens_where_the_table_says(
     script = begin(started, cluster, tmp_path, archive, {"script": "sleeps.py"}, min_workers=2)
     work = Path(script.run_dir.work_path or "")
     script.wait_for(lambda: all((work / f"rank-{rank}").exists() for rank in (0, 1)), "the script")
-    found = listening(cluster)
+    found = listening(cluster, script)
     assert {name for name, *_ in found} <= set(names)
     assert {address for *_, address in found} == {"127.0.0.1"}
     script.run_dir.request_stop(1, "cancel")
