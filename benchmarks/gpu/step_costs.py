@@ -30,6 +30,7 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
+from train_fn.loop.speed import Speed, counted_flops, declared, peak_flops_per_s
 from train_fn.recovery.environment import take_environment
 from train_fn.standalone.local import run_local
 from train_fn.state.optim import build_optimizer
@@ -81,6 +82,10 @@ class Timed:
         return cls((len(ended_at) - 1) / total_s, slowest_s)
 
 
+def _in_words(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items()) or "?"
+
+
 def _median(timed: list[Timed]) -> float:
     return statistics.median(each.steps_per_s for each in timed)
 
@@ -91,6 +96,9 @@ class Measured:
 
     name: str
     step: dict[str, Any]
+    speed: Speed
+    samples: int
+    """Of a step."""
     loop: list[Timed] = field(default_factory=list)
     plain: list[Timed] = field(default_factory=list)
 
@@ -112,8 +120,14 @@ class Measured:
             f"{statistics.median(self.ratios):.3f} ({min(self.ratios):.3f} to "
             f"{max(self.ratios):.3f}) of a plain script's {_median(self.plain):.2f} steps/s, its "
             f"slowest step {max(each.slowest_s for each in self.loop):.3f} s, the script's "
-            f"{max(each.slowest_s for each in self.plain):.3f} s"
+            f"{max(each.slowest_s for each in self.plain):.3f} s; the loop at "
+            f"{_in_words(self.figures(self.loop))}, the script at "
+            f"{_in_words(self.figures(self.plain))}"
         )
+
+    def figures(self, timed: list[Timed]) -> dict[str, float]:
+        """Return tokens/s, TFLOP/s and MFU of the median run."""
+        return self.speed.figures(_median(timed) * self.samples)
 
     def results(self) -> dict[str, Any]:
         return {
@@ -123,6 +137,8 @@ class Measured:
             "loop_slowest_step_s": summary([each.slowest_s for each in self.loop]),
             "plain_slowest_step_s": summary([each.slowest_s for each in self.plain]),
             "ratio": summary(self.ratios),
+            "loop": self.figures(self.loop),
+            "plain": self.figures(self.plain),
         }
 
 
@@ -132,11 +148,27 @@ def measure(workload: Workload, plan: Plan, device: torch.device) -> Measured:
     if workload.needs_text:
         write_text(plan.directory / "text.txt", workload.vocabulary, workload.num_characters)
     spec = workload.spec(plan, device)
-    measured = Measured(workload.name, step_costs(spec, plan.steps, device))
+    measured = Measured(
+        workload.name,
+        step_costs(spec, plan.steps, device),
+        _speed(spec, device),
+        spec.train.global_batch_size,
+    )
     for turn in range(plan.repeats):
         measured.plain.append(time_plain(spec, device))
         measured.loop.append(time_loop(spec, plan.directory, f"{workload.name}-{turn}"))
     return measured
+
+
+def _speed(spec: RunSpec, device: torch.device) -> Speed:
+    """Return what samples per second of a workload are in other units, on one device."""
+    task = build_task(spec)
+    batch = _to(next(iter(_batches(task, spec, torch.device("cpu")))), torch.device("cpu"))
+    return Speed(
+        counted_flops(task, task.build_model(), batch, spec.train.global_batch_size),
+        declared(task, "tokens_per_sample"),
+        peak_flops_per_s(device, spec.train.precision),
+    )
 
 
 def step_costs(spec: RunSpec, steps: int, device: torch.device) -> dict[str, Any]:

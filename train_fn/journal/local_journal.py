@@ -16,7 +16,7 @@ from train_fn.journal.server import JournalServer
 
 STEPS_EVERY_S = 1.0
 """Shortest time in seconds between two printed steps."""
-_SHOWN = ("loss", "lr", "grad_norm", "samples_per_s")
+_SHOWN = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "mfu")
 
 Say = Callable[[str], None]
 

@@ -63,6 +63,8 @@ class Parts:
     """Names of the tensors that forward passes are known to change."""
     ignored: set[str] = field(default_factory=set)
     """Names of those that depend on the batch alone."""
+    flops_per_sample: float | None = None
+    """As counted; None if it was not."""
 
     @property
     def is_kept(self) -> bool:

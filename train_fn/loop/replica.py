@@ -23,6 +23,7 @@ from train_fn.loop.elastic_rules import elastic_exchange
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_updates import OwnUpdates, own_updates
 from train_fn.loop.parts import Parts, build_parts, owners_of
+from train_fn.loop.speed import counted_flops
 from train_fn.loop.step_module import StepModule, empty_like, wrap
 from train_fn.node.debug_level import lowered_level
 from train_fn.node.kernels import kernels
@@ -172,6 +173,9 @@ class Replica:
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
         if not self.parts.is_kept:
+            self.parts.flops_per_sample = counted_flops(
+                self.task, self.state.model, batch, len(first)
+            )
             self.state.task = self.task_state.capture()
             try_smallest(self)
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)

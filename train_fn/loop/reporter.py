@@ -13,6 +13,7 @@ from everstep.wire.events import EventKind
 from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit, validation_name
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
+from train_fn.loop.speed import SAMPLES_ALONE, Speed
 from train_fn.state.kept_state import KeptState
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,18 @@ class Reporter:
 
     Args:
         complete: completes the proofs of the steps so far (``Chain.enter``).
+        speed: what samples per second are in other units.
     """
 
     def __init__(
-        self, ctx: WorkerContext, state: KeptState, complete: Callable[[], object] = lambda: None
+        self,
+        ctx: WorkerContext,
+        state: KeptState,
+        complete: Callable[[], object] = lambda: None,
+        speed: Speed = SAMPLES_ALONE,
     ) -> None:
         self._complete = complete
+        self._speed = speed
         self._journal = ctx.journal if ctx.world_rank == 0 else None
         self._journaled_step = ctx.journaled_step
         self._state = state
@@ -67,7 +74,8 @@ class Reporter:
             self._leave_out(values, self._names.refused(values, MAX_STEP_NAMES))
         values["step_s"] = step_s
         if num_samples is not None:
-            values["samples_per_s"] = num_samples / step_s
+            values["samples_per_s"] = samples_per_s = num_samples / step_s
+            values.update(self._speed.figures(samples_per_s))
         point = {"step": self._state.step, "at": at, "values": values}
         if proof is not None:
             point["proof"] = proof

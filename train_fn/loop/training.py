@@ -20,6 +20,7 @@ from train_fn.loop.newest_checkpoint import Restored
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.restore import restore
+from train_fn.loop.speed import speed_of
 from train_fn.loop.survivor import Survivor, take
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
@@ -138,7 +139,12 @@ def _build(
         progress=progress,
         replica=replica,
         restored=restored,
-        reporter=Reporter(ctx, state, state.chain.enter),
+        reporter=Reporter(
+            ctx,
+            state,
+            state.chain.enter,
+            speed_of(ctx, replica.task, replica.parts.flops_per_sample),
+        ),
         clock=StepClock(replica.gradient_parameters, ctx.device),
         stragglers=watch_stragglers(ctx, replica),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),

@@ -19,6 +19,8 @@ class ImageClassification:
     """Reports ``loss`` (without label smoothing), ``accuracy`` and, of more than ten classes,
     ``top5_accuracy`` of validation."""
 
+    count_flops = True
+
     def __init__(self, spec: ImageClassificationSpec) -> None:
         self.spec = spec
         self.data = build_image_data(spec.data)

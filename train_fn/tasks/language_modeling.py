@@ -17,9 +17,12 @@ class LanguageModeling:
     """Batches are int64 [n, context_length + 1]. Losses are sums over tokens, in nats;
     exp(``loss``) is the perplexity."""
 
+    count_flops = True
+
     def __init__(self, spec: LanguageModelingSpec) -> None:
         self.spec = spec
         self.data = load_text_files(spec.data.args, spec.model.args.context_length)
+        self.tokens_per_sample = spec.model.args.context_length
 
     def build_model(self) -> nn.Module:
         return Gpt(self.spec.model.args, self.data.vocabulary)

@@ -123,6 +123,18 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
         for event in read_journal(whole, 1, None, 1000)[0]
         if event.kind is EventKind.EVALUATED
     ]
+    points = [
+        point["values"]
+        for event in read_journal(whole, 1, None, 1000)[0]
+        if event.kind is EventKind.METRICS
+        for point in event.data["points"]
+    ]
+    assert points and all(
+        values["tflops_per_s"] > 0 and "mfu" not in values for values in points
+    ), "torch counts a task of Everstep's own, and a CPU has no published peak"
+    assert all(
+        values["tokens_per_s"] == pytest.approx(16 * values["samples_per_s"]) for values in points
+    )
     measured = ("val_loss", "val_accuracy", "val_bits_per_token")
     assert evaluated["metrics"].keys() == {*measured, *(f"ema_{name}" for name in measured)}
     assert evaluated["metrics"]["ema_val_loss"] != evaluated["metrics"]["val_loss"]

@@ -1,0 +1,197 @@
+"""Tokens, FLOPs and MFU: counted as closed formulas say, from shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from everstep.spec.image_task import MiniResNetArgs
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.text_task import GptArgs
+from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from tests.support.one_rank import journal_of, one_rank
+from tests.support.saves import make_state
+from train_fn.errors import BadTask
+from train_fn.loop.reporter import Reporter
+from train_fn.loop.speed import Speed, counted_flops, declared, peak_of, speed_of
+from train_fn.models.gpt import Gpt
+from train_fn.models.mini_resnet import MiniResNet
+
+pytestmark = pytest.mark.own_process
+
+
+class Text:
+    count_flops = True
+
+    def loss(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), 1
+
+
+class Images:
+    count_flops = True
+
+    def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
+def test_a_gpt_takes_six_flops_a_weight_and_token_and_those_of_attention() -> None:
+    args = GptArgs(num_layers=3, num_heads=2, width=32, context_length=16, dropout=0.1)
+    model = Gpt(args, torch.arange(100))
+    weights = sum(each.numel() for each in model.blocks.parameters() if each.ndim > 1)
+    weights += model.tokens.weight.numel()  # as the last layer
+    expected = 16 * (6 * weights + 12 * 3 * 32 * 16)
+    batch = torch.zeros(5, 17, dtype=torch.int64)
+    assert counted_flops(Text(), model, batch, 5) == expected  # type: ignore[arg-type]
+
+
+def test_a_resnet_takes_three_times_its_convolutions_less_a_gradient_of_images() -> None:
+    model, images = MiniResNet(MiniResNetArgs(width=8), 3, 10, 32), torch.zeros(4, 3, 32, 32)
+    products: list[int] = []
+
+    def note(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        products.append(output.numel() * module.weight[0].numel())
+
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d | nn.Linear)
+    ]
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    expected = (6 * sum(products) - 2 * products[0]) / 4
+    batch = (images, torch.zeros(4, dtype=torch.int64))
+    assert counted_flops(Images(), model, batch, 4) == expected  # type: ignore[arg-type]
+
+
+def test_frozen_weights_have_no_gradient_to_count() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 10, bias=False))
+    batch = (torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64))
+    assert counted_flops(Images(), model, batch, 2) == 4 * 64 + 6 * 80  # type: ignore[arg-type]
+    model[0].weight.requires_grad_(False)
+    assert counted_flops(Images(), model, batch, 2) == 2 * 64 + 4 * 80  # type: ignore[arg-type]
+
+
+def test_counting_changes_nothing() -> None:
+    model = MiniResNet(MiniResNetArgs(width=8), 3, 10, 32)
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items()}
+    values = {name: value.detach().clone() for name, value in held.items()}
+    drawn = torch.get_rng_state()
+    batch = (torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))
+    drawn = torch.get_rng_state()
+    assert counted_flops(Images(), model, batch, 2) is not None  # type: ignore[arg-type]
+    assert torch.equal(drawn, torch.get_rng_state())
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is value for name, value in held.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_a_task_that_does_not_ask_for_it_is_not_called_once_more() -> None:
+    class Silent(Images):
+        count_flops = False
+
+        def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+            raise SystemExit
+
+    batch = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    assert counted_flops(Silent(), nn.Linear(4, 10), batch, 2) is None  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_counted_gives_no_figure() -> None:
+    class Looks(Images):
+        def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+            return super().loss(model, batch)[0] * (1 + batch[0].sum().item()), 1
+
+    model = nn.Linear(4, 10)
+    batch = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    assert counted_flops(Looks(), model, batch, 2) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 156),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H200 NVL", "bf16", 835),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA A10G", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("Tesla T4", "fp32", 8.1),
+        ("NVIDIA GeForce RTX 3090", "bf16", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
+    name: str, precision: str, tflops: float | None
+) -> None:
+    assert peak_of(name, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_each_figure_follows_from_what_is_known() -> None:
+    assert Speed().figures(10.0) == {}
+    assert Speed(tokens_per_sample=128).figures(10.0) == {"tokens_per_s": 1280.0}
+    assert Speed(2e12).figures(10.0) == {"tflops_per_s": 20.0}
+    assert Speed(2e12, None, 40e12).figures(10.0) == {"tflops_per_s": 20.0, "mfu": 0.5}
+
+
+def test_a_task_may_say_what_a_sample_takes_in_either_form() -> None:
+    class Says(Text):
+        tokens_per_sample = 7
+
+        def flops_per_sample(self) -> float:
+            return 3e9
+
+    task: Any = Says()
+    assert (declared(task, "flops_per_sample"), declared(task, "tokens_per_sample")) == (3e9, 7)
+    assert declared(Text(), "flops_per_sample") is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("said", ["many", 0, -1.0, float("nan"), float("inf"), True])
+def test_anything_but_a_positive_number_is_refused(said: Any) -> None:
+    task: Any = Text()
+    task.flops_per_sample = said
+    with pytest.raises(BadTask, match=r"flops_per_sample of Text is .*; set it to a positive"):
+        declared(task, "flops_per_sample")
+
+
+def test_every_step_reports_the_figures_beside_its_samples(tmp_path: Any) -> None:
+    spec = RunSpec.model_validate(
+        {
+            "name": "speed",
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
+        }
+    )
+    ctx = one_rank(spec, RunDir(open_storage(str(tmp_path)), "run_speed"))
+    task: Any = Text()
+    task.tokens_per_sample = 16
+    reporter = Reporter(ctx, make_state(), speed=speed_of(ctx, task, 2e6))
+    reporter.step_done({"loss": 1.0}, 8)
+    reporter.step_done({"loss": 1.0}, None)
+    reporter.close()
+    points = [
+        each for data in journal_of(ctx).of_kind(EventKind.METRICS) for each in data["points"]
+    ]
+    values = points[0]["values"]
+    assert values["tokens_per_s"] == pytest.approx(16 * values["samples_per_s"])
+    assert values["tflops_per_s"] == pytest.approx(2e-6 * values["samples_per_s"])
+    assert "mfu" not in values, "a CPU has no published peak"
+    assert points[1]["values"].keys() == {"loss", "step_s"}
