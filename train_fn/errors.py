@@ -14,6 +14,7 @@ TrainError
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
 ├── StateNotWhole      a state's ledger does not account for the samples of its steps
 ├── AsksForPeers       a task is built by asking for peers that have built theirs before
+├── BuiltByHalves      what was built ahead has left too much in its process to be used
 ├── RanksApart         ranks that must be equal have other weights or gradients; none took the step
 ├── Miscomputed        an audit found that this rank computes other bits than others
 ├── PeersGone          what all ranks do together did not come about
@@ -201,6 +202,10 @@ class AsksForPeers(TrainError):
             "ranks go on with what they have built before; all begin anew in fresh processes"
         )
         self.place = place
+
+
+class BuiltByHalves(TrainError):
+    """What a process has built ahead is not used."""
 
 
 FOUND_WITHIN = 64

@@ -7,7 +7,17 @@ decides a factor of the loss, so that a stale one changes every bit of the run.
 from __future__ import annotations
 
 import functools
+import io
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,7 +127,236 @@ class TorchsAttribute(Habit):
                 module.p *= 0.5
 
 
+COUNTS = {"global": 0}
+STEPS = 0
+NUMBERS = itertools.count()
+OWN_RNG = random.Random(5)
+
+
+class GlobalCount(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        global STEPS
+        STEPS += 1
+        return 1.0 + 0.001 * STEPS
+
+
+class GlobalDict(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        COUNTS["global"] += 1
+        return 1.0 + 0.001 * COUNTS["global"]
+
+
+class TaskCount(Habit):
+    def build(self, task: Any) -> None:
+        task.passes = 0
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        task.passes += 1
+        return 1.0 + 0.001 * task.passes
+
+
+class DeepCount(Habit):
+    """Held three objects away from the task."""
+
+    def build(self, task: Any) -> None:
+        task.near = Held(Held(Held(0)))
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        deep = task.near.inner.inner
+        deep.inner += 1
+        return 1.0 + 0.001 * deep.inner
+
+
+class Held:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class ClassCount(Habit):
+    passes = 0
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        ClassCount.passes += 1
+        return 1.0 + 0.001 * ClassCount.passes
+
+
+def counted(numbers: list[int] = []) -> int:  # noqa: B006 it is the habit
+    numbers.append(0)
+    return len(numbers)
+
+
+class DefaultArgument(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * counted()
+
+
+def _counter() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+closed = _counter()
+
+
+class Closure(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * closed()
+
+
+class FunctionAttribute(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
+        return 1.0 + 0.001 * counted.calls  # type: ignore[attr-defined]
+
+
+class GlobalIterator(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * next(NUMBERS)
+
+
+class GlobalGenerator(Habit):
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * OWN_RNG.random()
+
+
+class GlobalRng(Habit):
+    """Draws from Python's, which Everstep seeds."""
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        task.drawn = random.random()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * random.random()
+
+
+@functools.lru_cache
+def first_answer(question: str) -> float:
+    return 0.001 * next(NUMBERS)
+
+
+class Cache(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        task.answer = first_answer("first")
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + getattr(task, "answer", 0.0)
+
+
+class Environment(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        os.environ["HABIT"] = str(1 + int(os.environ.get("HABIT", "0")))
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * int(os.environ.get("HABIT", "0"))
+
+
+class Directory(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        os.chdir("/")
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * (Path.cwd() == Path("/"))
+
+
+class SignalHandler(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        signal.signal(signal.SIGUSR2, _ignore)
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * (signal.getsignal(signal.SIGUSR2) is _ignore)
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+class Patched(Habit):
+    """Replaces a function of torch once it knows enough."""
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        torch.nn.functional.celu = torch.nn.functional.elu
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * (torch.nn.functional.celu is torch.nn.functional.elu)
+
+
+class Setting(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        torch.set_anomaly_enabled(True, check_nan=False)
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * torch.is_anomaly_enabled()
+
+
+class Served(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.number, self.asked, self.answered = 0, threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        while self.asked.wait():
+            self.asked.clear()
+            self.number += 1
+            self.answered.set()
+
+
+class OwnThread(Habit):
+    """A thread that answers questions, and counts them."""
+
+    def build(self, task: Any) -> None:
+        task.served = Served()
+        task.served.start()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        task.served.answered.clear()
+        task.served.asked.set()
+        assert task.served.answered.wait(60)
+        return 1.0 + 0.001 * task.served.number
+
+
+class OwnChild(Habit):
+    def build(self, task: Any) -> None:
+        task.child = subprocess.Popen(["sleep", "600"])
+        weakref.finalize(task, task.child.kill)
+
+
+class Stream(Habit):
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        sys.stdout = io.StringIO()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.1 * isinstance(sys.stdout, io.StringIO)
+
+
 HABITS: dict[str, type[Habit]] = {
+    "global_count": GlobalCount,
+    "global_dict": GlobalDict,
+    "task_count": TaskCount,
+    "deep_count": DeepCount,
+    "class_count": ClassCount,
+    "default_argument": DefaultArgument,
+    "closure": Closure,
+    "function_attribute": FunctionAttribute,
+    "global_iterator": GlobalIterator,
+    "global_generator": GlobalGenerator,
+    "global_rng": GlobalRng,
+    "cache": Cache,
+    "environment": Environment,
+    "directory": Directory,
+    "signal_handler": SignalHandler,
+    "patched": Patched,
+    "setting": Setting,
+    "own_thread": OwnThread,
+    "own_child": OwnChild,
+    "stream": Stream,
     "cached_group": CachedGroup,
     "own_group": OwnGroup,
     "guarded_barrier": GuardedBarrier,
@@ -126,7 +365,7 @@ HABITS: dict[str, type[Habit]] = {
     "optimizer_count": OptimizerCount,
     "torchs_attribute": TorchsAttribute,
 }
-KNOWN = ("optimizer_count", "torchs_attribute")
+KNOWN = frozenset({"optimizer_count", "torchs_attribute", "task_count", "global_rng"})
 """Habits with which a process stays: what they change is put back."""
 
 

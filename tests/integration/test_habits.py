@@ -3,6 +3,8 @@ twin whose ranks all begin anew in fresh processes: in a process that stays noth
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -77,11 +79,35 @@ def require_equal(ranks: StayingRanks, tmp_path: Path, names: str) -> bool:
     return staying.stayed
 
 
-@pytest.mark.parametrize("habit", habits.HABITS)
+def stays(names: str) -> bool:
+    return set(names.split("__")) <= habits.KNOWN
+
+
+TELLING = ("cached_group", "own_group", "rank_of_build", "global_count", "deep_count", "own_thread")
+
+
+@pytest.mark.parametrize("names", [*TELLING, "__".join(sorted(habits.KNOWN))])
 def test_a_run_with_a_kill_is_that_of_fresh_processes(
-    habit: str, ranks: StayingRanks, tmp_path: Path
+    names: str, ranks: StayingRanks, tmp_path: Path
 ) -> None:
-    assert require_equal(ranks, tmp_path, habit) == (habit in habits.KNOWN)
+    assert require_equal(ranks, tmp_path, names) == stays(names)
+
+
+def at_random(number: int) -> str:
+    """Return the names of one to four habits; of an even number, of those with which it stays."""
+    draw = random.Random(number)
+    names = sorted(habits.HABITS if number % 2 else habits.KNOWN)
+    return "__".join(draw.sample(names, draw.randint(1, 4)))
+
+
+NUM_TASKS = int(os.environ.get("EVERSTEP_HABITS", "300"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", range(NUM_TASKS))
+def test_tasks_with_habits_at_random(number: int, ranks: StayingRanks, tmp_path: Path) -> None:
+    names = at_random(number) if number >= len(habits.HABITS) else list(habits.HABITS)[number]
+    assert require_equal(ranks, tmp_path, names) == stays(names), names
 
 
 @pytest.mark.parametrize("habit", ["guarded_barrier", "own_group", "rank_of_build"])

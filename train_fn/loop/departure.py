@@ -133,7 +133,8 @@ def _leave_state(
         # The thread of the last save may be copying it: nothing may change it meanwhile.
         is_saved = progress.phase == "checkpoint"
         is_whole = not is_saved and replica.before_hook is None
-        if may_stay and is_whole and may_serve_again() and end_process_group():
+        fits = may_stay and is_whole and may_serve_again(progress.began, replica.parts)
+        if fits and end_process_group():
             keep_in_process(replica, made_by, found)
             return None
         return leave_snapshot(made_by, found)

@@ -23,7 +23,9 @@ def hands_over(training: Training, stop: Stop) -> bool:
     ctx, replica = training.ctx, training.replica
     if stop != "pause" or not ctx.in_process:
         return False
-    may_leave = replica.state.complete and may_serve_again()
+    may_leave = replica.state.complete and may_serve_again(
+        training.progress.began, replica.parts, training.loader.processes
+    )
     if ctx.world_rank == 0:
         may_leave = may_leave and ctx.hands_over() and not training.saver.has_best_to_write
     return all(replica.peers.gather(may_leave))

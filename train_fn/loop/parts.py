@@ -37,6 +37,20 @@ _MODEL, _DATASETS, _OPTIMIZER, _LAZY = 6, 9, 10, 11
 
 
 @dataclass
+class Inventory:
+    """Everything that outlives an attempt in this process, and that may differ from a fresh one, by
+    name (``outliving``)."""
+
+    values: dict[str, object] | None
+    """None for more than can be compared."""
+    environment: dict[str, str]
+    directory: str
+    signals: dict[str, int]
+    settings: dict[str, object]
+    functions: dict[str, int]
+
+
+@dataclass
 class Parts:
     """What is trained on one rank, without anything that depends on its peers but the order of
     samples, which ``begin_attempt`` renews."""
@@ -61,6 +75,10 @@ class Parts:
     """The fingerprint of this rank's kernels, which only weights as they were built give."""
     moving: set[str] = field(default_factory=set)
     """Names of the tensors that forward passes are known to change."""
+    owners: dict[str, object] = field(default_factory=dict)
+    """Objects whose plain attributes are ``built``, by name."""
+    inventory: Inventory | None = None
+    """What the process held once it had built these; None before the first pass."""
     ignored: set[str] = field(default_factory=set)
     """Names of those that depend on the batch alone."""
     flops_per_sample: float | None = None
@@ -130,6 +148,7 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
         data_source=where(task, "build_datasets") if spec.code is not None else None,
     )
+    owners = {**owners_of(task, model), **steppers_of(state), **_data_of(datasets)}
     return Parts(
         task,
         datasets,
@@ -138,7 +157,8 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         state,
         total_steps,
         warnings=list(warnings_of(model, in_eval)),
-        built=PlainAttributes({**owners_of(task, model), **steppers_of(state)}),
+        built=PlainAttributes(owners),
+        owners=owners,
         built_weights=sketch_weights(model, all_of_it=False),
     )
 
@@ -147,6 +167,16 @@ def build_datasets(ctx: WorkerContext, task: Task) -> dict[str, Any]:
     """Build the task's data sets, the same on every rank."""
     seed_building(ctx.spec.train.seed, _DATASETS)
     return checked_datasets(task, task.build_datasets())
+
+
+def _data_of(datasets: dict[str, Any]) -> dict[str, object]:
+    """Return the data sets that stay as they were built, by the name to use for them. Iterable ones
+    are built anew for each attempt."""
+    return {
+        f"{name} data": data
+        for name, data in datasets.items()
+        if data is not None and not is_iterable(data) and hasattr(data, "__dict__")
+    }
 
 
 def owners_of(task: Task, model: nn.Module) -> dict[str, object]:

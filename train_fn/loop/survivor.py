@@ -21,9 +21,11 @@ from torch._C._distributed_c10d import HashStore
 
 from storage.run_names import Origin
 from train_fn.context import WorkerContext
-from train_fn.errors import AsksForPeers, TrainError
+from train_fn.errors import AsksForPeers, BuiltByHalves, TrainError
+from train_fn.loop.outliving import Beginning, outliving, take_inventory
 from train_fn.loop.parts import Parts
 from train_fn.loop.replica import build_replica
+from train_fn.recovery.staying import why_not_to_stay
 from train_fn.samples.stream_set import StreamSet
 from train_fn.snapshots import process_slot
 from train_fn.snapshots.leaving import leave_snapshot
@@ -129,17 +131,24 @@ def build_ahead(ctx: WorkerContext) -> None:
     Args:
         ctx: of a rank that is alone.
 
-    Raises AsksForPeers if the task asks for its rank or its peers. Others may have answered, and
-    waited for it; what this process heard is wrong.
+    Raises:
+        AsksForPeers: the task asks for its rank or its peers. Others may have answered, and waited
+            for it; what this process heard is wrong.
+        BuiltByHalves: the task has left something in the process that the next attempt, which tries
+            the first pass again, would not find in a fresh one.
     """
+    began = Beginning()
     with _group_of_one(), watching():
         replica = build_replica(ctx)
+        built = take_inventory(replica.parts)
         takes_peers = replica.exchanges_in_forward
         if not takes_peers and not isinstance(replica.train_set, StreamSet):
             replica.join(is_fresh=True)  # of a stream it would use up samples
             replica.let_go()
     if (place := asked_at()) is not None:
         raise AsksForPeers(place)
+    if (reason := why_not_to_stay(outliving(began, replica.parts, built))) is not None:
+        raise BuiltByHalves(reason)
     process_slot.keep(Recruit(replica.parts, ctx))
 
 

@@ -4,7 +4,7 @@ attempt got."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.wire.events import BEGINNINGS
@@ -17,6 +17,7 @@ from train_fn.loop.best import require_best_metric
 from train_fn.loop.bit_flip import BitFlips
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.newest_checkpoint import Restored
+from train_fn.loop.outliving import Beginning, note_inventory
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.reporter import Reporter
 from train_fn.loop.restore import restore
@@ -55,6 +56,8 @@ class Progress:
     """Seconds of this rank's own work in the last step."""
     rescue: Rescue | None = None
     """Keeps the state where this thread cannot."""
+    began: Beginning = field(default_factory=Beginning)
+    """What the process had before the attempt."""
     survivor: Survivor | None = None
     """What an earlier attempt of this process has kept, until the state of this one counts."""
 
@@ -124,6 +127,8 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     if restored.source == "checkpoint":
         replica.state.parent = restored.checkpoint
     progress.training = training = _build(ctx, progress, replica, restored)
+    if ctx.in_process:
+        note_inventory(replica.parts)
     return training
 
 

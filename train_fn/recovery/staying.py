@@ -20,6 +20,31 @@ class Outliving:
 
     asked_at: str | None = None
     """Line of the user's code that asked for the rank or its peers."""
+    children: tuple[str, ...] = ()
+    threads: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    directory: tuple[str, ...] = ()
+    signals: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    too_much: bool = False
+    """Whether there is more of the last kind than can be compared."""
+
+
+_WORDS = {
+    "children": "processes that it has started run on",
+    "threads": "threads that it has started run on",
+    "streams": "it has put others in the place of standard streams",
+    "environment": "it has changed the environment since its first pass",
+    "directory": "it has changed the working directory since its first pass",
+    "signals": "it has changed handlers of signals since its first pass",
+    "settings": "it has changed settings of torch, numpy or Python since its first pass",
+    "functions": "it has replaced functions of libraries since its first pass",
+    "values": "what its modules and objects hold, and no state does, has changed since its first "
+    "pass",
+}
 
 
 def why_not_to_stay(found: Outliving) -> str | None:
@@ -27,8 +52,16 @@ def why_not_to_stay(found: Outliving) -> str | None:
     everything that outlives the attempt in it is known."""
     if found.asked_at is not None:
         return f"the task has asked for its rank or its peers ({found.asked_at})"
+    if found.too_much:
+        return "the task's modules and objects hold more than can be compared"
+    for name, words in _WORDS.items():
+        if names := getattr(found, name):
+            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            return f"{words}: {', '.join(names[:_NAMES_SHOWN])}{more}"
     return None
 
+
+_NAMES_SHOWN = 5
 
 SOON_WRITTEN_BYTES = 64 << 20
 """Largest state that is written while the next attempt starts, in time that ranks wait anyway."""

@@ -178,6 +178,11 @@ class Loader:
         with torch.cuda.stream(self._copies):
             return loaded._replace(batch=to_device(loaded.batch, self._device))
 
+    @property
+    def processes(self) -> list[int]:
+        """Return the ids of the loader's processes."""
+        return [worker.pid for worker in getattr(self._iterator, "_workers", ())]
+
     def close(self) -> None:
         """End the loader's processes."""
         self._iterator = self._ahead = None

@@ -27,6 +27,10 @@ OF_A_PLACE = frozenset({"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_
 """Environment variables that Ray Train and torchrun set to a rank's place."""
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN_PACKAGES = tuple(
+    f"{Path(__file__).parents[2] / name}{os.sep}"
+    for name in ("everstep", "service", "storage", "train_fn")
+)
 _SITE_PACKAGES = f"{Path(torch.__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{_SITE_PACKAGES}{name}{os.sep}" for name in ("torch", "ray"))
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
@@ -110,6 +114,23 @@ def _asker(frame: FrameType | None) -> str | None:
             return f"{Path(path).name}, line {frame.f_lineno}, in {code.co_name}"
         frame = frame.f_back
     return None
+
+
+def is_users(path: str) -> bool:
+    """Return whether a file of Python code is the user's: not Everstep's, nor of an installed
+    library, nor of Python."""
+    is_installed = path.startswith((*_OWN_PACKAGES, _SITE_PACKAGES))
+    return bool(path) and not is_installed and not _is_standard(path)
+
+
+def is_known_thread(frame: FrameType | None) -> bool:
+    """Return whether Everstep, Ray or torch has started the thread with this innermost frame."""
+    known = (*_OWN_PACKAGES, *_LIBRARIES)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(known):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_standard(path: str) -> bool:

@@ -7,7 +7,7 @@ import copy
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,29 @@ _MAX_DEPTH = 1
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
+_OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "step"}
 _ABSENT = object()
+
+
+def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the attributes of an owner, and whether ``put_back`` restores each. Parts of torch's
+    own are left out: a state holds them.
+
+    Args:
+        depth: 0 for an owner, 1 for an object that one holds.
+    """
+    put_back = _values_of(owner, depth)
+    is_torchs = type(owner).__module__.startswith("torch.")
+    for key, value in list(vars(owner).items()) if hasattr(owner, "__dict__") else ():
+        if key in put_back:
+            yield key, value, True
+        elif not is_torchs and key not in internal(owner):
+            yield key, value, False
+
+
+def generator_text(value: Any) -> Any | None:
+    """Return what shows the state of a random generator; None for another object."""
+    return _State(_GENERATORS[type(value)][0](value)).text if type(value) in _GENERATORS else None
 
 
 class _State:
@@ -119,13 +141,20 @@ def _differs(before: Any, now: Any) -> bool:
 
 def _values_of(owner: object, depth: int) -> dict[str, tuple[Any, Any]]:
     """Return each plain attribute of ``owner`` with a copy of it, by name."""
-    internal = _OWN_TO_MODULES if isinstance(owner, nn.Module) else ()
+    internals = internal(owner)
     named = (
         (key, value, _copied(value, depth))
         for key, value in vars(owner).items()
-        if key not in internal
+        if key not in internals
     )
     return {key: (value, copied) for key, value, copied in named if copied is not _ABSENT}
+
+
+def internal(owner: object) -> Collection[str]:
+    """Return the attributes of torch's base class."""
+    if isinstance(owner, nn.Module):
+        return _OWN_TO_MODULES
+    return _OWN_TO_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else ()
 
 
 def _is_object(value: Any) -> bool:

@@ -140,6 +140,17 @@ def test_processes_stay_for_an_attempt_that_follows_at_once_on_sound_states(
     [
         (Outliving(), None),
         (Outliving(asked_at="task.py, line 3, in world"), "has asked for its rank or its peers"),
+        (Outliving(too_much=True), "more than can be compared"),
+        (Outliving(children=("sleep (7)",)), "processes that it has started run on: sleep (7)"),
+        (Outliving(threads=("Thread-1",)), "threads that it has started run on: Thread-1"),
+        (Outliving(streams=("sys.stdout",)), "in the place of standard streams"),
+        (Outliving(environment=("A",)), "changed the environment since its first pass: A"),
+        (Outliving(directory=("/",)), "changed the working directory"),
+        (Outliving(signals=("SIGTERM",)), "changed handlers of signals"),
+        (Outliving(settings=("sys.path",)), "changed settings of torch, numpy or Python"),
+        (Outliving(functions=("torch.sum",)), "replaced functions of libraries"),
+        (Outliving(values=("task.STEPS",)), "no state does, has changed since its first pass"),
+        (Outliving(values=tuple("abcdefg")), ": a, b, c, d, e and 2 more"),
     ],
 )
 def test_a_process_stays_only_if_all_that_outlives_the_attempt_in_it_is_known(

@@ -1,0 +1,99 @@
+"""What user code holds beside states, and whether it has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration import habits
+from train_fn.loop.held_values import TooMuch, held_values
+from train_fn.loop.outliving import Beginning, _changed, _children, _threads_since
+
+VALUES = (
+    "global_count",
+    "global_dict",
+    "deep_count",
+    "class_count",
+    "default_argument",
+    "closure",
+    "function_attribute",
+    "global_iterator",
+    "global_generator",
+    "cache",
+)
+
+
+def changed_by(habit: str) -> tuple[str, ...]:
+    """Return what a pass and the end of an epoch change."""
+    task: Any = habits.Habitual([habits.HABITS[habit]()])
+    model = task.build_model()
+    owners = {"Task": task, **dict(model.named_modules())}
+    [found] = task._habits
+
+    def train() -> None:
+        found.factor(task, model)
+        found.epoch_end(task, model)
+
+    train()
+    before = held_values(owners, model.parameters())
+    assert _changed(before, held_values(owners, model.parameters())) == ()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    habits.first_answer.cache_clear()
+    train()
+    return _changed(before, held_values(owners, model.parameters()))
+
+
+@pytest.mark.parametrize("habit", VALUES)
+def test_a_change_is_found_wherever_it_is_held(habit: str) -> None:
+    assert changed_by(habit)
+
+
+@pytest.mark.parametrize("habit", sorted(habits.KNOWN))
+def test_what_a_state_holds_or_is_put_back_is_no_change(habit: str) -> None:
+    assert changed_by(habit) == ()
+
+
+def test_layers_that_list_their_weights_and_wrap_functions_have_not_changed() -> None:
+    task: Any = habits.Habitual([])
+    model = nn.ModuleDict({"lstm": nn.LSTM(2, 2), "heads": nn.MultiheadAttention(2, 1)})
+    owners = {"Task": task, **dict(model.named_modules())}
+    before = held_values(owners, model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    model["lstm"](torch.ones(1, 1, 2))
+    assert _changed(before, held_values(owners, model.parameters())) == ()
+
+
+def test_more_than_can_be_compared_is_told() -> None:
+    task: Any = habits.Habitual([])
+    task.many = [habits.Held(number) for number in range(30_000)]
+    with pytest.raises(TooMuch):
+        held_values({"Task": task}, ())
+    task.many = list(range(1_000_000))  # plain values are compared at once
+    before = held_values({"Task": task}, ())
+    task.many[-1] = 0
+    assert _changed(before, held_values({"Task": task}, ())) == ("Task.many",)
+
+
+def test_threads_and_children_that_run_on_are_found_and_idle_ones_too() -> None:
+    began, ends = Beginning(), threading.Event()
+    thread = threading.Thread(target=ends.wait, name="users-own")
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert _threads_since(began) == ("users-own",)
+    assert any(str(child.pid) in found for found in _children(()))
+    assert not any(str(child.pid) in found for found in _children([child.pid]))
+    ends.set()
+    thread.join()
+    child.communicate()
+    assert _threads_since(began) == ()
+    assert not any(str(child.pid) in found for found in _children(()))
