@@ -124,7 +124,7 @@ def test_the_client_needs_no_torch_and_no_ray(wheel: Path, tmp_path: Path) -> No
     assert float(run(bin_ / "python", "-c", program, cwd=tmp_path)) < 0.3
     assert "Begin here" in run(bin_ / "everstep", "--help", cwd=tmp_path)
     run(bin_ / "everstep", "init", "task", "mine", cwd=tmp_path)
-    assert (tmp_path / "mine" / "task.py").exists()
+    assert (tmp_path / "mine" / "mine" / "task.py").exists()
     refused = subprocess.run(
         [bin_ / "everstep", "serve"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
@@ -139,7 +139,8 @@ def test_the_wheel_serves_trains_and_recovers_alone(wheel: Path, tmp_path: Path)
     bin_ = installed(wheel, tmp_path / "whole", SITE)
     place = "import service, train_fn, storage, everstep; print(service.__file__)"
     assert run(bin_ / "python", "-c", place, cwd=tmp_path).startswith(str(tmp_path))
-    shown = json.loads(run(bin_ / "everstep", "demo", "--json", cwd=tmp_path, timeout_s=280))
+    told = run(bin_ / "everstep", "demo", "--json", cwd=tmp_path, timeout_s=280)
+    shown = json.loads(told.splitlines()[-1])
     assert shown["proof"]["result"] == "equal" and shown["steps_lost"] == 0
     assert set(shown["seconds"]) == {"service", "training", "replay"}
     assert (tmp_path / "out" / "demo" / "model.pt").exists()
