@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,8 +102,9 @@ def test_a_trainer_that_shards_its_state_is_refused(sharded: str) -> None:
 
 def test_an_older_trainer_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = hf_trainer(Tiny())
+    library = sys.modules[es.hf.Protect.__module__].transformers  # as the adapter sees it
     with monkeypatch.context() as older:
-        older.setattr(transformers, "__version__", "4.57.1")
+        older.setattr(library, "__version__", "4.57.1")
         with pytest.raises(BadTask, match=r"transformers 4.57.1; install .* at least 5"):
             es.hf.Protect(trainer)
     monkeypatch.delattr(transformers.Trainer, "_run_epoch")
