@@ -64,7 +64,8 @@ def make_test_one(chosen: str) -> subprocess.CompletedProcess[str]:
 def test_one_test_is_run_by_its_path(node: str) -> None:
     done = make_test_one(f"tests/unit/repository/test_locks.py{node}")
     assert done.returncode == 0, done.stderr
-    assert f"{1 if node else 4} passed" in done.stdout
+    [passed] = re.findall(r"(\d+) passed", done.stdout)
+    assert int(passed) == 1 if node else int(passed) > 1
 
 
 @pytest.mark.parametrize("chosen", ["", "tests/unit/no_such_room"])
