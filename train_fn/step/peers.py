@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train_fn.errors import BadTask
 from train_fn.step.nccl import (
     end_groups,
     fails_by_itself,
@@ -23,6 +24,9 @@ from train_fn.step.nccl import (
 
 _NEVER_SENT = 0x7E5EE5
 """Tag of a message that nobody sends."""
+_GATHERED, _SHARED = 0xE5EA, 0xE5EB
+"""Marks before the sizes of what ``gather`` and ``share`` exchange."""
+_SIZE_BITS = 40
 
 
 @dataclass(frozen=True)
@@ -135,15 +139,18 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), by rank. Nothing is unpickled
-        before it is known to be complete."""
+        before it is known to be complete.
+
+        Raise BadTask if a collective of the user's code was met.
+        """
         if self.alone:
             return [value]
         require_peers()
         data = self._pickled(value)
-        length = torch.tensor([data.numel()], device=self.device)
+        length = torch.tensor([_marked(_GATHERED, data.numel())], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
         dist.all_gather(lengths, length)
-        num_bytes = [int(each) for each in self.result(torch.cat(lengths))]
+        num_bytes = [_size_after(_GATHERED, each) for each in self.result(torch.cat(lengths))]
         padded = torch.nn.functional.pad(data, (0, max(num_bytes) - data.numel()))
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(rows, padded)
@@ -152,14 +159,17 @@ class Peers:
 
     def share(self, value: Any, source: int) -> Any:
         """Return the ``value`` of rank ``source``, and ignore the other ranks'. Nothing is
-        unpickled before it is known to be complete."""
+        unpickled before it is known to be complete.
+
+        Raise BadTask if a collective of the user's code was met.
+        """
         if self.alone:
             return value
         require_peers()
         data = self._pickled(value if self.rank == source else None)
-        length = torch.tensor([data.numel()], device=self.device)
+        length = torch.tensor([_marked(_SHARED, data.numel())], device=self.device)
         dist.broadcast(length, source)
-        num_bytes = int(self.result(length))
+        num_bytes = _size_after(_SHARED, self.result(length))
         if self.rank != source:
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         dist.broadcast(data, source)
@@ -180,6 +190,22 @@ class Peers:
     def _pickled(self, value: Any) -> torch.Tensor:
         data = bytearray(pickle.dumps(value))
         return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+
+def _marked(mark: int, num_bytes: int) -> int:
+    return mark << _SIZE_BITS | num_bytes
+
+
+def _size_after(mark: int, number: torch.Tensor) -> int:
+    """Return the size behind its mark. Raise BadTask without that mark: the number is not ours."""
+    found, num_bytes = divmod(int(number), 1 << _SIZE_BITS)
+    if found != mark:
+        raise BadTask(
+            "a collective of the task's code was met where the ranks exchange what they agree on: "
+            "some ranks call it and others do not, or it is on a process group of an earlier "
+            "attempt. Call collectives on all ranks alike, and keep no process group"
+        )
+    return num_bytes
 
 
 def _unpickled(data: torch.Tensor) -> Any:
