@@ -176,6 +176,8 @@ def test_ranks_hand_over_to_more_or_fewer_without_a_checkpoint(
     built_ahead: bool, ranks: StayingRanks, tmp_path: Path
 ) -> None:
     run = Run(ranks, tmp_path, elastic(moving_buffers.SPEC))
+    for name in "ABC":  # a module that is imported later would be a change of the user's
+        ranks.call(name, kept_here, run.job(2))
     if built_ahead:
         ranks.call("C", partial(build_ahead_of, run.job(1)), run.job(1))
         model = ranks.call("C", model_here, run.job(2))
@@ -358,6 +360,8 @@ def test_recoveries_in_one_process_leave_nothing_behind(
     spec = RunSpec.model_validate(raw | {"train": raw["train"] | {"epochs": 2 * recoveries}})
     run = Run(ranks, tmp_path, spec, f"{TRAINEES}:regression")
     before: dict[str, Owned] = {}
+    for name in "AB":  # a module that is imported later would be a change of the user's
+        ranks.call(name, owned, run.job(2))
     for number in range(recoveries):
         assert stay_of(run.attempt("AB", abandon=(number % 2, number))) == [number, number]
         if number in (SETTLED, recoveries - 1):
