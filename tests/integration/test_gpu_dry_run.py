@@ -16,6 +16,7 @@ LONG = {
     "survivors",
     "two_ranks",
     "broken_start",
+    "hanging_peers",
     "bits",
     "one_of_two",
     "hand_over",
