@@ -16,6 +16,9 @@ from tests.support.code_archives import tar_gz
 
 __all__ = ["cluster", "started"]
 
+pytestmark = pytest.mark.alone
+"""Ray's dashboard and agents have fixed ports, which another cluster may hold."""
+
 HEADING = "### What listens where"
 EVERYWHERE = frozenset({"::", "0.0.0.0"})
 SCRIPT = """
