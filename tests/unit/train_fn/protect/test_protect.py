@@ -301,7 +301,7 @@ def test_a_loop_that_breaks_at_an_epoch_s_end_goes_on_from_a_whole_state(
         )
         batches = data()
         with pytest.raises(LookupError) if fails else nullcontext(), state:
-            assert state.step_number == (0 if fails else 5)
+            assert state.step_number == 0 if fails else 0 < state.step_number < 6
             for batch in batches.batches(state, epochs=3):
                 state.step(loss=train(model, optimizer, *batch))
                 if state.step_number % len(batches) == 0:
