@@ -116,7 +116,10 @@ def require_peers() -> None:
     if _aborted.is_set():
         raise _lost_before()
     group = dist.group.WORLD
-    if _have_met or group is None or fails_by_itself():
+    if _have_met or group is None:
+        return
+    if fails_by_itself():
+        _have_met = True  # nobody has to, and every step asks
         return
     store = dist.distributed_c10d._get_default_store()
     if store.add(ARRIVED, 1) == group.size():
