@@ -158,8 +158,9 @@ def _sums(
     totals = [Words(0, 0)] * len(tensors)
 
     def add(number: int, words: Words) -> None:
-        whole, rest = words
-        totals[number] = Words(totals[number].whole + whole, rest)
+        """Add a piece's words, in any order: all but a tensor's last piece have a rest of 0."""
+        whole, rest = totals[number]
+        totals[number] = Words(whole + words.whole, rest + words.rest)
 
     waiting: list[tuple[int, Future[Words]]] = []
     with ThreadPoolExecutor(1 if write else SUM_THREADS, "state-sum") as pool:

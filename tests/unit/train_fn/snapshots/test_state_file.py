@@ -90,6 +90,19 @@ def test_a_sum_beyond_what_a_word_holds_wraps_as_that_of_one_piece_does(
     assert write_state(tmp_path / "state", state) == digest(state)
 
 
+@pytest.mark.parametrize("odd_bytes", [1, 4, 7])
+def test_a_tensor_that_ends_within_a_word_has_one_digest_in_any_order_of_its_pieces(
+    tmp_path: Path, odd_bytes: int
+) -> None:
+    """The small last piece is summed at once, the large ones before it by threads, later."""
+    size = state_file.PIECE_BYTES + odd_bytes
+    state = state_of({"odd": torch.arange(size).to(torch.uint8) | 1})
+    expected = digest(state)
+    assert state_digest(state) == expected
+    assert write_state(tmp_path / "state", state) == expected
+    assert read_state(tmp_path / "state")[1] == expected
+
+
 # ---------------------------------------------------------------- damage
 
 
