@@ -13,13 +13,20 @@ from typing import Any, Final, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.db import postgresql
-from service.db.errors import BUSY_TIMEOUT_MS, DatabaseError, DatabaseUnavailable, mapped_errors
+from service.db.errors import (
+    BUSY_TIMEOUT_MS,
+    DatabaseError,
+    DatabaseOfAnotherVersion,
+    DatabaseUnavailable,
+    mapped_errors,
+)
 from service.db.shared_commits import SharedCommits
 
 T = TypeVar("T")
@@ -92,7 +99,8 @@ class Database:
         }
 
     def migrate(self) -> None:
-        """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable."""
+        """Create or upgrade the tables to the newest version. Raises DatabaseUnavailable, and
+        DatabaseOfAnotherVersion for tables that this version does not know."""
         if self.is_sqlite and self.url.database not in (None, "", ":memory:"):
             try:
                 Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +122,14 @@ class Database:
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            try:
+                command.upgrade(config, "head")
+            except CommandError as exc:
+                shown = self.url.render_as_string(hide_password=True)
+                raise DatabaseOfAnotherVersion(
+                    f"the tables of {shown} are of a version of Everstep that this one does not "
+                    f"know ({exc}); start the version that wrote them, or name another database"
+                ) from exc
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

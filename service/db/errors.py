@@ -19,12 +19,17 @@ class DatabaseError(Exception):
     """Base class of the errors of this package.
 
     DatabaseError
-    └── DatabaseUnavailable   it cannot be opened or reached, or is locked for too long
+    ├── DatabaseUnavailable        it cannot be opened or reached, or is locked for too long
+    └── DatabaseOfAnotherVersion   its tables are not this version's, and cannot be made so
     """
 
 
 class DatabaseUnavailable(DatabaseError):
     """The database cannot be opened or reached now. A retry may succeed."""
+
+
+class DatabaseOfAnotherVersion(DatabaseError):
+    """The tables are of a version of Everstep that this one does not know."""
 
 
 class Unstorable(ValueError):

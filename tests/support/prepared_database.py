@@ -1,4 +1,4 @@
-"""A database with the newest tables, at a tenth of what all migrations one after the other cost."""
+"""A database with the newest tables, without the cost of migrating it for each test."""
 
 from __future__ import annotations
 

@@ -36,8 +36,6 @@ _MAGIC = b"everstep state 1"
 _PREFACE = struct.Struct("<16sQQ32s")
 """Magic, size of the header, size of the file, SHA-256 of the header."""
 _ALIGNED = 64
-_OLD_MAGIC = b"PK"
-"""Earlier versions wrote zip files with ``torch.save``."""
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> str:
@@ -71,9 +69,6 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
     """
     with path.open("rb") as file:
         preface = file.read(_PREFACE.size)
-        if preface.startswith(_OLD_MAGIC):
-            old: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return old, digest(old)
         if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
             raise ValueError(f"{path.name} is not a file that holds a state")
         _, header_bytes, size_bytes, checksum = _PREFACE.unpack(preface)

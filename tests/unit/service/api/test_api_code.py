@@ -9,17 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from alembic import command
-from alembic.config import Config
 
-from everstep.spec.parsing import parse_spec
 from everstep.wire import CodeArchive
 from service.api import code as code_api
-from service.db.code_archives import CodeArchives
-from service.db.engine import MIGRATIONS, Database
-from service.db.runs import RunStore
 from service.submission_rules.packages import PipRule
-from tests.support import api_service
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of
 
@@ -228,21 +221,3 @@ async def test_a_project_has_room_for_so_much_code(api: ApiService, tmp_path: Pa
     )
     assert len(list((tmp_path / "storage" / "code").iterdir())) == 2, "what is refused is not kept"
     assert (await upload(api, archives[2], theirs)).status_code == 201, "each project has its own"
-
-
-async def test_code_that_a_project_s_runs_used_before_stays_usable(database_url: str) -> None:
-    database = Database(database_url)
-    database.migrate()
-    digest = "sha256:" + "a" * 64
-    runs = RunStore(database)
-    runs.create(parse_spec(own_spec(digest) | {"project": "mine"}), "tok_a")
-    runs.create(parse_spec(api_service.spec(project="other")), "tok_b")
-    with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0009")
-    database.migrate()
-    archives = CodeArchives(database)
-    assert archives.holds("mine", digest) and not archives.holds("other", digest)
-    database.close()

@@ -12,13 +12,9 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from everstep.spec.parsing import parse_spec
-from service.db.engine import MIGRATIONS, Database
-from service.db.run_lookup import RunFilter
-from service.db.runs import RunStore
+from service.db.engine import Database
+from service.db.errors import DatabaseOfAnotherVersion
 from service.db.tables import metadata
-from service.db.tokens import TokenStore
-from tests.support.api_service import spec
 from tests.support.postgres_server import PostgresServer
 
 
@@ -81,42 +77,16 @@ def test_a_migration_may_stand_still_for_longer_than_a_request(
     assert timeouts == ["1min", "4s"]
 
 
-def test_projects_of_before_are_known(tmp_path: Path) -> None:
+def test_tables_of_a_version_that_is_not_known_are_left_alone(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'e.db'}")
     database.migrate()
     with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        connection.execute(text("DELETE FROM projects"))
-        command.downgrade(config, "0003")
-        connection.execute(
-            text("INSERT INTO tokens VALUES ('t', 'n', 'viewer', 'vision', 'h', 5.0, NULL, NULL)")
-        )
-    database.migrate()
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(DatabaseOfAnotherVersion, match=r"e\.db.*9999.*start the version"):
+        database.migrate()
     with database.read() as connection:
-        found = connection.execute(
-            text("SELECT name, created_at FROM projects ORDER BY name")
-        ).all()
-    assert [tuple(row) for row in found] == [("default", 0.0), ("vision", 5.0)]
-    database.close()
-
-
-def test_owners_of_runs_of_before_are_those_of_their_tokens(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path / 'e.db'}")
-    database.migrate()
-    tokens, runs = TokenStore(database), RunStore(database)
-    known, _ = tokens.create("ci", "submitter", "default")
-    for token_id in (known.id, "tok_gone"):
-        runs.create(parse_spec(spec()), token_id)
-    with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0016")
-    database.migrate()
-    found = runs.find(RunFilter(), 10)
-    assert {run.created_by: run.owner for run in found} == {known.id: "ci", "tok_gone": None}
+        found = connection.execute(text("SELECT version_num FROM alembic_version"))
+        assert found.scalar_one() == "9999"
     database.close()
 
 

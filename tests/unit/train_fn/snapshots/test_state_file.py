@@ -18,7 +18,7 @@ from train_fn.snapshots import state_file
 from train_fn.snapshots.state_file import read_state, state_digest, write_state
 from train_fn.snapshots.store import Label, SnapshotStore
 from train_fn.state.digest import digest, leaves
-from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+from train_fn.state.tensor_tree import size_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
@@ -168,12 +168,6 @@ def test_a_part_of_what_is_read_is_saved_without_the_rest(tmp_path: Path) -> Non
     found, _ = read_state(tmp_path / "state")
     torch.save(found["model"], saved := io.BytesIO())
     assert len(saved.getvalue()) < size_bytes(state["model"]) + 20_000
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    store, label, path = small_store(tmp_path)
-    torch.save(copy_to_cpu(store.read(label)), path)
-    assert digest(store.read(label)) == label.digest
 
 
 def test_a_value_that_could_not_be_loaded_again_is_named_before_anything_is_written(
