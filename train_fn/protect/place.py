@@ -78,9 +78,8 @@ def find_home(protection: Protection, settings: OnItsOwn, device: torch.device) 
     if present.has_begun:
         # The run has heard that it continues from what the function reported, or begins anew.
         raise BadTask(
-            "`with state:` comes after the function's beginning was reported: import "
-            "everstep.train at the top of your module, and enter `with state:` before the first "
-            "ray.train.report"
+            "`with state:` comes after the function's beginning was reported: enter it before the "
+            "first ray.train.report, and import everstep.train in a file of the archive"
         )
     present.protection = protection
     return _ServiceHome(present)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray.train
@@ -107,8 +107,8 @@ class Reports:
         """Keep the event that says where the function continues until ``begin``."""
         self._restored = restored
 
-    def begin(self, *, may_protect: bool) -> None:
-        """Report that the function begins, and where it continues.
+    def begin(self, *, may_protect: bool, warnings: Sequence[str] = ()) -> None:
+        """Report that the function begins, and where it continues, with ``warnings`` about it.
 
         A protected loop continues from its own state, which this event would contradict. So a
         function that may protect one sends it no earlier than its first report.
@@ -116,7 +116,8 @@ class Reports:
         if not may_protect:
             self.report_restored()
         if self._ctx.world_rank == 0:
-            self._ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(self._ctx))
+            facts = _facts(self._ctx) | ({"warnings": list(warnings)} if warnings else {})
+            self._ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
 
     def report_restored(self) -> None:
         """Report where the function continues, unless that is done, or a protected loop did."""

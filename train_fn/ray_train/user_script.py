@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,13 +70,6 @@ class ScriptRun:
     address: tuple[str, int]
     """Host and port of the group's store."""
     stops: SharedStop
-    names: Collection[str]
-    """The archive's files."""
-
-    def mentions(self, module: str) -> bool:
-        """Return whether a Python file of the archive names ``module``."""
-        files = (self.root / name for name in self.names if name.endswith(".py"))
-        return any(module.encode() in file.read_bytes() for file in files if file.is_file())
 
     def run(self, present: OwnLoop, takes_stops: Callable[[], bool]) -> None:
         """Run the script to its end, or until the run is stopped. However the script ends then,
@@ -122,7 +115,7 @@ def prepare_script(ctx: WorkerContext) -> ScriptRun:
             "the run's storage is not a directory: files that the script writes stay on their "
             "node. Report checkpoints by ray.train.report, or protect its state"
         )
-    return ScriptRun(script, root, address, stops, files.names)
+    return ScriptRun(script, root, address, stops)
 
 
 def close_store() -> None:

@@ -24,11 +24,18 @@ from train_fn.node.broken_device import keep_if_broken
 from train_fn.own_loop import Left, StopAgreed
 from train_fn.ray_train.checkpoint_list import latest_reported, rejected_reports
 from train_fn.ray_train.ray_internals import get_train_context
+from train_fn.ray_train.refused_calls import NEVER_REPORTS, imports, mentions, refused_calls
 from train_fn.ray_train.user_reports import Reports, protection
 from train_fn.ray_train.user_script import Interrupted, ScriptRun, close_store, prepare_script
 from train_fn.recovery.rank_error import StepFailed, describe_error
 from train_fn.step.peers import end_process_group
-from train_fn.user_code.modules import add_to_path, load_named, place_of
+from train_fn.user_code.modules import (
+    CodeOnNode,
+    add_to_path,
+    files_on_node,
+    load_named,
+    place_of,
+)
 from train_fn.user_code.packages import bring_packages
 
 DOOR = "everstep.train"
@@ -45,14 +52,19 @@ def train(ctx: WorkerContext) -> Stop | None:
     present = own_loop.present = own_loop.OwnLoop(ctx)
     reports, error = None, None
     try:
-        reports, script = _begin(ctx)
-        if script is None:
-            _call(ctx, reports)
-        else:
-            reports.begin(may_protect=script.mentions(DOOR))
-            script.run(
-                present, takes_stops=lambda: reports.has_reported or protection() is not None
-            )
+        reports, script, code = _begin(ctx)
+        with refused_calls(
+            is_script=script is not None,
+            uses_tune=imports(code.directory, code.names, "ray.tune"),
+        ):
+            may_protect = imports(code.directory, code.names, DOOR)
+            if script is None:
+                _call(ctx, reports, code, may_protect=may_protect)
+            else:
+                reports.begin(may_protect=may_protect)
+                script.run(
+                    present, takes_stops=lambda: reports.has_reported or protection() is not None
+                )
     except BaseException as exc:
         error = exc
     try:
@@ -84,13 +96,14 @@ def _end(
     return present.stop
 
 
-def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None]:
+def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None, CodeOnNode]:
     """Wrap Ray's ``report``, and send an event with the step at which the function or script
-    continues."""
+    continues. Return the wrapped reports, the script if it is one, and the code's files."""
     bring_packages(ctx)
     script = prepare_script(ctx) if ctx.spec.runs_script else None
     if script is None:
         add_to_path(ctx.run_dir.storage, _code(ctx).archive)
+    code = files_on_node(ctx.run_dir.storage, _code(ctx).archive)
     context = get_train_context()
     step, name = latest_reported(ctx.run_dir) if context.checkpoint is not None else (0, None)
     if script is not None and name is None:
@@ -107,10 +120,10 @@ def _begin(ctx: WorkerContext) -> tuple[Reports, ScriptRun | None]:
             {"name": each, "problem": problem} for each, problem in rejected.items()
         ]
         reports.set_restored(restored)
-    return reports, script
+    return reports, script, code
 
 
-def _call(ctx: WorkerContext, reports: Reports) -> None:
+def _call(ctx: WorkerContext, reports: Reports, code: CodeOnNode, *, may_protect: bool) -> None:
     """Call the function as Ray Train does: with its config, or without arguments if it takes none.
 
     Raise BadTask if it cannot be called like this.
@@ -139,7 +152,9 @@ def _call(ctx: WorkerContext, reports: Reports) -> None:
             "code.config; let it take one, or remove code.config"
         )
     logger.info("calling %s", entry)
-    reports.begin(may_protect=DOOR in sys.modules)
+    may_protect = may_protect or DOOR in sys.modules  # an installed package may use it
+    may_report = may_protect or mentions(code.directory, code.names, b"report")
+    reports.begin(may_protect=may_protect, warnings=() if may_report else (NEVER_REPORTS,))
     function(*([config] if num_required else []))
 
 

@@ -1,0 +1,153 @@
+"""Calls that would hang or do nothing in a rank are refused by name, and what an archive imports is
+found wherever it stands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.multiprocessing
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire import ErrorKind
+from everstep.wire.events import EventKind
+from storage.code.store import CodeStore
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from tests.support.code_archives import tar_gz
+from tests.support.one_rank import journal_of, one_rank
+from tests.support.own_task import own_node
+from train_fn.context import WorkerContext
+from train_fn.ray_train import user_train_fn
+from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext
+from train_fn.ray_train.refused_calls import imports, refused_calls
+from train_fn.recovery.rank_error import StepFailed
+
+__all__ = ["own_node"]
+
+TRAINER = """
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def train_fn(config):
+    pass
+
+
+TorchTrainer(train_fn, scaling_config=ScalingConfig(num_workers=2)).fit()
+"""
+SPAWNS = """
+import torch.multiprocessing as mp
+
+
+def main(rank):
+    pass
+
+
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+TUNES = "from ray import tune\n\n\ntune.report({'loss': 1.0})\n"
+INSIDE = """
+def train_fn(config):
+    import everstep.train as es
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with es.protect(model=model, optimizer=optimizer) as state:
+        while state.step_number < 3:
+            loss = model(torch.ones(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step(loss=loss)
+"""
+QUIET = "def train_fn(config):\n    print('trained')\n"
+
+
+@pytest.fixture(autouse=True)
+def ray_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, user_train_fn.DOOR, raising=False)
+    found = SimpleNamespace(checkpoint=None, report_call_index=0, report=lambda *_: None)
+    monkeypatch.setattr(user_train_fn, "get_train_context", lambda: found)
+
+
+def context(tmp_path: Path, name: str, source: str, **code: Any) -> WorkerContext:
+    storage = open_storage(str(tmp_path / "storage"))
+    digest = CodeStore(storage).put(tar_gz({f"{name}.py": source})).digest
+    entry = code or {"train_fn": f"{name}:train_fn"}
+    spec = RunSpec.model_validate({"name": "own", "code": {"archive": digest, **entry}})
+    return one_rank(spec, RunDir(storage, "run_own"))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (TRAINER, "TorchTrainer.fit() would wait for ever"),
+        (SPAWNS, "starts ranks of its own by torch.multiprocessing.spawn"),
+        (TUNES, "Call ray.train.report"),
+    ],
+    ids=["trainer", "spawn", "tune"],
+)
+def test_a_script_that_would_hang_or_report_to_nobody_is_told_what_to_do(
+    tmp_path: Path, source: str, words: str
+) -> None:
+    before = DataParallelTrainer.fit, torch.multiprocessing.spawn
+    with pytest.raises(StepFailed) as caught:
+        user_train_fn.train(context(tmp_path, "starts", source, script="starts.py"))
+    assert caught.value.error.kind is ErrorKind.USER
+    assert words in caught.value.error.message
+    assert (DataParallelTrainer.fit, torch.multiprocessing.spawn) == before
+
+
+def test_a_shard_of_ray_data_is_refused_by_name() -> None:
+    before = TrainContext.get_dataset_shard
+    with (
+        refused_calls(is_script=False, uses_tune=False),
+        pytest.raises(Exception, match="a run has no Ray Data sets"),
+    ):
+        TrainContext.get_dataset_shard(object.__new__(TrainContext), None)
+    assert TrainContext.get_dataset_shard is before
+
+
+def test_a_function_that_never_reports_is_warned_of_at_its_start(tmp_path: Path) -> None:
+    quiet = context(tmp_path, "quiet", QUIET)
+    assert user_train_fn.train(quiet) is None
+    [started] = journal_of(quiet).of_kind(EventKind.TRAINING_STARTED)
+    assert ["begins anew after a failure" in text for text in started["warnings"]] == [True]
+    reports = context(tmp_path, "reports", f"{QUIET}    from ray.train import report\n")
+    assert user_train_fn.train(reports) is None
+    [started] = journal_of(reports).of_kind(EventKind.TRAINING_STARTED)
+    assert "warnings" not in started
+
+
+def test_a_function_may_import_everstep_where_rays_examples_import(tmp_path: Path) -> None:
+    ctx = context(tmp_path, "inside", INSIDE)
+    assert user_train_fn.train(ctx) is None
+    [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
+    assert (restored["source"], restored["step"]) == ("fresh", 0)
+    assert [point["step"] for point in journal_of(ctx).points] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import everstep.train as es", True),
+        ("def f():\n    from everstep import (\n        train as es,\n    )", True),
+        ("from everstep.train import hf", True),
+        ("import importlib\nes = importlib.import_module('everstep.train')", True),
+        ("import everstep", False),
+        ("from everstep import Client  # everstep.train is another door", False),
+        ("def f(:\n    import everstep.train", True),
+    ],
+)
+def test_the_syntax_tree_says_whether_a_module_is_imported(
+    tmp_path: Path, source: str, found: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "notes.txt").write_text("import everstep.train")
+    assert imports(tmp_path, ["mine.py", "notes.txt", "gone.py"], "everstep.train") is found
