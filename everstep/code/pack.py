@@ -32,6 +32,7 @@ _NEVER = frozenset(
         ".ipynb_checkpoints",
     }
 )
+_PACKAGE = "__init__.py"
 _SUFFIXES = (".zip", ".tar.gz", ".tgz")
 
 
@@ -86,10 +87,24 @@ def _walk(source: Path, directory: Path, ignored: _Ignored) -> Iterator[Path]:
             yield path
 
 
+def _installed_in(directory: Path) -> set[str]:
+    """Return the directories in this one that ``pip install --target`` has put there."""
+    found: set[str] = set()
+    for record in directory.glob("*.dist-info/RECORD"):
+        paths = (line.partition(",")[0] for line in record.read_text(errors="replace").splitlines())
+        found |= {path.partition("/")[0] for path in paths if "/" in path}
+    return found - {"..", ""}
+
+
 class _Ignored:
-    """The ignore files of a directory, of those below it, and of the repository around it."""
+    """The ignore files of a directory, of those below it, and of the repository around it.
+
+    A ``.gitignore`` says what its author keeps out of git, not what the code needs. So that of an
+    installed package does not count, nor one that leaves out the ``__init__.py`` beside it.
+    """
 
     def __init__(self, source: Path) -> None:
+        self._installed: set[Path] = set()
         self._specs: dict[tuple[str, Path], object] = {}
         above = source.resolve()
         repository = next(
@@ -104,11 +119,16 @@ class _Ignored:
         """Add the ignore files of a directory."""
         from pathspec import GitIgnoreSpec
 
+        self._installed |= {directory / name for name in _installed_in(directory)}
+        is_installed = any(parent in self._installed for parent in (directory, *directory.parents))
         for name in IGNORE_FILES:
             file = directory / name
-            if file.is_file():
-                lines = file.read_text(errors="replace").splitlines()
-                self._specs[name, self._absolute(directory)] = GitIgnoreSpec.from_lines(lines)
+            if not file.is_file() or (is_installed and name == ".gitignore"):
+                continue
+            spec = GitIgnoreSpec.from_lines(file.read_text(errors="replace").splitlines())
+            hides_package = (directory / _PACKAGE).is_file() and spec.match_file(_PACKAGE)
+            if name != ".gitignore" or not hides_package:
+                self._specs[name, self._absolute(directory)] = spec
 
     def leaves_out(self, path: Path, *, is_dir: bool) -> bool:
         """Return whether a path is ignored. As in git, the innermost file that matches it

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
 
 MAX_INT = 2**31 - 1
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -24,6 +24,15 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 class NodePath:
     """Mark a field as a path on the nodes. The operator can restrict which directories such paths
     may be in."""
+
+
+def named(default: str) -> BeforeValidator:
+    """Let a section without ``name`` be the one that is the default."""
+
+    def with_name(value: Any) -> Any:
+        return {"name": default, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(with_name)
 
 
 class Frozen(BaseModel):

@@ -15,6 +15,7 @@ from everstep.spec.field_types import (
     NonNegativeInt,
     PositiveFiniteFloat,
     PositiveInt,
+    named,
 )
 
 
@@ -83,7 +84,9 @@ class SgdSpec(_Optimizer):
         return value
 
 
-OptimizerSpec = Annotated[AdamWSpec | AdamSpec | SgdSpec, Field(discriminator="name")]
+OptimizerSpec = Annotated[
+    AdamWSpec | AdamSpec | SgdSpec, Field(discriminator="name"), named("adamw")
+]
 
 
 class _Schedule(Frozen):
@@ -126,4 +129,5 @@ class StepScheduleSpec(_Schedule):
 ScheduleSpec = Annotated[
     ConstantScheduleSpec | CosineScheduleSpec | LinearScheduleSpec | StepScheduleSpec,
     Field(discriminator="name"),
+    named("constant"),
 ]

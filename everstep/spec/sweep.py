@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.spec.field_types import Frozen, PositiveInt
+from everstep.spec.field_types import Frozen, PositiveInt, named
 from everstep.wire.metric_names import mode_of
 
 MAX_RUNS = 500
@@ -84,7 +84,7 @@ class AshaSpec(Frozen):
     two rungs by the run's own length: with a factor of 3, at a ninth and a third of its steps."""
 
 
-Scheduler = Annotated[NoSchedulerSpec | AshaSpec, Field(discriminator="name")]
+Scheduler = Annotated[NoSchedulerSpec | AshaSpec, Field(discriminator="name"), named("none")]
 
 
 def _default_is_inferred(schema: dict[str, Any]) -> None:

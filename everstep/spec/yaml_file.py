@@ -27,6 +27,18 @@ class SpecLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - as its base has it
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse a key that is written twice. What ``<<`` adds later may be overridden."""
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    problem = f"the key {key.value!r} occurs twice; remove one"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return node
+
 
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -59,23 +71,9 @@ class WrittenSpec(dict[str, Any]):
     written: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
 
-def _mapping_without_doubles(
-    loader: SpecLoader, node: yaml.MappingNode, deep: bool = False
-) -> dict[Any, Any]:
-    seen = set[str]()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} occurs twice; remove one", key.start_mark
-                )
-            seen.add(key.value)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep)
-
-
 def _construct_mapping(loader: SpecLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     loader.flatten_mapping(node)
-    return _mapping_without_doubles(loader, node, deep=True)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
 SpecLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)

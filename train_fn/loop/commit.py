@@ -103,9 +103,9 @@ def _link(replica: Replica, totals: StepTotals, counted: Callable[[], Count]) ->
     return Link(step, gradient, totals.loss_sum, totals.weight, counted, record)
 
 
-def set_rates(training: Training) -> float:
+def set_rates(training: Training) -> float | None:
     """Set the learning rates of the present step, unless the task's scheduler has. Return that of
-    the first group."""
+    the first group; None if its optimizer computes its own."""
     replica = training.replica
     state = replica.state
     if state.scheduler is not None:

@@ -34,6 +34,8 @@ from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
 from train_fn.tasks.own_step import step_method
 from train_fn.tasks.tree_metrics import TreeMetrics
 
+_NO_GRADIENT = "does not require grad"
+"""In torch's message where something is differentiated that has no graph."""
 Sums = dict[str, tuple[float, float]]
 Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
 
@@ -178,7 +180,7 @@ def _measure_all(
             replica.volatile.rewind()  # a model may change its buffers in eval mode as well
             seed_micro_batch(spec.train.seed, replica.state.step, number, device)
             with autocast(spec.train.precision, device):
-                found = _measure(task, replica.state.model, batch, loss)
+                found = _measured(task, replica.state.model, batch, loss)
                 measured.append((number, own.update(found, number)))
     if num_empty:
         logger.warning(
@@ -225,6 +227,24 @@ def _loss_of(replica: Replica) -> Loss:
         )
 
     return loss
+
+
+def _measured(
+    task: Any, model: torch.nn.Module, batch: Any, loss: Loss | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return what ``_measure`` does. Raise BadTask if the task differentiates, which an evaluation
+    does not allow by itself."""
+    try:
+        return _measure(task, model, batch, loss)
+    except RuntimeError as exc:
+        if _NO_GRADIENT not in str(exc):
+            raise
+        name = "metrics" if hasattr(task, "metrics") else "loss"
+        raise BadTask(
+            f"{where(task, name)} computes a gradient, and an evaluation runs without them: {exc}. "
+            "Put `with torch.enable_grad():` around what is differentiated, as forces need it, and "
+            "detach() the input first"
+        ) from exc
 
 
 def _measure(

@@ -59,7 +59,7 @@ class OwnUpdates:
         self.mean = RankMean(each_of(state.optimizer), peers, max_norm, self.source)
         self.shadow = Shadows(state, keeps_older=False)
         """Holds the state with which the present step began."""
-        self.lr = 0.0
+        self.lr: float | None = 0.0
         """The learning rate of the present step."""
         self.values: dict[str, float | None] = {}
         """Metrics of the step over all ranks, beside its loss."""

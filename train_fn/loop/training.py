@@ -120,7 +120,8 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
-    if restored.source in BEGINNINGS:
+    # An attempt whose try failed may have left the state of step 0.
+    if restored.source in BEGINNINGS or replica.state.step == 0:
         progress.phase = "evaluation"
         try_evaluation(ctx, replica)
         progress.phase = "restore"

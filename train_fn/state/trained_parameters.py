@@ -173,7 +173,7 @@ class LearningRates:
     ) -> None:
         """Wrap an optimizer. ``source`` names the code that built it, for errors."""
         self._optimizer, self._source, self._scheduler = optimizer, source, scheduler
-        self._set: list[float] | None = None
+        self._set: list[float | None] | None = None
         self._options: list[dict[str, Any]] | None = None
 
     def note_options(self) -> None:
@@ -199,35 +199,54 @@ class LearningRates:
             "hook of the optimizer's step"
         )
 
-    def set(self, factor: float) -> float:
+    def set(self, factor: float) -> float | None:
         """Scale the peak learning rate of every parameter group for this step. Return the first
-        group's learning rate."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        self._set = [group["lr"] for group in self._optimizer.param_groups]
-        return float(self._set[0])
+        group's learning rate; None if the optimizer computes its own, as Adafactor can.
 
-    def present(self) -> float:
-        """Return the first group's learning rate."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        Raise BadTask if a schedule is to scale what the optimizer computes.
+        """
+        for number, group in enumerate(self._optimizer.param_groups):
+            peak = group.setdefault("initial_lr", group["lr"])
+            if peak is not None:
+                group["lr"] = peak * factor
+            elif factor != 1.0:
+                raise BadTask(
+                    f"parameter group {number} of the optimizer has no learning rate (lr=None): it "
+                    "computes its own, which the spec's schedule cannot scale. Remove schedule "
+                    f"from the spec, or give it a rate. The optimizer is from {self._source}"
+                )
+        self._set = self._rates()
+        return self.present()
+
+    def present(self) -> float | None:
+        """Return the first group's learning rate; None if the optimizer computes its own."""
+        rate = self._optimizer.param_groups[0]["lr"]
+        return None if rate is None else float(rate)
+
+    def _rates(self) -> list[float | None]:
+        """Return the rate of each group that Everstep or a scheduler sets; None for others."""
+        return [
+            None if group.get("initial_lr", group["lr"]) is None else group["lr"]
+            for group in self._optimizer.param_groups
+        ]
 
     def tick(self) -> None:
         """Let the task's scheduler take its step. Raise BadTask if other code changed a rate."""
         assert self._scheduler is not None
         self.check()
         self._scheduler.step()
-        self._set = [group["lr"] for group in self._optimizer.param_groups]
+        self._set = self._rates()
 
     def check(self) -> None:
         """Raise BadTask if a learning rate is not the one that was set last."""
         if self._set is None:
             return
-        now = [group["lr"] for group in self._optimizer.param_groups]
+        now = self._rates()
         if now == self._set:
             return
         pairs = enumerate(zip(now, self._set, strict=False))
         said = [
-            f"that of parameter group {number} is {value:g}, not {was:g}"
+            f"that of parameter group {number} is {value}, not {was}"
             for number, (value, was) in pairs
             if value != was
         ]

@@ -91,6 +91,27 @@ def test_ignore_files_are_honoured_as_git_does(tmp_path: Path) -> None:
     assert names - {"big.bin"} == by_git
 
 
+def test_a_vendored_package_is_packed_whole_whatever_its_gitignore_says(tmp_path: Path) -> None:
+    """The wheel of hydra has a .gitignore with ``*`` beside the parser that it generates."""
+    root = write(
+        tmp_path / "project",
+        *("train.py", "hydra/__init__.py", "hydra/grammar/gen/Parser.py", "hydra/weights.bin"),
+        *("made/__init__.py", "made/by_protoc.py", "mine/__init__.py", "mine/notes.txt"),
+        **{
+            "hydra_core-1.3.dist-info/RECORD": (
+                "hydra/__init__.py,,\nhydra/grammar/gen/Parser.py,sha256=x,9\n../../bin/x,,\n"
+            ),
+            "hydra/grammar/gen/.gitignore": "*\n!.gitignore\n",
+            "hydra/.everstepignore": "*.bin\n",
+            "made/.gitignore": "*\n",
+            "mine/.gitignore": "*.txt\n",
+        },
+    )
+    names = set(packed(root))
+    assert {"hydra/grammar/gen/Parser.py", "made/by_protoc.py", "mine/__init__.py"} <= names
+    assert not {"hydra/weights.bin", "mine/notes.txt"} & names
+
+
 def test_links_are_followed_within_the_directory_only(tmp_path: Path) -> None:
     root = write(tmp_path / "project", "a.py", **{"mine/b.py": "x = 1"})
     (root / "c.py").symlink_to("mine/b.py")

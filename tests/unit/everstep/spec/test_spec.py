@@ -101,6 +101,13 @@ def test_name_and_task_are_enough() -> None:
     ) == ("default", "adamw", 1, 1)
 
 
+def test_a_section_without_a_name_is_the_default_one() -> None:
+    parsed = parse_spec(spec(optimizer={"lr": 0.5}, schedule={"warmup_steps": 3}))
+    assert (parsed.optimizer.name, parsed.optimizer.lr) == ("adamw", 0.5)
+    assert (parsed.schedule.name, parsed.schedule.warmup_steps) == ("constant", 3)
+    assert parse_spec(parsed.model_dump(mode="json")) == parsed
+
+
 @pytest.mark.parametrize(
     "code", [OWN, {**OWN, "args": {"widths": [1, 2.5, None, True, {"a": "b"}]}}, OWN_FUNCTION]
 )

@@ -135,3 +135,20 @@ def test_aliases_cannot_blow_up_a_spec(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("\n".join(lines))
     assert "a8" in faults(read_spec(str(path)))
+
+
+def test_a_merged_block_is_overridden_by_what_stands_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "tags: &base {a: one, b: one}\n"
+        "env: &more\n  <<: *base\n  b: two\n"
+        "train:\n  <<: [*more, *base]\n  a: three\n"
+    )
+    assert read_spec(str(path)) == {
+        "tags": {"a": "one", "b": "one"},
+        "env": {"a": "one", "b": "two"},
+        "train": {"a": "three", "b": "two"},
+    }
+    path.write_text("tags: &base {a: one}\nenv:\n  <<: *base\n  b: two\n  b: three\n")
+    with pytest.raises(UsageError, match="line 5, column 3: the key 'b' occurs twice"):
+        read_spec(str(path))

@@ -158,3 +158,54 @@ def test_a_loss_is_given_nothing_that_it_has_no_parameter_for() -> None:
     }
     task.loss = torch.add
     assert loss_arguments(task) == ()
+
+
+class Forces(Regression):
+    """Differentiates the model's output by its input, in validation, too."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        x = batch["x"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(), len(x)
+
+
+def test_a_loss_that_differentiates_is_told_of_enable_grad_at_every_attempt(
+    runs: TaskRuns,
+) -> None:
+    first = runs.begin(Forces())
+    for ctx in (first, runs.begin(Forces(), after=first)):
+        message = refusal(ctx)
+        assert "Forces.loss (" in message and "`with torch.enable_grad():`" in message
+        assert journal_of(ctx).points == []
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Computes its learning rate from the step, as Adafactor does with relative_step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.data.sub_(parameter.grad, alpha=0.01 / state["step"])
+
+
+class Adapts(Regression):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return OwnRate(model.parameters())
+
+
+def test_an_optimizer_that_computes_its_own_rate_trains_and_no_schedule_scales_it(
+    runs: TaskRuns,
+) -> None:
+    ctx = runs.begin(Adapts(), train={"max_steps": 4})
+    assert train(ctx) is None
+    assert [point["values"]["lr"] for point in journal_of(ctx).points] == [None] * 4
+    again = runs.begin(Adapts(), after=ctx, train={"max_steps": 6})
+    assert train(again) is None
+    [restored] = journal_of(again).of_kind(EventKind.RESTORED)
+    assert (restored["step"], journal_of(again).points[-1]["step"]) == (4, 6)
+    message = refusal(runs.begin(Adapts(), name="run_b", schedule={"name": "cosine"}))
+    assert "has no learning rate (lr=None)" in message and "Remove schedule" in message
