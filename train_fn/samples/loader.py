@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +27,7 @@ from train_fn.samples.sampler import IndexArray, MicroBatch
 Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16
 _PR_SET_PDEATHSIG = 1
+_MOST_DEPTH = 8
 
 
 class Loaded(NamedTuple):
@@ -242,25 +245,60 @@ def collate_of(task: Any) -> Collate:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor in it moved, also in tuples, named tuples, lists and
-    dicts."""
+    """Return ``batch`` with every tensor in it moved: in tuples, lists, mappings and dataclasses,
+    and in objects that have ``to``, as PackedSequence or a tokenizer's BatchEncoding."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(value, device) for name, value in batch.items()}
+    if _moves_itself(batch):
+        return _moved(batch, device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
+    if isinstance(batch, MutableMapping):
+        copied: Any = copy.copy(batch)
+        for name, value in batch.items():
+            copied[name] = to_device(value, device)
+        return copied
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        copied = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):  # also of a frozen one
+                value = to_device(getattr(batch, field.name), device)
+                object.__setattr__(copied, field.name, value)
+        return copied
     return batch
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+def _moves_itself(batch: Any) -> bool:
+    return not isinstance(batch, type) and callable(getattr(type(batch), "to", None))
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Return what ``batch.to`` does; the batch itself if that moves it in place."""
+    try:
+        moved = batch.to(device, non_blocking=True)
+    except TypeError:  # it takes a device alone
+        moved = batch.to(device)
+    return batch if moved is None else moved
+
+
+def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield every tensor that ``to_device`` moves."""
+    values: Iterable[Any] = ()
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict | list | tuple):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(value)
+    elif depth == _MOST_DEPTH or isinstance(batch, str | bytes | type):
+        return
+    elif isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, list | tuple):
+        values = batch
+    elif dataclasses.is_dataclass(batch):
+        values = (getattr(batch, each.name, None) for each in dataclasses.fields(batch))
+    elif _moves_itself(batch):
+        values = vars(batch).values() if hasattr(batch, "__dict__") else ()
+    for value in values:
+        yield from tensors_in(value, depth + 1)
