@@ -9,6 +9,7 @@ StorageError
 ├── StorageUnreadable      the medium failed to return its data
 ├── StorageUnavailable     the filesystem did not respond, or responded with something else
 ├── StorageMismatch        not the storage that the database knows, or it lacks known data
+│   └── StorageOwned       of another database, and this one has never used it
 ├── LogTakenOver           another process writes the same log
 ├── AlreadyClaimed         another process has this submission or attempt, or a newer one exists
 ├── CorruptFile            complete, but not what was written
@@ -84,6 +85,10 @@ class StorageUnavailable(StorageError):
 
 
 class StorageMismatch(StorageError):
+    pass
+
+
+class StorageOwned(StorageMismatch):
     pass
 
 

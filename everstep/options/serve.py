@@ -106,6 +106,11 @@ class ServeOptions(OptionsModel):
         Option("EVERSTEP_STORAGE", "--storage", "URI", default="a directory in EVERSTEP_HOME"),
     ] = Field(default_factory=lambda given: str(given["home"] / "storage"))
     """Directory or s3://… for runs, the same for all nodes."""
+    adopt_storage: Annotated[
+        str, Option("EVERSTEP_ADOPT_STORAGE", "--adopt-storage", "STORAGE_ID")
+    ] = ""
+    """Id of a storage to take over, if it belongs to the database of another service and this one's
+    has never used a storage. End the other service first."""
     storage_roots: Annotated[
         Items, Option("EVERSTEP_STORAGE_ROOTS", "--storage-root", "URI", default="anywhere")
     ] = ()

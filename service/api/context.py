@@ -115,7 +115,7 @@ class ApiContext:
         self.runs = RunStore(database, clock)
         self.events = EventStore(database, clock)
         self.series = SeriesStore(database)
-        self.storage_gate = StorageGate(storage, self.runs.storage)
+        self.storage_gate = StorageGate(storage, self.runs.storage, service=public_url or "")
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
         self.sweeps = SweepStore(database, clock)
@@ -130,7 +130,7 @@ class ApiContext:
         database.companion = self.audit.join
         self.rate_limit = RateLimit(rate_per_s)
         self.node_marks = NodeMarkStore(database, clock)
-        self.marks_file = MarksFile(storage, self.node_marks)
+        self.marks_file = MarksFile(storage, self.node_marks, self.storage_gate.require)
         self.deployment_checks = DeploymentChecks(storage, ray, clock)
         self.calls = calls = BlockingCalls(database)
         self.database_call = calls.database_call

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from service.db.node_marks import NodeMarkStore
 from storage.cluster.node_marks import encode_marks, read_marks_file, write_marks_file
 from storage.filesystem import Storage
 
 
 class MarksFile:
-    """Writes the file from the database's rows. Synchronous: call it in a thread."""
+    """Writes the file from the database's rows. Synchronous: call it in a thread.
 
-    def __init__(self, storage: Storage, marks: NodeMarkStore) -> None:
+    ``require`` raises StorageMismatch unless the storage is the database's.
+    """
+
+    def __init__(self, storage: Storage, marks: NodeMarkStore, require: Callable[[], None]) -> None:
+        self._require = require
         self._storage = storage
         self._marks = marks
 
@@ -21,9 +27,11 @@ class MarksFile:
         process or of two, therefore leave the newer words, whichever of them wrote last.
 
         Raises:
+            StorageMismatch: The storage is not this database's; its marks stay as they are.
             StorageError: The file may be old; the next call heals it.
             DatabaseError: Nothing was written.
         """
+        self._require()
         wanted = self._wanted()
         if read_marks_file(self._storage) == wanted:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from sqlalchemy import delete, select, text, update
@@ -14,6 +14,7 @@ from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.tables import events, node_marks, runs
 from service.model.rows import MarkState, NodeFailure, NodeMarkRow
+from storage.cluster.node_marks import NodeMark
 
 GONE_KEPT_S: Final = 24 * 3600.0
 """How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
@@ -59,6 +60,15 @@ class NodeMarkStore:
         with self._database.write() as connection:
             replace_row(connection, node_marks, row.columns())
         return row
+
+    def keep(self, marks: Iterable[NodeMark]) -> None:
+        """Add marks that another database has set, of nodes that have none here."""
+        with self._database.write() as connection:
+            for mark in marks:
+                row = NodeMarkRow(
+                    mark.node_id, mark.state, mark.reason, mark.by, mark.at, mark.deadline, None
+                )
+                insert_missing(connection, node_marks, row.columns())
 
     def cordon_if_unchanged(
         self, node_id: str, known_at: float | None, by: str, reason: str

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 
 from service.db.audit import note_target
 from service.db.conflicts import insert_missing, replace_row
 from service.db.engine import Database
 from service.db.planner_hints import IS_LIVE
 from service.db.tables import runs, storage_identity
+from storage.cluster.identity import Owner
 
 _NAME: Final = "runs"
-_SELECT: Final = select(storage_identity.c.storage_id, storage_identity.c.seen_at).where(
-    storage_identity.c.name == _NAME
-)
+_SELECT: Final = select(storage_identity).where(storage_identity.c.name == _NAME)
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class KnownStorage:
     storage_id: str
     was_seen: bool
     """Whether its identity file ever existed."""
+    owner: Owner | None
+    """This database, as the storage is to name it; None before a service took the storage."""
 
 
 class StorageRecords:
@@ -61,13 +63,40 @@ class StorageRecords:
             which = (row.name == _NAME, row.storage_id == storage_id, row.seen_at.is_(None))
             connection.execute(update(storage_identity).where(*which).values(seen_at=self._clock()))
 
-    def replace(self, storage_id: str) -> None:
-        """Replace the known storage, at an operator's request."""
+    def take(self) -> Owner:
+        """Count a start of a service with this database, which then writes the result to the
+        storage. A storage is known."""
+        row = storage_identity.c
+        with self._database.write() as connection:
+            connection.execute(
+                update(storage_identity)
+                .where(row.name == _NAME)
+                .values(
+                    generation=row.generation + 1,
+                    database_id=func.coalesce(row.database_id, str(uuid.uuid4())),
+                )
+            )
+            known = _known(connection)
+        assert known is not None and known.owner is not None
+        return known.owner
+
+    def replace(self, storage_id: str) -> Owner:
+        """Replace the known storage, at an operator's request. Return this database under a new id,
+        which copies of it do not have."""
         note_target(storage_id)
+        owner = Owner(str(uuid.uuid4()), 1)
         with self._database.write() as connection:
             now = self._clock()
-            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": now, "seen_at": now}
+            row = {
+                "name": _NAME,
+                "storage_id": storage_id,
+                "recorded_at": now,
+                "seen_at": now,
+                "database_id": owner.database_id,
+                "generation": owner.generation,
+            }
             replace_row(connection, storage_identity, row)
+        return owner
 
     def submitted_runs(self, limit: int) -> list[str]:
         """Return ids of runs that have a directory in the storage: live ones first, then the
@@ -89,4 +118,7 @@ class StorageRecords:
 
 def _known(connection: Connection) -> KnownStorage | None:
     row = connection.execute(_SELECT).one_or_none()
-    return None if row is None else KnownStorage(row.storage_id, row.seen_at is not None)
+    if row is None:
+        return None
+    owner = Owner(row.database_id, row.generation) if row.database_id else None
+    return KnownStorage(row.storage_id, row.seen_at is not None, owner)

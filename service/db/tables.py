@@ -253,6 +253,10 @@ storage_identity = Table(
     Column("storage_id", String(36), nullable=False),
     Column("recorded_at", Double, nullable=False),
     Column("seen_at", Double),  # when its file first existed; null: not written yet
+    # id of this database, by which the storage shows whose it is; null before the first start
+    Column("database_id", String(36)),
+    # starts of services with this database: a copy of it has seen fewer
+    Column("generation", Integer, nullable=False, server_default="0"),
 )
 
 node_marks = Table(

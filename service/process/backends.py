@@ -15,13 +15,15 @@ from service.cluster.ray_errors import RayError, RayRefused
 from service.cluster.ray_jobs import RayJobs
 from service.db.engine import Database
 from service.db.errors import DatabaseError
+from service.db.node_marks import NodeMarkStore
 from service.db.storage_identity import StorageRecords
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
 from service.settings import CannotStart, Settings
+from service.storage_identity.adoption import begin_with
 from service.storage_identity.gate import StorageGate
 from service.submission_rules.storage_roots import StorageRoots
-from storage.errors import StorageError
+from storage.errors import StorageError, StorageOwned
 from storage.filesystem import Storage, open_storage
 
 LOOPBACK = "127.0.0.1"
@@ -51,10 +53,15 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
-    # The service starts all the same: the storage may come back, or an operator may adopt the one
-    # that is there.
-    if problem := StorageGate(storage, StorageRecords(database)).problem():
-        print(f"everstep serve: storage_unavailable: {problem}", file=sys.stderr)
+    gate = StorageGate(storage, StorageRecords(database), service=str(settings.home))
+    try:
+        begin_with(gate, storage, NodeMarkStore(database), settings.adopt_storage)
+    except StorageOwned as exc:
+        raise CannotStart(str(exc)) from exc
+    except StorageError as exc:
+        # The service starts all the same: the storage may come back, or an operator may adopt the
+        # one that is there.
+        print(f"everstep serve: storage_unavailable: {exc}", file=sys.stderr)
     return storage, database
 
 

@@ -113,7 +113,7 @@ class Reconciler:
             runs, node_marks, projects, tail, ray, self._executor.deliveries, gate, clock
         )
         self._node_care = NodeCare(
-            node_marks, MarksFile(storage, node_marks), ray, cordon_rule, clock
+            node_marks, MarksFile(storage, node_marks, gate.require), ray, cordon_rule, clock
         )
         self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)

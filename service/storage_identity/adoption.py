@@ -8,12 +8,14 @@ from typing import Final
 import structlog
 
 from everstep.wire.storage_status import RunBehind, StorageAdoption, StorageStatus
+from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
 from service.storage_identity.gate import StorageGate, known_of
-from storage.cluster.identity import check_known, new_identity, read_identity, write_identity
-from storage.errors import StorageError, StorageMismatch
+from storage.cluster.identity import check_known, read_identity
+from storage.cluster.node_marks import read_node_marks
+from storage.errors import StorageError, StorageMismatch, StorageOwned
 from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
@@ -58,15 +60,14 @@ def storage_status(storage: Storage, runs: RunStore, gate: StorageGate) -> Stora
 
 
 def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> StorageAdoption:
-    """Go on with the storage that is there. Runs that have not ended are brought in line with what
-    it holds of them.
+    """Go on with the storage that is there, which then belongs to this database. Runs that have not
+    ended are brought in line with what it holds of them.
 
     Doing it again changes nothing more. Raises StorageError, DatabaseError.
     """
     before = runs.storage.get()
-    storage_id = read_identity(storage) or write_identity(storage, new_identity())
     unended = [(run, _newest(storage, run), _is_short(storage, run)) for run in _unended(runs)]
-    runs.storage.replace(storage_id)
+    storage_id = gate.adopt()
     caught_up, lost = [], []
     for run, newest, is_short in unended:
         if newest <= run.submission and not is_short:
@@ -79,7 +80,6 @@ def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> Storag
             caught_up.append(run.id)
         if is_short:
             lost.append(run.id)
-    gate.forget()
     log.warning(
         "the storage was adopted",
         storage=storage.uri,
@@ -91,6 +91,31 @@ def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> Storag
     return StorageAdoption(
         storage_id=storage_id, previous_id=previous, caught_up=tuple(caught_up), lost=tuple(lost)
     )
+
+
+def begin_with(gate: StorageGate, storage: Storage, marks: NodeMarkStore, adopt: str) -> None:
+    """Take the storage at a service's start. A database that has never used one keeps the marks of
+    nodes which it finds there.
+
+    Args:
+        adopt: id of a storage that is taken over if it belongs to another database; "" for none.
+
+    Raises StorageOwned, StorageMismatch, StorageError, DatabaseError.
+    """
+    is_first, is_owned = gate.is_first_use(), False
+    try:
+        gate.check()
+    except StorageOwned:
+        if adopt != read_identity(storage):
+            raise
+        is_owned = True
+    if is_first:
+        marks.keep(read_node_marks(storage).values())
+    if is_owned:
+        gate.adopt()
+        log.warning("the storage was adopted", storage=storage.uri, storage_id=adopt)
+    else:
+        gate.take()
 
 
 def _unended(runs: RunStore) -> list[RunRow]:

@@ -3,9 +3,11 @@ there, or concluded from it."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -15,12 +17,16 @@ from service.model.run_rows import RunRow
 from storage.cluster.identity import (
     REMEDY,
     Known,
+    Owner,
     check_identity,
     new_identity,
+    problem_of_owner,
     read_identity,
+    read_identity_file,
     write_identity,
+    write_owner,
 )
-from storage.errors import StorageError, StorageMismatch
+from storage.errors import StorageError, StorageMismatch, StorageOwned
 from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
@@ -33,14 +39,19 @@ log = structlog.get_logger(__name__)
 
 
 class StorageGate:
-    """One for each process that works with the storage. Any thread may ask; it blocks."""
+    """One for each process that works with the storage. Any thread may ask; it blocks.
+
+    ``service`` names this service for people: where it is, beside its host.
+    """
 
     def __init__(
         self,
         storage: Storage,
         records: StorageRecords,
         monotonic: Callable[[], float] = time.monotonic,
+        service: str = "",
     ) -> None:
+        self._service = " ".join(filter(None, (socket.gethostname(), service)))
         self._storage = storage
         self._records = records
         self._monotonic = monotonic
@@ -52,17 +63,48 @@ class StorageGate:
         """Return the storage's id, which is given to a storage that is used for the first time.
 
         Raises:
-            StorageMismatch: it is not the storage that the database belongs to.
+            StorageOwned: it belongs to another database, and this one has never used a storage.
+            StorageMismatch: it is not the storage that the database belongs to, or no more.
             StorageError: it could not be read.
             DatabaseError: the database does not answer.
         """
         known = self._records.get() or self._first_use()
         if not known.was_seen:
-            write_identity(self._storage, known.storage_id)
-        check_identity(self._storage, known.storage_id)
-        if not known.was_seen:
+            if write_identity(self._storage, known.storage_id) != known.storage_id:
+                raise self._owned()
             self._records.seen(known.storage_id)
+        found = check_identity(self._storage, known.storage_id)
+        if problem_of_owner(found.owner, known.owner) is None:
+            return known.storage_id
+        # A replica that started meanwhile has written to the database first.
+        known = self._records.get() or known
+        if problem := problem_of_owner(found.owner, known.owner):
+            raise StorageMismatch(
+                f"storage {self._storage.uri} with the id {known.storage_id} {problem}"
+            )
         return known.storage_id
+
+    def is_first_use(self) -> bool:
+        """Return whether no service with this database has taken a storage. Raises
+        DatabaseError."""
+        known = self._records.get()
+        return known is None or known.owner is None
+
+    def take(self) -> None:
+        """Record in the storage that it belongs to this database: once a start, so that whoever
+        uses it with another database or an older copy of this one notices. Raises as ``check``."""
+        self._write(self.check(), self._records.take())
+
+    def adopt(self) -> str:
+        """Have the storage belong to this database from now on, whosever it was. Return its id.
+        Raises StorageError, DatabaseError."""
+        storage_id = read_identity(self._storage) or write_identity(self._storage, new_identity())
+        self._write(storage_id, self._records.replace(storage_id))
+        self.forget()
+        return storage_id
+
+    def _write(self, storage_id: str, owner: Owner) -> None:
+        write_owner(self._storage, storage_id, replace(owner, service=self._service))
 
     def problem(self) -> str | None:
         """Return why the storage must not be used, as of the last few seconds; None where it may.
@@ -117,7 +159,24 @@ class StorageGate:
                 f"and storage {self._storage.uri} "
                 f"holds the directory of none. {REMEDY}"
             )
-        return self._records.claim(read_identity(self._storage) or new_identity())
+        if read_identity_file(self._storage) is None:
+            return self._records.claim(new_identity())
+        known = self._records.get()  # a replica may have been first
+        if known is None:
+            raise self._owned()
+        return known
+
+    def _owned(self) -> StorageOwned:
+        found = read_identity_file(self._storage)
+        storage_id = found.storage_id if found else None
+        by = f" ({found.owner.service})" if found and found.owner else ""
+        return StorageOwned(
+            f"storage {self._storage.uri} with the id {storage_id} belongs to the database of "
+            f"another service{by}, and the database of this one ({self._service}) has never used "
+            "it. Give this service a storage of its own, or the other's database. If that database "
+            "is lost or retired, end its service and start this one with --adopt-storage "
+            f"{storage_id}: it then knows none of the runs there, and keeps the marks of nodes"
+        )
 
 
 def known_of(run: RunRow, storage_id: str | None) -> Known:

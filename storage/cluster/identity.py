@@ -1,11 +1,11 @@
-"""The identity of a storage: a UUID in a file at its root, which shows whether the storage was
-replaced."""
+"""The identity of a storage: a file at its root with a UUID, which shows whether the storage was
+replaced, and with the database whose service uses it, which shows whether another one does."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from storage.checkpoints.journal_records import reported_checkpoints
 from storage.checkpoints.store import CheckpointStore
@@ -30,20 +30,54 @@ REMEDY = (
 )
 
 
+@dataclass(frozen=True)
+class Owner:
+    """A database to which a storage belongs."""
+
+    database_id: str
+    generation: int
+    """Starts of services with it: of two copies of a database the newer one has more."""
+    service: str = field(default="", compare=False)
+    """The service that wrote this, for people."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the file says."""
+
+    storage_id: str
+    owner: Owner | None
+    """None if only services have used it that wrote none."""
+
+
 def new_identity() -> str:
     """Return a unique id."""
     return str(uuid.uuid4())
 
 
 def read_identity(storage: Storage) -> str | None:
-    """Return the storage's id; None if it has none. Raises StorageError; CorruptFile if the file
-    has no valid id."""
+    """Return the storage's id; None if it has none. Raises as ``read_identity_file``."""
+    found = read_identity_file(storage)
+    return found.storage_id if found else None
+
+
+def read_identity_file(storage: Storage) -> Identity | None:
+    """Return what the file says; None if there is none. Raises StorageError; CorruptFile if the
+    file has no valid id."""
     try:
         data = storage.files.read(IDENTITY_FILE)
     except StorageNotFound:
         return None
     try:
-        return str(uuid.UUID(json.loads(data)["id"]))
+        fields = json.loads(data)
+        owner = fields.get("owner")
+        return Identity(
+            str(uuid.UUID(fields["id"])),
+            owner
+            and Owner(
+                str(owner["database_id"]), int(owner["generation"]), str(owner.get("service", ""))
+            ),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         path = storage.files.path(IDENTITY_FILE)
         raise CorruptFile(
@@ -64,10 +98,18 @@ def write_identity(storage: Storage, identity: str) -> str:
     return found
 
 
-def check_identity(storage: Storage, known: str) -> None:
-    """Raise StorageMismatch if the storage does not have the known id; StorageError."""
-    found = read_identity(storage)
-    if found != known:
+def write_owner(storage: Storage, storage_id: str, owner: Owner) -> None:
+    """Record to which database the storage belongs. Raises StorageError."""
+    data = {"id": storage_id, "owner": asdict(owner)}
+    storage.files.write(IDENTITY_FILE, json.dumps(data).encode() + b"\n")
+
+
+def check_identity(storage: Storage, known: str) -> Identity:
+    """Return what the file says. Raises StorageMismatch if the storage does not have the known id;
+    StorageError."""
+    identity = read_identity_file(storage)
+    found = identity.storage_id if identity else None
+    if identity is None or found != known:
         has = (
             f"has the id {found}"
             if found
@@ -77,6 +119,32 @@ def check_identity(storage: Storage, known: str) -> None:
             f"storage {storage.uri} {has}, but the database belongs to the storage with the id "
             f"{known}. {REMEDY}"
         )
+    return identity
+
+
+def problem_of_owner(found: Owner | None, mine: Owner | None) -> str | None:
+    """Return why a database must not use a storage whose id it knows; None if it may.
+
+    Args:
+        found: to whom the storage belongs by its own file; None if nobody wrote that.
+        mine: the database; None if no service has taken the storage with it.
+    """
+    if found is None:
+        return None
+    if mine is None or found.database_id != mine.database_id:
+        return (
+            f"belongs to the database of another service ({found.service}), which has taken it "
+            "over. Stop one of the two, or give each a storage of its own; to take it back, stop "
+            "the other one and run `everstep storage adopt`"
+        )
+    if found.generation > mine.generation:
+        return (
+            f"was used with a newer copy of this database, by the service {found.service}: the "
+            "database was restored from a backup, or another service runs on a copy of it. Stop "
+            "the other service if there is one, and restore the newer database; to go on with "
+            "this one, run `everstep storage adopt`"
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def upgrade() -> None:
         sa.Column("storage_id", sa.String(length=36), nullable=False),
         sa.Column("recorded_at", sa.Double(), nullable=False),
         sa.Column("seen_at", sa.Double()),
+        sa.Column("database_id", sa.String(length=36)),
+        sa.Column("generation", sa.Integer(), server_default="0", nullable=False),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_storage_identity")),
     )
     op.create_table(

@@ -86,8 +86,8 @@ WRITES: dict[str, tuple[Table, dict[str, object], Write, object]] = {
     "the storage that the database belongs to": (
         storage_identity,
         STORAGE,
-        lambda database: StorageRecords(database).replace("sto_b"),
-        None,
+        lambda database: StorageRecords(database).replace("sto_b").generation,
+        1,
     ),
     "the storage that is met first": (
         storage_identity,

@@ -277,7 +277,8 @@ def ray() -> Iterator[FakeRay]:
 @pytest.fixture
 async def care(here: World, ray: FakeRay) -> AsyncIterator[NodeCare]:
     async with RayJobs(lambda: RayEndpoint(ray.url, FakeRay.token)) as jobs:
-        made = NodeCare(here.marks, MarksFile(here.storage, here.marks), jobs, RULE, here.clock)
+        file = MarksFile(here.storage, here.marks, lambda: None)
+        made = NodeCare(here.marks, file, jobs, RULE, here.clock)
         yield made
         await made.close()
 

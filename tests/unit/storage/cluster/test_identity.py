@@ -4,7 +4,9 @@ begins anew there."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -15,10 +17,12 @@ import pytest
 
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
+from service.control_files.node_marks import MarksFile
 from service.db.engine import Database
+from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.db.storage_identity import StorageRecords
-from service.storage_identity.adoption import adopt_storage, storage_status
+from service.storage_identity.adoption import adopt_storage, begin_with, storage_status
 from service.storage_identity.gate import StorageGate
 from storage.checkpoints.store import CheckpointStore
 from storage.cluster.identity import (
@@ -31,9 +35,11 @@ from storage.cluster.identity import (
     check_known,
     new_identity,
     read_identity,
+    read_identity_file,
     write_identity,
 )
-from storage.errors import CorruptFile, StorageMismatch
+from storage.cluster.node_marks import NodeMark, encode_marks, read_node_marks, write_marks_file
+from storage.errors import CorruptFile, StorageMismatch, StorageOwned
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
@@ -197,6 +203,121 @@ def test_a_service_killed_before_the_file_was_there_writes_the_one_that_it_recor
     storage_id = new_identity()
     runs.storage.claim(storage_id)
     assert StorageGate(open_storage(str(tmp_path)), runs.storage).check() == storage_id
+
+
+# ---------------------------------------------------------------- two databases on one storage
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "storage"))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Database]:
+    """A database that has never used a storage."""
+    database = Database(f"sqlite:///{tmp_path / 'other.db'}")
+    database.migrate()
+    yield database
+    database.close()
+
+
+def begin(storage: Storage, database: Database, name: str = "here", *, adopt: str = "") -> None:
+    """As a service does at its start."""
+    gate = StorageGate(storage, StorageRecords(database), service=name)
+    begin_with(gate, storage, NodeMarkStore(database), adopt)
+
+
+def problem(storage: Storage, records: StorageRecords) -> str:
+    """What a service that runs finds; it keeps no answer."""
+    return StorageGate(storage, records).problem() or ""
+
+
+def test_a_new_database_does_not_take_another_s_storage(
+    runs: RunStore, other: Database, shared: Storage
+) -> None:
+    first = runs.storage
+    StorageGate(shared, first, service="/first").take()
+    before = read_identity_file(shared)
+    storage_id = before.storage_id if before else ""
+    for adopt in ("", new_identity()):
+        with pytest.raises(
+            StorageOwned, match=f"{storage_id}.*/first.*/second.*--adopt-storage {storage_id}"
+        ):
+            begin(shared, other, "/second", adopt=adopt)
+    assert read_identity_file(shared) == before and problem(shared, first) == ""
+
+    write_marks_file(shared, encode_marks([NodeMark("n1", "cordoned", "dust", "ann", 1.0)]))
+    begin(shared, other, "/second", adopt=storage_id)
+    assert NodeMarkStore(other).all()["n1"].reason == "dust"
+    assert problem(shared, StorageRecords(other)) == ""
+    assert re.search("belongs to the database of another.*/second", problem(shared, first))
+    with pytest.raises(StorageMismatch, match="/second"):
+        StorageGate(shared, first).take()
+    StorageGate(shared, first).adopt()
+    assert problem(shared, first) == ""
+    assert "belongs to the database of another" in problem(shared, StorageRecords(other))
+    with pytest.raises(StorageMismatch):
+        begin(shared, other, adopt=storage_id)  # the setting may stay: it works once
+
+
+def test_of_two_new_databases_on_an_empty_storage_one_gets_it(
+    runs: RunStore, other: Database, shared: Storage
+) -> None:
+    StorageRecords(other).claim(new_identity())  # both have looked and found none
+    StorageGate(shared, runs.storage, service="/first").take()
+    with pytest.raises(StorageOwned, match=r"/first.*--adopt-storage"):
+        begin(shared, other)
+    assert problem(shared, runs.storage) == ""
+
+
+def test_replicas_and_restarts_go_on_and_an_older_copy_of_the_database_is_noticed(
+    shared: Storage, other: Database, tmp_path: Path
+) -> None:
+    records = StorageRecords(other)
+    begin(shared, other)
+    with sqlite3.connect(tmp_path / "other.db") as source:
+        source.backup(sqlite3.connect(tmp_path / "copy.db"))
+    source.close()
+    before = shared.files.read(IDENTITY_FILE)
+    begin(shared, other)
+    assert problem(shared, records) == ""
+    copy = Database(f"sqlite:///{tmp_path / 'copy.db'}")
+    with pytest.raises(StorageMismatch, match="newer copy of this database"):
+        begin(shared, copy, "/copy")
+    assert problem(shared, records) == ""
+    # an older storage put back is left to the check of each run
+    shared.files.write(IDENTITY_FILE, before)
+    assert problem(shared, records) == ""
+    begin(shared, copy, "/copy")
+    begin(shared, copy, "/copy")
+    assert "newer copy of this database" in problem(shared, records), "so is a copy that goes on"
+    copy.close()
+
+
+def test_a_storage_from_before_owners_is_taken_by_the_database_that_knows_it(
+    runs: RunStore, other: Database, shared: Storage
+) -> None:
+    storage_id = StorageGate(shared, runs.storage).check()
+    with pytest.raises(StorageOwned, match=f"another service, and .*--adopt-storage {storage_id}"):
+        begin(shared, other)
+    StorageGate(shared, runs.storage, service="/first").take()
+    found = read_identity_file(shared)
+    assert found is not None and found.owner is not None and "/first" in found.owner.service
+
+
+def test_marks_of_another_service_stay(runs: RunStore, other: Database, shared: Storage) -> None:
+    marks = NodeMarkStore(other)
+    begin(shared, other)
+    file = MarksFile(shared, marks, StorageGate(shared, StorageRecords(other)).require)
+    marks.mark("n1", "cordoned", "ann")
+    assert file.publish()
+    StorageGate(shared, runs.storage).adopt()
+    marks.mark("n2", "cordoned", "ann")
+    late = MarksFile(shared, marks, StorageGate(shared, StorageRecords(other)).require)
+    with pytest.raises(StorageMismatch):
+        late.publish()
+    assert set(read_node_marks(shared)) == {"n1"}
 
 
 # ---------------------------------------------------------------- the reconciler

@@ -82,7 +82,7 @@ def test_a_file_that_is_something_else_is_named(local_storage: Storage, data: by
 def test_the_file_is_written_when_it_differs_and_healed(
     any_storage: Storage, store: NodeMarkStore
 ) -> None:
-    file = MarksFile(any_storage, store)
+    file = MarksFile(any_storage, store, lambda: None)
     assert not file.publish(), "no mark and no file are the same"
     store.mark("a", "cordoned", "ann", reason="x")
     assert file.publish() and not file.publish()
@@ -111,7 +111,7 @@ class _TwoWriters(MemoryObjects):
 def test_the_newer_word_stays_whichever_writer_is_last(store: NodeMarkStore) -> None:
     storage, files = Storage("s3://memory/prefix"), _TwoWriters()
     storage.__dict__["files"] = files
-    slow, quick = MarksFile(storage, store), MarksFile(storage, store)
+    slow, quick = (MarksFile(storage, store, lambda: None) for _ in range(2))
     store.mark("a", "cordoned", "ann")
 
     def another_request() -> None:
