@@ -27,8 +27,8 @@ SPEC = {
 }
 
 
-def copying(service: ServiceProcess, what: str, directory: Path) -> str:
-    command = [sys.executable, "-m", "everstep.cli.main", what, str(directory)]
+def copying(service: ServiceProcess, what: str, directory: Path, *flags: str) -> str:
+    command = [sys.executable, "-m", "everstep.cli.main", what, str(directory), *flags]
     environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -61,7 +61,10 @@ class NameServer:
             query, sender = self._socket.recvfrom(4096)
             if self._ends.is_set():
                 return
-            self._socket.sendto(answer(query, self._file), sender)
+            self._socket.sendto(self.answer(query), sender)
+
+    def answer(self, query: bytes) -> bytes:
+        return answer(query, self._file)
 
     def __enter__(self) -> NameServer:
         self._thread.start()

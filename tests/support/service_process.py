@@ -103,12 +103,15 @@ class ServiceProcess:
         cpus_per_node: int = 1,
         args: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
     ):
+        """``prefix`` is a command that runs the service, as ``nice`` does."""
         self.num_nodes = nodes
         self.home = Path(tempfile.mkdtemp(prefix="es-"))
         self.port = free_port()
         self.args = ("--nodes", str(nodes), "--cpus-per-node", str(cpus_per_node), *args)
         self.env = env or {}
+        self.prefix = prefix
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServiceProcess:
@@ -159,6 +162,7 @@ class ServiceProcess:
         with (self.home / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *self.prefix,
                     sys.executable,
                     "-m",
                     "service.process.serve",
