@@ -1,19 +1,23 @@
-"""Write docs/settings.md: every option of ``everstep serve``.
+"""Write docs/settings.md, every option of ``everstep serve``, and the versions that pages name.
 
-`python scripts/settings_reference.py` reads the declaration in everstep/options/serve.py and writes
-the page. With `--check` it compares instead, and fails where the page is out of date.
+`python scripts/settings_reference.py` reads the declaration in everstep/options/serve.py, and
+versions from pyproject.toml and constraints.txt, and writes the pages. With `--check` it compares
+instead, and fails where a page is out of date.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 from everstep.options.flags import is_list, is_switch
 from everstep.options.model import default_of
 from everstep.options.serve import OPTIONS, ServeOptions
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Every setting of the service
 
@@ -60,15 +64,58 @@ def page() -> str:
     return HEAD + "\n".join(table) + "\n"
 
 
+def released(requirement: str) -> tuple[str, str]:
+    """Return the first and the last release of a range, for example 2.58 and 2.60."""
+    first, last = re.findall(r"(\d+\.\d+)", requirement)
+    major, minor = last.split(".")
+    return first, f"{major}.{int(minor) - 1}"
+
+
+def named_versions() -> dict[str, list[tuple[str, str]]]:
+    """Return for each file the patterns of what it says about versions, and what it must say."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {"Python": released(project["requires-python"])}
+    for requirement in project["optional-dependencies"]["server"]:
+        if found := re.match(r"(torch|torchvision|ray)(\[\S+\])?>=", requirement):
+            ranges[found[1]] = released(requirement)
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    first, last = ranges["Python"]
+    python = (r"Python 3\.\d+ to 3\.\d+", f"Python {first} to {last}")
+    tags = [f"cp{each.replace('.', '')}" for each in ranges["Python"]]
+    locks = (r"cp3\d+\.txt` to `…-cp3\d+", f"{tags[0]}.txt` to `…-{tags[1]}")
+    rows = [
+        f"| {name} | {' to '.join(each)} | {pins.get(name, '')} |" for name, each in ranges.items()
+    ]
+    table = "\n".join(["| | it runs on | `constraints.txt` has |", "|---|---|---|", *rows])
+    return {
+        "README.md": [python],
+        "CONTRIBUTING.md": [python],
+        "docs/security.md": [python, locks],
+        "docs/operator.md": [(r"\| \| it runs on(.+\n)+\|.*", table)],
+        "deploy/kuberay/raycluster.yaml": [(r"rayVersion: \S+", f"rayVersion: {pins['ray']}")],
+        "deploy/helm/everstep/values.yaml": [
+            (r"(?<=  version: )2\.\d+\.\d+", pins["ray"]),
+        ],
+    }
+
+
 def main() -> None:
-    written = page()
-    if "--check" not in sys.argv:
-        PAGE.write_text(written)
-    elif not PAGE.exists() or PAGE.read_text() != written:
-        raise SystemExit(
-            "docs/settings.md is not what everstep/options/serve.py says; run `python "
-            "scripts/settings_reference.py`"
-        )
+    written = {PAGE: page()}
+    for name, sayings in named_versions().items():
+        text = (ROOT / name).read_text()
+        for pattern, said in sayings:
+            if not re.search(pattern, text):
+                raise SystemExit(f"{name} names no versions as {pattern!r}; write them again")
+            text = re.sub(pattern, lambda _, said=said: said, text)
+        written[ROOT / name] = text
+    for path, text in written.items():
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            raise SystemExit(
+                f"{path.relative_to(ROOT)} is not what everstep/options/serve.py, pyproject.toml "
+                "and constraints.txt say; run `python scripts/settings_reference.py`"
+            )
 
 
 if __name__ == "__main__":
