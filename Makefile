@@ -15,7 +15,7 @@ SLOWEST := --durations 20 --durations-min 1
 # tests that share a cluster stay together; see tests/support/two_groups.py
 TWO_GROUPS := -n 2 --dist loadfile
 
-.PHONY: help install demo serve test test-unit test-one chaos hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
+.PHONY: help install demo serve test test-rest test-all test-unit test-one chaos hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -36,12 +36,19 @@ demo: $(SERVER)  ## Train on three local nodes, kill one in the middle, watch it
 serve: $(SERVER)  ## Start the service with a local cluster of two nodes (ARGS="--nodes 3 --port 9000" to change that)
 	@$(BIN)/everstep serve $(ARGS)
 
-test: $(STAMP)  ## Checks, documentation, unit and integration tests, the short part of the chaos suite; prints the slowest 20
+test: $(STAMP)  ## In ten minutes: checks, documentation, quick unit tests, and the core of recovery on a real cluster; prints the slowest 20
 	@$(MAKE) --no-print-directory check docs
 	@scripts/get-test-tools.sh || true
-	$(BIN)/python -m pytest tests/unit -m "not chaos" -n auto $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
-	$(BIN)/python -m pytest tests/integration tests/chaos -m "not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/unit -m "not slow and not chaos" --hypothesis-profile quick -n auto $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "core" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
+
+test-rest: $(STAMP)  ## What make test leaves out: slow unit tests, long property tests, all other integration tests, the short part of the chaos suite
+	@scripts/get-test-tools.sh || true
+	$(BIN)/python -m pytest tests/unit -m "(slow or hypothesis) and not chaos" -n auto $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "not core and not chaos and not gpu and not alone" $(TWO_GROUPS) $(SLOWEST) $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/chaos -m "not core and not chaos and not gpu and alone" $(SLOWEST) $(ARGS)
+
+test-all: test test-rest  ## Everything that CI runs: make test, then make test-rest
 
 test-unit: $(STAMP)  ## Unit tests only
 	@scripts/get-test-tools.sh || true

@@ -1,7 +1,7 @@
 """Seeded faults on real runs: each ends SUCCEEDED, every sample used once, with the weights, bit by
 bit, of a run that made the same steps in peace.
 
-``make chaos`` runs them all (``ARGS="-k seed7"`` one of them); a few seeds run with ``make test``.
+``make chaos`` runs them all (``ARGS="-k seed7"`` one of them), ``make test-all`` a few seeds.
 """
 
 from __future__ import annotations

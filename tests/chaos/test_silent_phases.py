@@ -1,7 +1,7 @@
 """The phases of ``test_phases`` on collectives that fail as NCCL's do, through Ray: nobody is freed
 before the controller lets go, and what is aborted leaves garbage.
 
-A few plans run with ``make test``, all of them with ``make chaos``.
+A few plans run with ``make test-all``, all of them with ``make chaos``.
 """
 
 from __future__ import annotations

@@ -396,6 +396,7 @@ def test_a_hung_rank_is_found_and_killed(begin: Begin, how: str) -> None:
     check_lossless(run, 200)
 
 
+@pytest.mark.core
 def test_a_killed_driver_costs_no_step(begin: Begin) -> None:
     run = begin(
         spec(train={"epochs": 5000, "global_batch_size": 64}, checkpoint={"every_steps": 100_000})

@@ -94,6 +94,7 @@ def test_data_that_is_not_the_same_on_all_nodes_is_refused_by_every_rank(tmp_pat
     assert {error.message for error in errors} == {message}
 
 
+@pytest.mark.core
 def test_a_checkpoint_that_was_tampered_with_is_rejected_and_the_one_before_is_taken(
     tmp_path: Path,
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_run_that_can_never_fit_says_what_is_missing(service: ServiceProcess) 
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
 
 
+@pytest.mark.core
 def test_a_killed_rank_costs_nothing_that_counts_and_a_broken_stream_shows_all_of_it_once(
     service: ServiceProcess,
 ) -> None:
@@ -178,6 +179,7 @@ def _follow_over_broken_connections(service: ServiceProcess, run: RunHandle) -> 
     return seen
 
 
+@pytest.mark.core
 def test_a_killed_node_shrinks_the_run_and_nothing_else(
     mended: ServiceProcess,
 ) -> None:
@@ -225,6 +227,7 @@ def _cores_of(pid: int) -> list[int]:
     return sorted(cores)
 
 
+@pytest.mark.core
 def test_cli_as_a_user_calls_it(service: ServiceProcess, tmp_path: Path) -> None:
     def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "everstep"), *arguments]

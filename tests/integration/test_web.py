@@ -70,6 +70,7 @@ def paths(story: Story) -> list[str]:
     ]
 
 
+@pytest.mark.core
 async def test_logging_in_and_searching_by_keyboard(
     api: ApiService, story: Story, context: BrowserContext
 ) -> None:
@@ -86,6 +87,7 @@ async def test_logging_in_and_searching_by_keyboard(
     await expect(page).to_have_url(f"{api.url}/runs?search=WIDTH-32")
 
 
+@pytest.mark.core
 async def test_a_run_that_trains_is_followed_and_cancelled(
     api: ApiService, story: Story, page: Page
 ) -> None:

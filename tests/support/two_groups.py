@@ -2,7 +2,7 @@
 
 A piece is a file, or all files that share a cluster, so that it is started once. With
 ``-n 2 --dist loadfile`` each process of pytest-xdist takes one piece after the other. A test that
-cannot bear a neighbour is marked ``alone``.
+cannot bear a neighbour is marked ``alone``; one that ``make test`` runs is marked ``core``.
 """
 
 from __future__ import annotations
@@ -58,6 +58,26 @@ def keep_pieces_together(items: list[pytest.Item]) -> None:
                     f"{item.nodeid} uses the shared fixture {name}; "
                     f"add {file!r} to SHARED[{name!r}] in tests/support/two_groups.py"
                 )
+
+
+def check_marks(items: list[pytest.Item]) -> None:
+    """Refuse marks by which a test would be run twice or never; see the Makefile.
+
+    Raises:
+        UsageError: ``core`` on a unit test or beside a mark that ``make test`` leaves out, or
+            ``slow`` on a test that is no unit test.
+    """
+    for item in items:
+        is_unit = item.nodeid.startswith("tests/unit/")
+        if item.get_closest_marker("slow") and not is_unit:
+            raise pytest.UsageError(f"{item.nodeid}: slow is for unit tests; remove the mark")
+        if not item.get_closest_marker("core"):
+            continue
+        if is_unit:
+            raise pytest.UsageError(f"{item.nodeid}: core is for integration tests; remove it")
+        for mark in ("alone", "chaos", "gpu"):
+            if item.get_closest_marker(mark):
+                raise pytest.UsageError(f"{item.nodeid} is core and {mark}; choose one")
 
 
 class ByPiece(LoadFileScheduling):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from tests.support import postgres_server
 from tests.support.postgres_server import PostgresServer
 
 hypothesis.settings.register_profile("everstep", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=15)
 hypothesis.settings.load_profile("everstep")
 
 

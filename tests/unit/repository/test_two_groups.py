@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.two_groups import SHARED, keep_pieces_together, piece_of
+from tests.support.two_groups import SHARED, check_marks, keep_pieces_together, piece_of
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -53,21 +53,69 @@ def test_a_file_that_shares_unknown_is_named_with_the_way_out() -> None:
             keep_pieces_together([item("test_web.py", shared)])
 
 
-def test_make_test_runs_every_integration_test_once() -> None:
-    """By the marks that leave a test out of one of the commands."""
-    lines = [
-        line
-        for line in (REPOSITORY / "Makefile").read_text().splitlines()
-        if "pytest tests/integration tests/chaos " in line
-    ]
-    beside, alone = (re.search(r'-m "([^"]+)"', line) for line in lines)
-    assert beside is not None and alone is not None
-    assert ["$(TWO_GROUPS)" in line for line in lines] == [True, False]
-    for chaos, gpu, is_alone in itertools.product([False, True], repeat=3):
-        marks = {"chaos": chaos, "gpu": gpu, "alone": is_alone}
-        taken = [bool(eval(found[1], {}, dict(marks))) for found in (beside, alone)]
+def commands(target: str, tests: str) -> list[str]:
+    """Return the lines of a target of the Makefile that run these tests."""
+    makefile = (REPOSITORY / "Makefile").read_text()
+    recipe = re.split(rf"^{target}:.*\n", makefile, flags=re.M)[1].split("\n\n")[0]
+    return [line for line in recipe.splitlines() if f"pytest {tests} " in line]
+
+
+def takes(command: str, **marks: bool) -> bool:
+    """Whether a command of pytest runs a test with these marks."""
+    expression = re.search(r'-m "([^"]+)"', command)
+    assert expression is not None, command
+    return bool(eval(expression[1], {}, dict(marks)))
+
+
+def test_make_test_and_the_rest_run_every_integration_test_once() -> None:
+    tests = "tests/integration tests/chaos"
+    lines = commands("test", tests) + commands("test-rest", tests)
+    assert ["$(TWO_GROUPS)" in line for line in lines] == [True, True, False]
+    for core, chaos, gpu, is_alone in itertools.product([False, True], repeat=4):
+        if core and (chaos or gpu or is_alone):
+            continue  # see the test below
+        marks = {"core": core, "chaos": chaos, "gpu": gpu, "alone": is_alone}
         wanted = not chaos and not gpu
-        assert taken == [wanted and not is_alone, wanted and is_alone], marks
+        assert [takes(line, **marks) for line in lines] == [
+            core,
+            wanted and not core and not is_alone,
+            wanted and not core and is_alone,
+        ], marks
+
+
+def test_make_test_and_the_rest_run_every_unit_test() -> None:
+    """Tests of properties twice: with few examples, then with all."""
+    [quick], [rest] = commands("test", "tests/unit"), commands("test-rest", "tests/unit")
+    assert "--hypothesis-profile quick" in quick and "profile" not in rest
+    for slow, chaos, hypothesis in itertools.product([False, True], repeat=3):
+        marks = {"slow": slow, "chaos": chaos, "hypothesis": hypothesis}
+        assert takes(quick, **marks) is (not slow and not chaos), marks
+        assert takes(rest, **marks) is ((slow or hypothesis) and not chaos), marks
+
+
+@pytest.mark.parametrize(
+    ("path", "marks", "refused"),
+    [
+        ("tests/integration/test_web.py", {"core"}, None),
+        ("tests/unit/service/test_api.py", {"slow", "chaos"}, None),
+        ("tests/unit/service/test_api.py", {"core"}, "core is for integration tests"),
+        ("tests/integration/test_web.py", {"slow"}, "slow is for unit tests"),
+        ("tests/integration/test_web.py", {"core", "alone"}, "core and alone"),
+        ("tests/integration/test_web.py", {"core", "chaos"}, "core and chaos"),
+    ],
+)
+def test_a_mark_that_no_command_expects_is_refused(
+    path: str, marks: set[str], refused: str | None
+) -> None:
+    marked: Any = SimpleNamespace(
+        nodeid=f"{path}::test_it",
+        get_closest_marker=lambda name: name if name in marks else None,
+    )
+    if refused is None:
+        check_marks([marked])
+        return
+    with pytest.raises(pytest.UsageError, match=refused):
+        check_marks([marked])
 
 
 SUITE = """
