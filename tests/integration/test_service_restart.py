@@ -19,7 +19,9 @@ import httpx
 import psutil
 import pytest
 
-from service.embedded.processes import members
+from service.embedded.processes import lives, members
+from tests.support.digits_run import assert_every_sample_counted_once, digits, wait_for_step
+from tests.support.release_home import EPOCHS, VERSIONS, unpack_home
 from tests.support.service_process import ASK_S, ServiceProcess, free_port, wait_for
 
 SPEC = {
@@ -89,6 +91,7 @@ def api(service: ServiceProcess, method: str, path: str, **kwargs: Any) -> Any:
     )
 
 
+@pytest.mark.core
 def test_a_killed_service_leaves_the_run_alone_and_the_next_one_adopts_it(
     mended: ServiceProcess,
 ) -> None:
@@ -147,6 +150,57 @@ def _answers(service: ServiceProcess) -> bool:
         return httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@pytest.mark.core
+def test_a_killed_head_and_a_damaged_checkpoint_cost_the_steps_since_the_one_before(
+    mended: ServiceProcess,
+) -> None:
+    with mended.tidy_client() as client:
+        run = client.runs.create(digits("killed head", epochs=400))
+        wait_for_step(run, 25)
+        ranks = [worker.pid for worker in run.attempts()[-1].workers]
+        mended.kill()  # it would start another cluster at once
+        cluster = mended.cluster()
+        os.kill(cluster["gcs_pid"], signal.SIGKILL)
+        wait_for(lambda: not any(map(psutil.pid_exists, ranks)), 120, "the end of all ranks")
+        keeper = (cluster["keeper_pid"], cluster["temp_dir"])
+        wait_for(lambda: not lives(*keeper), 120, "the keeper's end")
+        assert list(members(cluster["temp_dir"])) == []
+        before, damaged = sorted(
+            (mended.home / "storage" / "runs" / run.id / "checkpoints").glob("step-*")
+        )[-2:]
+        model = bytearray((damaged / "model.pt").read_bytes())
+        model[len(model) // 2] ^= 1
+        (damaged / "model.pt").write_bytes(model)
+
+        mended.start()
+        restored = wait_for(
+            lambda: [e.data for e in run.events() if e.kind == "restored" and e.data["step"]],
+            180,
+            "a restore from a checkpoint",
+            every_s=ASK_S,
+        )
+        [data] = restored
+        assert (data["source"], data["checkpoint"]) == ("checkpoint", before.name)
+        assert [each["name"] for each in data["rejected"]] == [damaged.name]
+        wait_for_step(run, int(data["step"]) + 15)
+        assert run.refresh().submission == 2
+        verdicts = {str(failure.verdict) for failure in run.failures()}
+        assert verdicts == {"control_plane", "storage"}, "the dead driver, the damaged checkpoint"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_home_of_an_earlier_version_is_served_and_its_paused_run_goes_on(version: str) -> None:
+    service = ServiceProcess(nodes=2)
+    unpack_home(version, service.home)
+    with service, service.client() as client:
+        [paused] = client.runs.list(status=["PAUSED"])
+        step = paused.step
+        paused.resume()
+        paused.wait(timeout_s=180)
+        assert [e.data["step"] for e in paused.events() if e.kind == "restored"] == [0, step]
+        assert_every_sample_counted_once(paused, epochs=EPOCHS)
 
 
 def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(
