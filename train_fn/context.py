@@ -75,6 +75,8 @@ class WorkerContext:
     """Report how large a snapshot of the state would be."""
     report_kept: Callable[[int], None] = lambda step: None
     """Report the step of a snapshot that was left while the rank waits for its peers."""
+    on_commit: Callable[[], None] = lambda: None
+    """Called after every step that was committed here, before anything else follows."""
     is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""

@@ -8,7 +8,7 @@ import typer.core
 
 GROUPS = {
     "Begin here": "demo serve init submit watch runs logs why download",
-    "Train": "validate catalog run sweep sweeps pause resume cancel note delete",
+    "Train": "validate catalog run rehearse sweep sweeps pause resume cancel note delete",
     "Watch": "show metrics events compare open tensorboard",
     "Explain": "stragglers goodput profile drill replay",
     "Data and checkpoints": "samples checkpoints verify",
@@ -33,6 +33,7 @@ EXAMPLES = {
     "validate": "examples/digits.yaml --set train.epochs=3",
     "catalog": "",
     "run": "examples/digits.yaml --local",
+    "rehearse": "--code my_code --script train.py --steps 12",
     "sweep": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
     "sweep submit": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
     "sweep show": "sweep_1anv6ek143hk",

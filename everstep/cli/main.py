@@ -20,6 +20,7 @@ from everstep.cli import login as cli_login
 from everstep.cli import node_watcher as cli_node_watcher
 from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
+from everstep.cli import rehearse as cli_rehearse
 from everstep.cli import replays as cli_replays
 from everstep.cli import runs as cli_runs
 from everstep.cli import service as cli_service
@@ -70,6 +71,7 @@ app.command()(cli_sweeps.sweeps)
 app.command()(cli_specs.validate)
 app.command()(cli_specs.catalog)
 app.command()(cli_local.run)
+app.command(cls=cli_submit.SubmitCommand)(cli_rehearse.rehearse)
 app.add_typer(cli_local.init, name="init")
 app.command()(cli_runs.runs)
 app.command()(cli_runs.show)
@@ -117,7 +119,7 @@ app.command()(cli_service.demo)
 
 def main() -> None:
     """Run the ``everstep`` script."""
-    if sys.argv[1:2] == ["run"]:  # trains in this process
+    if sys.argv[1:2] in (["run"], ["rehearse"]):  # trains here
         fix_hash_seed()
     app()
 

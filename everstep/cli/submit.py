@@ -24,7 +24,7 @@ from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.yaml_file import read_spec
 
-_ARGV = "everstep.argv"
+ARGV = "everstep.argv"
 """Where the context keeps the arguments of a script."""
 
 
@@ -33,7 +33,7 @@ class SubmitCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        ctx.meta[_ARGV] = args[end + 1 :]
+        ctx.meta[ARGV] = args[end + 1 :]
         return super().parse_args(ctx, args[:end])
 
 
@@ -88,7 +88,7 @@ def submit(
         task,
         train_fn,
         script,
-        context.meta[_ARGV],
+        context.meta[ARGV],
     )
     raw = apply_overrides(raw, overrides or [])
     parsed = parse_spec(raw)

@@ -26,17 +26,20 @@ from train_fn.step.place_watch import watching
 __all__ = ["build_ahead", "train", "train_openly"]
 
 
-def train(ctx: WorkerContext) -> Left | None:
+def train(ctx: WorkerContext, progress: Progress | None = None) -> Left | None:
     """Train this rank's share of every global batch. Return None when all steps are done, else the
     stop that all ranks agreed on.
 
     If the controller has asked the ranks to make room for a group that follows at once, they keep
     what they train in their processes, and return ``YIELDED``.
 
+    Args:
+        progress: a new one, which says how far the attempt got.
+
     Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
     keeps it in its process, and has let its peers go.
     """
-    progress = Progress()
+    progress = Progress() if progress is None else progress
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
         with watching() if ctx.in_process else nullcontext():
@@ -86,6 +89,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if training.audit is not None:
         training.audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
+    training.ctx.on_commit()
     if progress.rescue is not None:
         progress.rescue.step_committed()
     if replica.after_step is not None:

@@ -99,6 +99,16 @@ class Protected:
         return self._state.epoch
 
     @property
+    def parts(self) -> Parts:
+        """Return what the state is made of."""
+        return self._parts
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Return whether the newest step ended an epoch, as far as a loader says."""
+        return self._state.ends_epoch
+
+    @property
     def num_updates(self) -> int:
         """Return the optimizer steps of this attempt; used by adapters."""
         return self._open().commits.updates.num
@@ -328,6 +338,7 @@ class Protected:
         if not training.boundary.sees_steps:
             self._end_commit(training)
         self.reseed()
+        training.ctx.on_commit()
 
     def _keep(self, training: Training, held: Held) -> None:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is

@@ -1,0 +1,324 @@
+"""The whole rehearsal: which deaths, in which order, and what they showed."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from everstep.errors import UsageError
+from everstep.spec.run_spec import RunSpec
+from storage.code.store import CodeStore
+from storage.filesystem import open_storage
+from train_fn.rehearsal.comparison import (
+    Difference,
+    Record,
+    first_difference,
+    held_names,
+    same_batches,
+)
+from train_fn.rehearsal.recorder import Orders, Place
+from train_fn.rehearsal.trial import Setup, Trial, trial
+
+Outcome = Literal["equal", "different", "impossible", "left out"]
+EXIT_OF: dict[str, int] = {"equal": 0, "different": 1, "impossible": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one death showed."""
+
+    name: str
+    outcome: Outcome
+    text: str
+    """What was compared, what differs, or why it was not tried."""
+    difference: Difference | None = None
+    went_on_from: str | None = None
+    """``step 5 (snapshot)``."""
+
+
+@dataclass
+class Report:
+    """What a rehearsal showed."""
+
+    ranks: int
+    steps: int
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no difference, and worth a look."""
+
+    @property
+    def outcome(self) -> str:
+        outcomes = {row.outcome for row in self.rows}
+        for worst in ("different", "impossible"):
+            if worst in outcomes:
+                return worst
+        return "equal"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_OF[self.outcome]
+
+    @property
+    def sentence(self) -> str:
+        """Return the result in one sentence."""
+        different = sum(row.outcome == "different" for row in self.rows)
+        tried = sum(row.outcome in ("equal", "different") for row in self.rows)
+        return {
+            "equal": "A restart was rehearsed on this code: equal in every bit.",
+            "different": f"A restart changes what this code trains: {different} of {tried} rows "
+            "differ.",
+            "impossible": "The rehearsal could not be made.",
+        }[self.outcome]
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = []
+        for row in self.rows:
+            found = asdict(row)
+            if row.difference is not None:
+                found["difference"] |= {"advice": row.difference.advice}
+            rows.append(found)
+        return {
+            "outcome": self.outcome,
+            "text": self.sentence,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "rows": rows,
+            "notes": self.notes,
+        }
+
+
+class Death(NamedTuple):
+    """One way to die."""
+
+    name: str
+    orders: Orders
+    in_process: bool = False
+
+
+def rehearse(
+    spec: RunSpec,
+    archive: bytes | None,
+    *,
+    ranks: int = 2,
+    steps: int = 12,
+    say: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Train a few steps of the spec's code undisturbed, and again with deaths; compare them.
+
+    Args:
+        archive: the spec's code, if it has code of its own.
+        say: called with each row as soon as it is known.
+
+    Raises UsageError for what cannot be rehearsed.
+    """
+    if ranks < 1 or steps < 4:
+        raise UsageError("a rehearsal needs at least 1 rank and 4 steps; raise --ranks or --steps")
+    if spec.code is not None and archive is None:
+        raise UsageError("the spec names code by a digest; give --code DIRECTORY, the code itself")
+    report = Report(ranks, steps)
+
+    def tell(row: Row) -> None:
+        report.rows.append(row)
+        say(row)
+
+    with tempfile.TemporaryDirectory(prefix="everstep-rehearsal-") as directory:
+        setup = Setup(_often_saved(spec), archive, Path(directory), ranks, steps, _name(spec))
+        if archive is not None:
+            CodeStore(open_storage(setup.storage)).put(archive)
+        _Rehearsal(setup, report, tell).run()
+    return report
+
+
+def _name(spec: RunSpec) -> str:
+    return f"rehearsal-{secrets.token_hex(6)}"
+
+
+def _often_saved(spec: RunSpec) -> RunSpec:
+    """Return the spec with a checkpoint after every step, so that a death of all ranks is not a
+    beginning from nothing."""
+    checkpoint = spec.checkpoint.model_copy(update={"every_steps": 1})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
+class _Rehearsal:
+    def __init__(self, setup: Setup, report: Report, tell: Callable[[Row], None]) -> None:
+        self._setup, self._report, self._tell = setup, report, tell
+        self._number = 0
+        self._expected: list[Record] = []
+        self._ignored: set[str] = set()
+        self._noted: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Make all trainings, one after the other."""
+        if not self._undisturbed():
+            return
+        if not self._again():
+            return
+        deaths, left_out = deaths_of(
+            self._expected, self._setup.world_size, self._setup.last_step, self._is_task
+        )
+        for death in deaths:
+            self._tell(self._died(death))
+        for row in left_out:
+            self._tell(row)
+        self._report.notes += [
+            f"{name}: {values}. Your code holds it by itself, and nothing that was compared "
+            "depends on it here. If it matters later, derive it from state.step_number or pass it "
+            "as es.protect(extra=…)"
+            for name, values in self._noted.items()
+        ]
+
+    @property
+    def _is_task(self) -> bool:
+        code = self._setup.spec.code
+        return code is None or code.task is not None
+
+    def _trial(self, deaths: Sequence[Orders], *, in_process: bool = False) -> Trial:
+        """Train with these deaths, and then to the end."""
+        self._number += 1
+        with trial(self._setup, self._number, in_process=in_process) as training:
+            for orders in [*deaths, Orders(self._setup.last_step)]:
+                result = training.attempt(orders)
+                if result.done or (orders.dies is None and orders.parks_at is None):
+                    break
+                if _raised(result.ended):
+                    break
+        return training
+
+    def _undisturbed(self) -> bool:
+        """Train undisturbed. Return whether there is something to compare with."""
+        training = self._trial([])
+        result = training.attempts[0]
+        self._expected = result.records
+        name = "undisturbed"
+        if result.error is not None:
+            self._tell(Row(name, "impossible", f"the code fails by itself: {result.error}"))
+            return False
+        if any(each is not None and each.is_unprotected for each in result.ended.values()):
+            text = (
+                "the code calls no es.protect, so no step of it is known and a restart begins at "
+                "its own checkpoints. Protect its loop: docs/bring-your-own.md"
+            )
+            self._tell(Row(name, "impossible", text))
+            return False
+        made = sum(step.is_committed for step in self._expected[0].steps.values())
+        if made < 3:
+            text = f"the code makes only {made} steps; a rehearsal needs three"
+            self._tell(Row(name, "impossible", text))
+            return False
+        alike = None if self._is_task else same_batches(self._expected)
+        if alike is not None:
+            self._tell(Row(name, "different", alike.text(), alike))
+            return True
+        size = self._setup.world_size
+        words = f"{size} ranks" if size > 1 else "one rank"
+        self._tell(Row(name, "equal", f"{made} steps on {words}"))
+        return True
+
+    def _again(self) -> bool:
+        """Train undisturbed once more. Return whether that gives the same."""
+        training = self._trial([])
+        attempts = [each.records for each in training.attempts]
+        # what two undisturbed trainings do not share is of no interest: times, ids of processes
+        self._ignored = set(held_names(self._expected, attempts))
+        difference = first_difference(self._expected, attempts, ())
+        name = "undisturbed, once more"
+        if training.attempts[0].error is not None:
+            difference = Difference("the end", 0, 0, training.attempts[0].error)
+        if difference is None:
+            self._tell(Row(name, "equal", "the same in every bit"))
+            return True
+        text = (
+            f"{difference.text()} Nothing has died: the code is not the same twice by itself, so "
+            "no restart can be. Seed what it draws, and depend on no clock, no process id and no "
+            "order of files or sets"
+        )
+        self._tell(Row(name, "different", text, difference))
+        return False
+
+    def _died(self, death: Death) -> Row:
+        training = self._trial([death.orders], in_process=death.in_process)
+        first, last = training.attempts[0], training.attempts[-1]
+        if first.done:
+            return Row(death.name, "left out", "the training ended before the death")
+        restored = last.restored or {}
+        source = restored.get("source")
+        went_on = f"step {restored.get('step')} ({source})" if restored else None
+        attempts = [each.records for each in training.attempts]
+        difference = first_difference(
+            self._expected, attempts if last.done else attempts[:-1], self._ignored
+        )
+        if not last.done and difference is None:
+            error = last.error or "it made no further step"
+            step = int(restored.get("step") or 0)
+            difference = Difference("the end", step, 0, f"after the death: {error}")
+        if difference is not None:
+            return Row(death.name, "different", difference.text(), difference, went_on)
+        for name, values in held_names(self._expected, attempts[1:]).items():
+            if name not in self._ignored:
+                self._noted.setdefault(name, values)
+        if death.in_process and source != "process":
+            text = "the code does not let a process stay, so fresh ones follow: equal"
+            return Row(death.name, "equal", text, None, went_on)
+        return Row(death.name, "equal", "the same in every bit", None, went_on)
+
+
+def _raised(ended: dict[int, Any]) -> bool:
+    """Return whether a rank failed by itself: another attempt would show nothing else."""
+    return any(
+        each is not None and each.error is not None and not each.is_collateral
+        for each in ended.values()
+    )
+
+
+def deaths_of(
+    expected: Sequence[Record], world_size: int, last_step: int, is_task: bool
+) -> tuple[list[Death], list[Row]]:
+    """Return which deaths to rehearse, and rows for what does not come within the steps.
+
+    Args:
+        expected: what the ranks of an undisturbed training did.
+    """
+    steps = expected[0].steps
+    made = sorted(number for number, step in steps.items() if step.is_committed)
+    ends = [number + 1 for number in made[:-1] if steps[number].ends_epoch]
+    evaluated = [number for number in made[1:] if steps[number].is_evaluated]
+    edges = {*ends, *evaluated}
+    inner = [number for number in made[1:] if number not in edges] or made[1:]
+    updating = [number for number in inner if steps[number].updates]
+    last, place = world_size - 1, len(inner) // 2
+    deaths: list[Death] = []
+
+    def dies(name: str, step: int, where: Place, rank: int, *, stay: bool = False) -> None:
+        deaths.append(Death(name, Orders(last_step, dies=(rank, step, where)), stay))
+
+    if updating:
+        step = updating[len(updating) // 2]
+        dies(f"a rank killed within step {step + 1}", step, "update", last)
+        if is_task and world_size > 1:
+            name = f"a rank killed within step {step + 1}, the others stay"
+            dies(name, step, "update", last, stay=True)
+    dies(f"rank 0 killed right after step {inner[place]}", inner[place], "commit", 0)
+    # between two optimizer steps, where gradients are added up
+    between = [number for number in inner if number - 1 in steps and not steps[number - 1].updates]
+    at = (between or inner)[(len(between or inner) * 3) // 4]
+    deaths.append(Death(f"all ranks killed after step {at}", Orders(last_step, parks_at=at)))
+    for step in sorted({*ends[:1], *evaluated[:1]}):
+        what = " and ".join(
+            what
+            for what, found in (("the end of an epoch", ends), ("an evaluation", evaluated))
+            if step in found
+        )
+        dies(f"a rank killed right after step {step}: {what}", step, "commit", last)
+        name = f"all ranks killed after step {step}: {what}"
+        deaths.append(Death(name, Orders(last_step, parks_at=step)))
+    left_out = [
+        Row(what, "left out", f"does not come within {len(made)} steps: raise --steps")
+        for what, found in (("the end of an epoch", ends), ("an evaluation", evaluated))
+        if not found
+    ]
+    return deaths, left_out

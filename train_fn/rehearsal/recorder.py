@@ -1,0 +1,435 @@
+"""Note what each step of a rank is made of, as lines of JSON, and die where a plan says so.
+
+Two hooks of torch show any loop: one is called before an optimizer steps, one before a module is
+called. What the state holds comes from the run; what only the user's code holds, from its frames,
+modules and objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from train_fn.loop.training import Progress
+from train_fn.own_loop import OwnLoop
+from train_fn.protect.protected import Protected
+from train_fn.state.digest import leaves
+
+Place = Literal["forward", "update", "commit"]
+"""Where in a step something happens: when its first forward pass begins, between its backward pass
+and its optimizer, right after its commit."""
+
+_MOST_BYTES = 1 << 20
+"""Largest tensor of a user's own objects that is digested."""
+_MOST_ITEMS = 16
+"""Longest list or dict of a user's own that is noted."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the ranks of an attempt do other than train."""
+
+    last_step: int
+    """Steps done at which every rank waits to be ended, with its state noted."""
+    dies: tuple[int, int, Place] | None = None
+    """(rank, steps done, place): that rank ends itself there by SIGKILL. After a commit, the steps
+    include the committed one."""
+    parks_at: int | None = None
+    """Steps done at which every rank waits to be ended, before the next step."""
+
+
+class Source(Protocol):
+    """What is trained here."""
+
+    def step(self) -> int | None:
+        """Return the steps done; None if no step is being made."""
+
+    def steps_done(self) -> int | None:
+        """Return the steps done, whatever happens now; None before anything is trained."""
+
+    def ends_epoch(self) -> bool:
+        """Return whether the newest step was the last one of an epoch, as far as is known."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a restart restores, by name."""
+
+    def models(self) -> list[nn.Module]:
+        """Return the modules that are trained."""
+
+    def held_by(self) -> dict[str, Any]:
+        """Return objects of the user that no frame shows, by name."""
+
+
+class OfTask:
+    """A task that Everstep's loop trains."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def step(self) -> int | None:
+        progress = self._progress
+        if progress.training is None or progress.replica is None or progress.phase != "step":
+            return None
+        return progress.replica.state.step
+
+    def steps_done(self) -> int | None:
+        replica = self._progress.replica
+        return None if replica is None else replica.state.step
+
+    def ends_epoch(self) -> bool:
+        assert self._progress.replica is not None
+        state = self._progress.replica.state
+        return state.step % state.steps_per_epoch == 0
+
+    def state(self) -> dict[str, Any]:
+        assert self._progress.replica is not None
+        state = self._progress.replica.state
+        return {
+            "model": dict(state.model.state_dict()),
+            "optimizer": state.optimizer.state_dict(),
+            "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+            "extra/scaler": state.scaler.state_dict(),
+            "extra/average": state.ema.state_dict() if state.ema else None,
+            "extra/task": state.task,
+        }
+
+    def models(self) -> list[nn.Module]:
+        assert self._progress.replica is not None
+        return [self._progress.replica.state.model]
+
+    def held_by(self) -> dict[str, Any]:
+        assert self._progress.replica is not None
+        return {"self": self._progress.replica.task}
+
+
+class OfLoop:
+    """A loop of the user's own under ``es.protect``."""
+
+    def __init__(self, present: OwnLoop) -> None:
+        self._present = present
+
+    def step(self) -> int | None:
+        protection = self._present.protection
+        return protection.step_number if protection is not None and protection.is_open else None
+
+    def steps_done(self) -> int | None:
+        protection = self._present.protection
+        return None if protection is None else protection.step_number
+
+    @property
+    def _protected(self) -> Protected:
+        assert isinstance(self._present.protection, Protected)
+        return self._present.protection
+
+    def ends_epoch(self) -> bool:
+        return self._protected.ends_epoch
+
+    def state(self) -> dict[str, Any]:
+        parts = self._protected.parts
+        return {
+            "model": {
+                prefix + name: value
+                for prefix, model in parts.models.items()
+                for name, value in model.state_dict().items()
+            },
+            "optimizer": {name: each.state_dict() for name, each in parts.optimizers.items()},
+            **{
+                name.replace(".", "/"): each.state_dict()
+                for name, each in parts.others.items()
+                if name not in parts.loaders
+            },
+        }
+
+    def models(self) -> list[nn.Module]:
+        return list(self._protected.parts.models.values())
+
+    def held_by(self) -> dict[str, Any]:
+        return {}
+
+
+class Recorder:
+    """Write what the steps of this rank are made of.
+
+    Args:
+        path: file to write to.
+        rank: of this process.
+        orders: where to die or wait.
+        root: directory of the user's code.
+        source: what is trained.
+        wait: called where the ranks wait to be ended; does not return.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        orders: Orders,
+        root: Path,
+        source: Source,
+        wait: Callable[[str], None],
+    ) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._rank, self._orders, self._source, self._wait = rank, orders, source, wait
+        self._own = OwnValues(root)
+        self._depth = 0
+        self._updated: int | None = None
+        """Steps done when an optimizer was last about to step."""
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_module_forward_pre_hook(self._before_call),
+            register_module_forward_hook(self._after_call, always_call=True),
+        ]
+
+    def close(self, *, finished: bool) -> None:
+        """Record no more. ``finished`` if the code has come to its end by itself."""
+        for hook in self._hooks:
+            hook.remove()
+        if finished and self._source.steps_done() is not None:
+            self._write_final()
+        self._file.close()
+
+    def commit(self) -> None:
+        """Note that a step was committed; its number is the source's."""
+        step = self._source.steps_done()
+        self._write(kind="commit", step=step, ends_epoch=self._source.ends_epoch())
+        self._die("commit", step)
+
+    def _before_call(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not (module.training and torch.is_grad_enabled()):
+            if (done := self._source.steps_done()) is not None:
+                self._write(kind="evaluation", step=done)
+            return
+        if (step := self._source.step()) is None:
+            return
+        self._come_to(step)
+        where = self._own.where(sys._getframe(1))
+        self._write(kind="input", step=step, of=_sketches(args), where=where)
+        self._die("forward", step)
+
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth = max(0, self._depth - 1)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (step := self._source.step()) is None:
+            return
+        self._come_to(step)
+        frame = sys._getframe(1)
+        self._write(
+            kind="update",
+            step=step,
+            state=_values(self._source.state()),
+            gradients=self._gradients(optimizer),
+            draws=_generators(),
+            held=self._own.read(frame, self._source.held_by()),
+            where=self._own.where(frame),
+        )
+        if self._updated != step:
+            self._updated = step
+            self._die("update", step)
+
+    def _come_to(self, step: int) -> None:
+        """Wait to be ended, if the orders say so at this step."""
+        if step >= self._orders.last_step:
+            self._write_final()
+            self._wait("done")
+        if step == self._orders.parks_at:
+            self._wait("parked")
+
+    def _die(self, place: Place, step: int | None) -> None:
+        if self._orders.dies == (self._rank, step, place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write_final(self) -> None:
+        step = self._source.steps_done()
+        self._write(kind="final", step=step, state=_values(self._source.state()))
+
+    def _write(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+        self._file.flush()
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+        names = {
+            id(weight): name
+            for model in self._source.models()
+            for name, weight in model.named_parameters()
+        }
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return {
+            names.get(id(weight), f"weight {number}"): _value(weight.grad)
+            for number, weight in enumerate(weights)
+            if weight.grad is not None
+        }
+
+
+class OwnValues:
+    """Read what the user's code holds by itself: variables of its functions and modules, and plain
+    attributes of its objects."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = f"{root.resolve()}{os.sep}"
+
+    def where(self, frame: FrameType | None) -> str | None:
+        """Return the innermost line of the user's code on this stack."""
+        for each in self._frames(frame):
+            return f"{self._short(each.f_code.co_filename)}, line {each.f_lineno}"
+        return None
+
+    def read(self, frame: FrameType | None, objects: Mapping[str, Any]) -> dict[str, str]:
+        """Return values by name, such as ``train.py: main: best``."""
+        spaces: dict[str, Mapping[str, Any]] = {}
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and self._is_own(file):
+                spaces[self._short(file)] = vars(module)
+        for each in self._frames(frame):
+            name = each.f_code.co_name
+            file = self._short(each.f_code.co_filename)
+            is_module = each.f_locals is each.f_globals or name == "<module>"
+            spaces[file if is_module else f"{file}: {name}()"] = each.f_locals
+        if objects:
+            spaces["the task"] = objects
+        found: dict[str, str] = {}
+        for space, names in spaces.items():
+            for name, value in list(names.items()):
+                if not name.startswith("__"):
+                    found.update(self._read(f"{space}: {name}", value))
+        return found
+
+    def _read(self, name: str, value: Any) -> Iterator[tuple[str, str]]:
+        if (text := _own_value(value)) is not None:
+            yield name, text
+        elif self._is_ours(type(value)):
+            for attribute, inner in list(getattr(value, "__dict__", {}).items()):
+                if isinstance(value, nn.Module) and attribute.startswith("_"):
+                    continue
+                if (text := _own_value(inner)) is not None:
+                    yield f"{name}.{attribute}", text
+
+    def _is_ours(self, kind: type) -> bool:
+        module = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        return isinstance(file, str) and self._is_own(file)
+
+    def _frames(self, frame: FrameType | None) -> Iterator[FrameType]:
+        while frame is not None:
+            if self._is_own(frame.f_code.co_filename):
+                yield frame
+            frame = frame.f_back
+
+    def _is_own(self, file: str) -> bool:
+        return str(Path(file).resolve()).startswith(self._root)
+
+    def _short(self, file: str) -> str:
+        return str(Path(file).resolve()).removeprefix(self._root)
+
+
+def _own_value(value: Any) -> str | None:
+    """Return a text for a small value of the user's; None for all else."""
+    if isinstance(value, ModuleType | type) or callable(value):
+        return None
+    if isinstance(value, torch.Tensor):
+        return _value(value) if value.nbytes <= _MOST_BYTES else None
+    if isinstance(value, np.ndarray):
+        return _of_bytes(value.tobytes()) if value.nbytes <= _MOST_BYTES else None
+    if isinstance(value, str | bytes) and len(value) > 80:
+        return None
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, list | tuple | dict) and len(value) <= _MOST_ITEMS:
+        found = list(leaves(value))
+        plain = [leaf for _, leaf in found if isinstance(leaf, (*_PLAIN, torch.Tensor))]
+        if found and len(plain) == len(found) <= _MOST_ITEMS:
+            if not any(isinstance(leaf, torch.Tensor) for leaf in plain):
+                return repr(value)
+            return ", ".join(_value(leaf) for leaf in plain)
+    return None
+
+
+def _values(tree: Any) -> dict[str, str]:
+    """Return every value of a state by its path."""
+    return {
+        path.replace("//", "/").removeprefix("/"): _value(leaf)
+        for path, leaf in leaves(_plain(tree))
+    }
+
+
+def _plain(tree: Any) -> Any:
+    """Return nested mappings as dicts, and sets as lists."""
+    if isinstance(tree, Mapping):
+        return {name: _plain(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_plain(value) for value in tree]
+    return sorted(map(repr, tree)) if isinstance(tree, set | frozenset) else tree
+
+
+def _value(leaf: Any) -> str:
+    """Return a text that two values share if they are equal in every bit."""
+    if isinstance(leaf, np.ndarray):
+        return _of_bytes(leaf.tobytes())
+    if not isinstance(leaf, torch.Tensor):
+        # the default text of an object has its address, which differs in every process
+        has_text = isinstance(leaf, _PLAIN) or "__repr__" in _methods(type(leaf))
+        return repr(leaf) if has_text else f"a {type(leaf).__name__}"
+    if leaf.layout is not torch.strided:
+        leaf = leaf.to_dense()
+    if leaf.numel() == 1:
+        return repr(leaf.item())
+    return _of_bytes(
+        leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
+
+
+def _methods(kind: type) -> set[str]:
+    """Return the names of what a class and its bases define, but for ``object``."""
+    return {name for base in kind.__mro__[:-1] for name in vars(base)}
+
+
+def _of_bytes(data: bytes) -> str:
+    return "#" + hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _sketches(args: Any) -> list[list[str]]:
+    """Return the arguments of a model's call: each a digest and its first values."""
+    found = []
+    for _, leaf in leaves(_plain(args)):
+        if isinstance(leaf, torch.Tensor):
+            first = leaf.detach().reshape(-1)[:3].tolist()
+            shown = ", ".join(f"{each:.4g}" for each in first)
+            found.append([_value(leaf), f"{list(leaf.shape)} {shown}…"])
+        else:
+            found.append([_value(leaf), _value(leaf)[:40]])
+    return found
+
+
+def _generators() -> dict[str, str]:
+    """Return the states of the global generators."""
+    states = {
+        "torch": _value(torch.get_rng_state()),
+        "random": _of_bytes(repr(random.getstate()).encode()),
+        "numpy": _of_bytes(repr(np.random.get_state()).encode()),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = _value(torch.cuda.get_rng_state())
+    return states

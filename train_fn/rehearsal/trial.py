@@ -1,0 +1,268 @@
+"""One training of a rehearsal: its ranks as processes of this machine, over several attempts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.code.archive import unpack
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
+from storage.run_dir import RunDir
+from train_fn.node.network_settings import store_at
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.rehearsal.comparison import Record, read_record
+from train_fn.rehearsal.rank import Attempt, Ended, serve
+from train_fn.rehearsal.recorder import Orders
+
+ATTEMPT_S = 240.0
+"""Longest time of an attempt."""
+FAREWELL_S = 45.0
+"""Longest time that ranks may take to leave once one of them has died."""
+SAVED_S = 10.0
+"""Longest wait for a checkpoint before all ranks are killed."""
+_POLL_S = 0.02
+_READ = 1000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trainings of a rehearsal have in common."""
+
+    spec: RunSpec
+    archive: bytes | None
+    directory: Path
+    world_size: int
+    last_step: int
+    name: str
+    """Begins the ids of the runs."""
+
+    @property
+    def storage(self) -> str:
+        return str(self.directory / "storage")
+
+
+@dataclass
+class AttemptResult:
+    """What became of one attempt."""
+
+    records: list[Record]
+    ended: dict[int, Ended | None]
+    """By rank; None for one that was killed, or that waited when it was ended."""
+    done: bool
+    """Whether all ranks came to the last step, or to the end of the code."""
+    hung: bool = False
+    restored: dict[str, Any] | None = None
+    """The event that says where it began."""
+
+    @property
+    def error(self) -> str | None:
+        """Return what ended it, if that was not the death of a rank."""
+        failed = [each for each in self.ended.values() if each is not None and each.error]
+        own = [each for each in failed if not each.is_collateral] or failed
+        if own:
+            return own[0].error
+        return "a rank hung, or took too long" if self.hung else None
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    word: str | None = None
+    """"done" or "parked", once the rank waits."""
+    ended: Ended | None = None
+    is_gone: bool = False
+
+
+@dataclass
+class Trial:
+    """A training in attempts, one after the other."""
+
+    setup: Setup
+    number: int
+    in_process: bool = False
+    attempts: list[AttemptResult] = field(default_factory=list)
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.setup.name}-{self.number}"
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(open_storage(self.setup.storage), self.run_id)
+
+    @property
+    def log(self) -> Path:
+        return self.setup.directory / f"{self.run_id}.log"
+
+    @property
+    def _work_dir(self) -> Path:
+        return self.setup.directory / f"{self.run_id}-workdir"
+
+    def attempt(self, orders: Orders) -> AttemptResult:
+        """Run an attempt to its end, whatever that is."""
+        setup, number = self.setup, len(self.attempts) + 1
+        if not self._work_dir.exists():
+            self._work_dir.mkdir()
+            code = setup.spec.code
+            if setup.archive is not None and code is not None and code.script is not None:
+                unpack(setup.archive, self._work_dir)
+        base = setup.directory / f"{self.run_id}-{number}"
+        base.mkdir()
+        store = store_at("127.0.0.1", timedelta(seconds=60))
+        for rank in range(setup.world_size):
+            if rank not in self._ranks:
+                self._ranks[rank] = self._start()
+            self._ranks[rank].word = self._ranks[rank].ended = None
+            self._ranks[rank].pipe.send(
+                Attempt(
+                    spec=setup.spec,
+                    storage=setup.storage,
+                    run_id=self.run_id,
+                    rank=rank,
+                    world_size=setup.world_size,
+                    launch=self.run_id,
+                    rendezvous=str(base / "rendezvous"),
+                    port=store.port,
+                    record=base / f"{rank}.jsonl",
+                    work_dir=self._work_dir,
+                    orders=orders,
+                    in_process=self.in_process,
+                    restarts=number - 1,
+                )
+            )
+        done, hung = self._watch(orders)
+        result = AttemptResult(
+            [read_record(base / f"{rank}.jsonl") for rank in range(setup.world_size)],
+            {rank: each.ended for rank, each in self._ranks.items()},
+            done,
+            hung,
+        )
+        self.attempts.append(result)
+        self._ranks = {
+            rank: each
+            for rank, each in self._ranks.items()
+            if not each.is_gone and each.ended is not None and each.ended.stays
+        }
+        del store
+        return result
+
+    def _start(self) -> _Rank:
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, str(self.log)))
+        process.start()
+        theirs.close()
+        return _Rank(process, mine)
+
+    def _watch(self, orders: Orders) -> tuple[bool, bool]:
+        """Wait until the attempt is over, and end what waits. Return whether the training is done,
+        and whether a rank had to be ended."""
+        deadline, has_died = time.monotonic() + ATTEMPT_S, False
+        ranks = self._ranks.values()
+        while True:
+            for each in ranks:
+                self._hear(each)
+            if not has_died and any(each.is_gone or _failed(each) for each in ranks):
+                has_died = True
+                deadline = min(deadline, time.monotonic() + FAREWELL_S)
+            if all(each.word or each.ended or each.is_gone for each in ranks):
+                break
+            if time.monotonic() > deadline:
+                self._kill(stays=False)
+                return False, True
+            time.sleep(_POLL_S)
+        words = {each.word for each in ranks}
+        if words == {"parked"}:
+            self._wait_for_checkpoint()
+        done = not has_died and "parked" not in words and all(not _failed(each) for each in ranks)
+        self._kill(stays=not done)
+        return done, False
+
+    def _hear(self, rank: _Rank) -> None:
+        if rank.is_gone:
+            return
+        try:
+            while rank.pipe.poll():
+                heard = rank.pipe.recv()
+                if isinstance(heard, Ended):
+                    rank.ended = heard
+                else:
+                    rank.word = heard
+        except (EOFError, OSError):
+            pass
+        if rank.process.exitcode is not None and rank.ended is None and rank.word is None:
+            rank.is_gone = True
+
+    def _kill(self, *, stays: bool) -> None:
+        """End the ranks' processes, but for those that serve the next attempt."""
+        for each in self._ranks.values():
+            if stays and each.ended is not None and each.ended.stays:
+                continue
+            each.is_gone = True
+            each.process.kill()
+            each.process.join()
+            each.pipe.close()
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait for a checkpoint: with all ranks, what is only in their memory is lost."""
+        deadline = time.monotonic() + SAVED_S
+        while not CheckpointStore(self.run_dir).list() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def finish(self) -> None:
+        """End what still runs, and complete the records by what the journal has."""
+        self._kill(stays=False)
+        attempt, result = 0, None
+        for event in self._events():
+            if event.kind is EventKind.ATTEMPT_STARTED:
+                attempt += 1
+                result = self.attempts[attempt - 1] if attempt <= len(self.attempts) else None
+            elif result is None:
+                continue
+            elif event.kind is EventKind.RESTORED:
+                result.restored = dict(event.data)
+            elif event.kind is EventKind.METRICS:
+                for point in event.data["points"]:
+                    if (loss := point["values"].get("loss")) is not None:
+                        result.records[0].losses[point["step"]] = loss
+
+    def _events(self) -> Iterator[Any]:
+        for submission in self.run_dir.submissions():
+            cursor: str | None = None
+            while True:
+                events, cursor = read_journal(
+                    self.run_dir, submission, cursor, _READ, past_damage=True
+                )
+                yield from events
+                if not events:
+                    break
+
+
+def _failed(rank: _Rank) -> bool:
+    return rank.ended is not None and rank.ended.error is not None
+
+
+@contextmanager
+def trial(setup: Setup, number: int, *, in_process: bool = False) -> Iterator[Trial]:
+    """Yield a training. Its processes are gone afterwards, and so is what it left in memory."""
+    training = Trial(setup, number, in_process)
+    try:
+        yield training
+        training.finish()
+    finally:
+        training._kill(stays=False)
+        shutil.rmtree(shared_memory_root() / training.run_id, ignore_errors=True)
