@@ -4,7 +4,7 @@ step, and what to write instead. No process, no tensor."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,7 @@ def _of_step(
         index = min(at or 0, len(step.updates) - 1, len(twin.updates) - 1)
         held: tuple[str, ...] = ()
         if index >= 0:
-            held = tuple(held_changes(twin.updates[index], step.updates[index], ignored))[:4]
+            held = tuple(held_changes(twin.updates[index], step.updates[index], ignored)[:4])
         return Difference(what, number + 1, rank, detail, step.where, held)
 
     if step.updates and twin.updates:
@@ -331,12 +331,16 @@ def _same(one: float, other: float) -> bool:
     return one == other or (one != one and other != other)
 
 
-def held_changes(expected: Update, found: Update, ignored: Collection[str]) -> Iterator[str]:
-    """Yield in words what the user's code holds and is different."""
-    for name in _names(expected.held, found.held):
-        if name not in ignored:
-            before, after = expected.held.get(name, "unset"), found.held.get(name, "unset")
-            yield f"{name} ({before} became {after})"
+def held_changes(expected: Update, found: Update, ignored: Collection[str]) -> list[str]:
+    """Return in words what the user's code holds and is different. Counters and the like come
+    first: they cause what tensors show."""
+    changes = [
+        (name, expected.held.get(name, "unset"), found.held.get(name, "unset"))
+        for name in _names(expected.held, found.held)
+        if name not in ignored
+    ]
+    changes.sort(key=lambda each: (each[1].startswith("#"), "." in each[1]))
+    return [f"{name} ({before} became {after})" for name, before, after in changes]
 
 
 def held_names(expected: Sequence[Record], attempts: Iterable[Sequence[Record]]) -> dict[str, str]:

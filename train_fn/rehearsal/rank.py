@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from everstep.errors import EverstepError
 from everstep.spec.run_spec import RunSpec
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
@@ -44,6 +46,10 @@ from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, files_on_node, import_from, load_named
 from train_fn.user_code.script import find_script, run_as_main
 
+SAVED_S = 3.0
+"""Longest wait for a checkpoint before a death."""
+WRITTEN_S = 0.5
+"""Longest wait for a checkpoint before the step before that."""
 COLLECTIVE_S = 60.0
 """Longest wait of a rank for its peers."""
 
@@ -157,9 +163,11 @@ def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
     root = attempt.work_dir
     if code is not None:
         root = files_on_node(ctx.run_dir.storage, code.archive).directory
-    with _recorded(ctx, attempt, root, OfTask(progress), wait) as ctx:
+    with _recorded(ctx, attempt, root, OfTask(progress), wait) as recorder:
+        ctx = dataclasses.replace(ctx, on_commit=recorder.commit, in_process=attempt.in_process)
         try:
-            train(dataclasses.replace(ctx, in_process=attempt.in_process), progress)
+            train(ctx, progress)
+            recorder.finish()
         except StepFailed as exc:
             return Ended(exc.error.summary, exc.error.collateral, stays=kept_step() is not None)
         finally:
@@ -176,7 +184,8 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
     root = attempt.work_dir
     if code.script is None:
         root = files_on_node(ctx.run_dir.storage, code.archive).directory
-    with _recorded(ctx, attempt, root, OfLoop(present), wait) as present.ctx:
+    with _recorded(ctx, attempt, root, OfLoop(present), wait) as recorder:
+        present.ctx = dataclasses.replace(ctx, on_commit=recorder.commit)
         try:
             if code.script is not None:
                 _run_script(attempt)
@@ -192,21 +201,30 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
                 else describe_error(failure, ctx.world_rank)
             )
             return Ended(error.summary, error.collateral)
+        recorder.finish()
         return Ended(is_unprotected=present.protection is None)
 
 
 @contextlib.contextmanager
 def _recorded(
     ctx: WorkerContext, attempt: Attempt, root: Path, source: Source, wait: Any
-) -> Iterator[WorkerContext]:
-    """Record what happens inside. The context that it yields belongs to it."""
-    recorder = Recorder(attempt.record, attempt.rank, attempt.orders, root, source, wait)
-    finished = False
+) -> Iterator[Recorder]:
+    """Record what happens inside."""
+
+    def settle(step: int) -> None:
+        """Wait until the state of that step is saved, so that a death goes on from there."""
+        is_near = step == attempt.orders.dies_at
+        deadline = time.monotonic() + (SAVED_S if is_near else WRITTEN_S)
+        while ctx.world_rank == 0 and time.monotonic() < deadline:
+            if any(manifest.step >= step for manifest in CheckpointStore(ctx.run_dir).list()):
+                return
+            time.sleep(0.01)
+
+    recorder = Recorder(attempt.record, attempt.rank, attempt.orders, root, source, wait, settle)
     try:
-        yield dataclasses.replace(ctx, on_commit=recorder.commit)
-        finished = True
+        yield recorder
     finally:
-        recorder.close(finished=finished)
+        recorder.close()
 
 
 def _run_script(attempt: Attempt) -> None:

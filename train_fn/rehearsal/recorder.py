@@ -53,6 +53,11 @@ class Orders:
     parks_at: int | None = None
     """Steps done at which every rank waits to be ended, before the next step."""
 
+    @property
+    def dies_at(self) -> int | None:
+        """Return the steps done when ranks die."""
+        return self.dies[1] if self.dies is not None else self.parks_at
+
 
 class Source(Protocol):
     """What is trained here."""
@@ -173,6 +178,7 @@ class Recorder:
         root: directory of the user's code.
         source: what is trained.
         wait: called where the ranks wait to be ended; does not return.
+        settle: called before a death, to wait until the state of a step is saved.
     """
 
     def __init__(
@@ -183,25 +189,31 @@ class Recorder:
         root: Path,
         source: Source,
         wait: Callable[[str], None],
+        settle: Callable[[int], None],
     ) -> None:
         self._file = path.open("w", encoding="utf-8")
         self._rank, self._orders, self._source, self._wait = rank, orders, source, wait
+        self._settle = settle
         self._own = OwnValues(root)
         self._depth = 0
         self._updated: int | None = None
         """Steps done when an optimizer was last about to step."""
+        self._settled = 0
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_module_forward_pre_hook(self._before_call),
             register_module_forward_hook(self._after_call, always_call=True),
         ]
 
-    def close(self, *, finished: bool) -> None:
-        """Record no more. ``finished`` if the code has come to its end by itself."""
+    def finish(self) -> None:
+        """Note what the state holds: the code has come to its end by itself."""
+        if self._source.steps_done() is not None:
+            self._write_final()
+
+    def close(self) -> None:
+        """Record no more."""
         for hook in self._hooks:
             hook.remove()
-        if finished and self._source.steps_done() is not None:
-            self._write_final()
         self._file.close()
 
     def commit(self) -> None:
@@ -254,6 +266,11 @@ class Recorder:
         if step >= self._orders.last_step:
             self._write_final()
             self._wait("done")
+        death = self._orders.dies_at
+        if death is not None and death - 1 <= step <= death and step != self._settled:
+            # twice: a write that is in progress keeps the next state from being saved
+            self._settled = step
+            self._settle(step)
         if step == self._orders.parks_at:
             self._wait("parked")
 
@@ -289,6 +306,8 @@ class OwnValues:
 
     def __init__(self, root: Path) -> None:
         self._root = f"{root.resolve()}{os.sep}"
+        self._known: dict[str, bool] = {}
+        """Files, and whether they are the user's."""
 
     def where(self, frame: FrameType | None) -> str | None:
         """Return the innermost line of the user's code on this stack."""
@@ -339,10 +358,16 @@ class OwnValues:
             frame = frame.f_back
 
     def _is_own(self, file: str) -> bool:
-        return str(Path(file).resolve()).startswith(self._root)
+        if file not in self._known:
+            is_own = file.startswith(os.sep) and self._full(file).startswith(self._root)
+            self._known[file] = is_own
+        return self._known[file]
+
+    def _full(self, file: str) -> str:
+        return str(Path(file).resolve())
 
     def _short(self, file: str) -> str:
-        return str(Path(file).resolve()).removeprefix(self._root)
+        return self._full(file).removeprefix(self._root)
 
 
 def _own_value(value: Any) -> str | None:

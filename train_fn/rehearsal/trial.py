@@ -15,7 +15,6 @@ from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.store import CheckpointStore
 from storage.code.archive import unpack
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
@@ -30,8 +29,6 @@ ATTEMPT_S = 240.0
 """Longest time of an attempt."""
 FAREWELL_S = 45.0
 """Longest time that ranks may take to leave once one of them has died."""
-SAVED_S = 10.0
-"""Longest wait for a checkpoint before all ranks are killed."""
 _POLL_S = 0.02
 _READ = 1000
 
@@ -186,8 +183,6 @@ class Trial:
                 return False, True
             time.sleep(_POLL_S)
         words = {each.word for each in ranks}
-        if words == {"parked"}:
-            self._wait_for_checkpoint()
         done = not has_died and "parked" not in words and all(not _failed(each) for each in ranks)
         self._kill(stays=not done)
         return done, False
@@ -216,12 +211,6 @@ class Trial:
             each.process.kill()
             each.process.join()
             each.pipe.close()
-
-    def _wait_for_checkpoint(self) -> None:
-        """Wait for a checkpoint: with all ranks, what is only in their memory is lost."""
-        deadline = time.monotonic() + SAVED_S
-        while not CheckpointStore(self.run_dir).list() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def finish(self) -> None:
         """End what still runs, and complete the records by what the journal has."""

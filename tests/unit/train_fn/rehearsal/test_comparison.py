@@ -1,0 +1,233 @@
+"""What is first different between two trainings, and which deaths a rehearsal makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from train_fn.rehearsal.comparison import (
+    ADVICE,
+    Record,
+    Step,
+    Update,
+    first_difference,
+    held_names,
+    read_record,
+    same_batches,
+)
+from train_fn.rehearsal.plan import Report, Row, deaths_of
+
+
+def update(number: int, **changes: dict[str, str]) -> Update:
+    state = {
+        "model/weight": f"#{number}",
+        "optimizer/state/0/exp_avg": f"#{number}",
+        "optimizer/param_groups/0/lr": "0.1",
+        "optimizer/param_groups/0/initial_lr": "0.1",
+        "scheduler/last_epoch": str(number),
+        "extra/ema/count": str(number),
+    }
+    return Update(
+        state | changes.get("state", {}),
+        {"weight": f"#{number}"} | changes.get("gradients", {}),
+        {"torch": f"#{number}"} | changes.get("draws", {}),
+        {"train.py: main(): best": "0.5"} | changes.get("held", {}),
+        "train.py, line 9",
+    )
+
+
+def step(number: int, **changes: dict[str, str]) -> Step:
+    batch = changes.get("batch", {"x": f"#{number}"})["x"]
+    return Step([[[batch, f"[4] {batch}…"]]], [update(number, **changes)], "train.py, line 9", True)
+
+
+def record(steps: range = range(8), final: bool = True) -> Record:
+    made = {number: step(number) for number in steps}
+    return Record(
+        made,
+        update(steps.stop).state if final else None,
+        steps.stop if final else None,
+        {number + 1: 1 / (number + 1) for number in steps},
+    )
+
+
+def attempts() -> list[list[Record]]:
+    """A training that died in its fifth step and went on from the third."""
+    return [[record(range(5), final=False)], [record(range(3, 8))]]
+
+
+def test_a_training_that_went_on_alike_differs_in_nothing() -> None:
+    found = attempts()
+    found[0][0].steps[4].is_committed = False
+    found[0][0].steps[4].updates.clear()  # it died before
+    assert first_difference([record()], found) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "detail"),
+    [
+        ({"batch": {"x": "#other"}}, "the samples", "[4] #5… became [4] #other…"),
+        ({"gradients": {"weight": "#other"}}, "the gradients", "of weight"),
+        ({"draws": {"torch": "#other"}}, "the random numbers", "of torch"),
+        ({"state": {"model/weight": "#other"}}, "the weights", "model/weight"),
+        (
+            {"state": {"optimizer/state/0/exp_avg": "#other"}},
+            "the optimizer's state",
+            "optimizer/state/0/exp_avg",
+        ),
+        (
+            {"state": {"optimizer/param_groups/0/lr": "0.2", "model/weight": "#other"}},
+            "the optimizer's groups",
+            "optimizer/param_groups/0/lr: 0.1 became 0.2",
+        ),
+        (
+            {"state": {"scheduler/last_epoch": "4", "model/weight": "#other"}},
+            "the scheduler",
+            "scheduler/last_epoch: 5 became 4",
+        ),
+        ({"state": {"extra/ema/count": "4"}}, "an extra", "extra/ema/count: 5 became 4"),
+    ],
+)
+def test_what_differs_first_is_named_with_its_cause(
+    changes: dict[str, dict[str, str]], what: str, detail: str
+) -> None:
+    found = attempts()
+    found[1][0].steps[5] = step(5, **changes, held={"train.py: seen": "1"})
+    found[1][0].steps[6] = step(6, batch={"x": "#later"})
+    difference = first_difference([record()], found)
+    assert difference is not None
+    assert (difference.what, difference.step, difference.detail) == (what, 6, detail)
+    assert difference.held == ("train.py: seen (unset became 1)",)
+    assert difference.where == "train.py, line 9"
+    assert difference.advice == ADVICE[what]
+
+
+def wrong_loss(found: list[list[Record]]) -> None:
+    found[1][0].losses[5] = 9.0
+
+
+def wrong_final(found: list[list[Record]]) -> None:
+    found[1][0].final = {**update(8).state, "extra/ema/count": "7"}
+
+
+def no_update(found: list[list[Record]]) -> None:
+    found[1][0].steps[6].updates.clear()
+
+
+def left_out(found: list[list[Record]]) -> None:
+    del found[1][0].steps[6]
+
+
+def one_more(found: list[list[Record]]) -> None:
+    found[1][0].steps[8] = step(8)
+
+
+def other_end(found: list[list[Record]]) -> None:
+    found[1][0].final_step = 7
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "step_number"),
+    [
+        (wrong_loss, "the loss", 5),
+        (wrong_final, "an extra", 8),
+        (no_update, "the number of optimizer steps", 7),
+        (left_out, "the number of steps", 7),
+        (one_more, "the number of steps", 9),
+        (other_end, "the number of steps", 7),
+    ],
+)
+def test_what_is_missing_differs_too(
+    change: Callable[[list[list[Record]]], None], what: str, step_number: int
+) -> None:
+    found = attempts()
+    change(found)
+    difference = first_difference([record()], found)
+    assert difference is not None
+    assert (difference.what, difference.step) == (what, step_number)
+
+
+def test_what_two_undisturbed_trainings_do_not_share_is_left_out() -> None:
+    twin, found = record(), attempts()
+    twin.steps[5] = step(5, held={"train.py: pid": "7"})
+    ignored = held_names([record()], [[twin]])
+    assert ignored == {"train.py: pid": "unset became 7 in step 6"}
+    found[1][0].steps[5] = step(5, gradients={"weight": "#"}, held={"train.py: pid": "9"})
+    difference = first_difference([record()], found, ignored)
+    assert difference is not None and difference.held == ()
+
+
+def test_ranks_with_the_same_batches_are_found() -> None:
+    assert same_batches([record()]) is None
+    found = same_batches([record(), record()])
+    assert found is not None and found.what == "what ranks train on" and found.rank == 1
+    other = record()
+    other.steps[4] = step(4, batch={"x": "#own"})
+    assert same_batches([record(), other]) is None
+
+
+def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
+    entries = [
+        {"kind": "evaluation", "step": 3},
+        {"kind": "input", "step": 3, "of": [["#1", "[4] 1…"]], "where": "train.py, line 8"},
+        {"kind": "evaluation", "step": 3},
+        {
+            "kind": "update",
+            "step": 3,
+            **{name: {} for name in ("state", "gradients", "draws", "held")},
+            "where": "train.py, line 9",
+        },
+        {"kind": "commit", "step": 4, "ends_epoch": True},
+        {"kind": "input", "step": 4, "of": [["#2", "[4] 2…"]], "where": None},
+    ]
+    path = tmp_path / "0.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)) + '\n{"kind": "upd')
+    steps = read_record(path).steps
+    assert sorted(steps) == [3, 4]
+    assert (steps[3].is_committed, steps[3].ends_epoch, steps[3].is_evaluated) == (True, True, True)
+    assert (len(steps[3].updates), steps[3].where) == (1, "train.py, line 9")
+    assert not steps[4].is_committed and read_record(tmp_path / "none").steps == {}
+
+
+def test_deaths_lie_within_steps_after_commits_and_at_the_end_of_an_epoch() -> None:
+    ranks = [record(range(12)), record(range(12))]
+    ranks[0].steps[3].ends_epoch = True
+    deaths, rows = deaths_of(ranks, 2, 12, is_task=True)
+    found = [(each.orders.dies or each.orders.parks_at, each.in_process) for each in deaths]
+    assert found == [
+        ((1, 7, "update"), False),
+        ((1, 7, "update"), True),
+        ((0, 7, "commit"), False),
+        (9, False),
+        ((1, 4, "commit"), False),
+        (4, False),
+    ]
+    assert [row.name for row in rows] == ["an evaluation"]
+    ranks[0].steps[4].is_evaluated = True
+    deaths, rows = deaths_of(ranks, 2, 12, is_task=False)
+    assert not rows and not any(each.in_process for each in deaths)
+    assert deaths[-1].name == "all ranks killed after step 4: the end of an epoch and an evaluation"
+
+
+def test_all_die_where_gradients_are_added_up_if_a_loop_does_that() -> None:
+    ranks = [record(range(12))]
+    for number in (0, 1, 2, 4, 5, 6, 8, 9, 10):
+        ranks[0].steps[number].updates.clear()
+    deaths, _ = deaths_of(ranks, 1, 12, is_task=False)
+    [at] = [each.orders.parks_at for each in deaths if each.orders.parks_at is not None]
+    assert not ranks[0].steps[at - 1].updates
+    assert ranks[0].steps[next(each.orders.dies[1] for each in deaths if each.orders.dies)].updates
+
+
+def test_a_report_ends_by_its_worst_row() -> None:
+    equal = Row("undisturbed", "equal", "12 steps")
+    report = Report(2, 12, [equal, replace(equal, outcome="left out")])
+    assert (report.exit_code, report.outcome) == (0, "equal")
+    report.rows.append(replace(equal, outcome="impossible"))
+    assert report.exit_code == 2
+    report.rows.append(replace(equal, outcome="different"))
+    assert (report.exit_code, report.as_dict()["outcome"]) == (1, "different")
