@@ -186,7 +186,7 @@ class Data(torch.utils.data.Dataset):
 class Task:
     calls = 0
     def build_model(self): return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 2))
-    def build_datasets(self): return {"train": Data(160), "val": Data(64)}
+    def build_datasets(self): return dict(train=Data(160), val=Data(64))
     def loss(self, model, batch):
         x, y = batch
         {count}
@@ -272,7 +272,14 @@ def test_a_task_that_counts_its_calls_is_found(tmp_path: Path) -> None:
 def test_a_mending_that_is_taken_out_is_found(
     without: str, parts: dict[str, str], kind: str, ranks: int, tmp_path: Path
 ) -> None:
-    before = f"{parts.pop('before', '')}\n{without}"
-    found = rehearse(tmp_path, *script(tmp_path, before=before, **parts), "--ranks", ranks)
+    mended, unmended = tmp_path / "mended", tmp_path / "unmended"
+    for directory in (mended, unmended):
+        directory.mkdir()
+    found = rehearse(mended, *script(mended, **parts), "--ranks", ranks)
+    if kind == "what ranks train on":  # refused by name
+        assert found.code == 2 and "same batches" in found.report["rows"][0]["text"]
+    else:
+        assert found.code == 0, found.report
+    found = rehearse(unmended, *script(unmended, before=without, **parts), "--ranks", ranks)
     assert found.code == 1, found.report
     assert kind in found.kinds, found.report
