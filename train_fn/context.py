@@ -77,6 +77,9 @@ class WorkerContext:
     """Report the step of a snapshot that was left while the rank waits for its peers."""
     on_commit: Callable[[], None] = lambda: None
     """Called after every step that was committed here, before anything else follows."""
+    most_samples: int | None = None
+    """Limit on the samples that are read of each data set that is read by index; None for all of
+    them. A rehearsal sets it."""
     is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
@@ -94,6 +97,10 @@ class WorkerContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "checkpoints", CheckpointStore(self.run_dir))
+
+    def limited(self, num_samples: int) -> int:
+        """Return how many of these samples of a data set are read."""
+        return num_samples if self.most_samples is None else min(num_samples, self.most_samples)
 
     def checkpoint_name(self, step: int) -> CheckpointName:
         """Return the name of a checkpoint of this attempt."""

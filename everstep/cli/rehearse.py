@@ -51,6 +51,14 @@ def rehearse(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, as processes of this machine.")] = 2,
     steps: Annotated[int, typer.Option(min=4, help="Steps that each training makes.")] = 12,
+    max_samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Use only so many samples of each data set of a task or of es.loader(dataset), so "
+            "that an epoch ends within the steps.",
+        ),
+    ] = None,
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
@@ -80,7 +88,7 @@ def rehearse(
         )
 
     report = importlib.import_module(REHEARSAL).rehearse(
-        parsed, archive, ranks=ranks, steps=steps, say=say
+        parsed, archive, ranks=ranks, steps=steps, max_samples=max_samples, say=say
     )
     if out.as_json:
         out.json(report.as_dict())

@@ -205,10 +205,11 @@ def task(directory: Path, count: str = "pass", scale: str = "") -> tuple[object,
 
 @pytest.mark.chaos
 def test_a_task_is_equal_in_fresh_processes_and_in_those_that_stay(tmp_path: Path) -> None:
-    found = rehearse(tmp_path, *task(tmp_path))
+    found = rehearse(tmp_path, *task(tmp_path), "--max-samples", 96)
     assert found.code == 0, found.report
     assert set(found.outcomes.values()) == {"equal"}
-    assert any("the end of an epoch and an evaluation" in name for name in found.outcomes)
+    what = "all ranks killed after step 3: the end of an epoch and an evaluation"
+    assert what in found.outcomes  # 96 samples in batches of 32
     [stays] = [row for row in found.report["rows"] if "the others stay" in row["name"]]
     assert stays["went_on_from"].endswith("(process)")
 

@@ -21,7 +21,7 @@ def training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[Trainin
         kind, size = Sampler, spec.micro_batch_size
         if makes_own_steps(task):
             kind, size = WholeShares, -(-train.global_batch_size // ctx.world_size)
-        sampler = kind(len(dataset), train.global_batch_size, size, train.seed)
+        sampler = kind(ctx.limited(len(dataset)), train.global_batch_size, size, train.seed)
         return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
     source = where(task, "build_datasets")
     streams = StreamSampler(

@@ -33,7 +33,7 @@ def batches_by_index(
     """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
     yield that many, read by one loader process."""
     spec, size = ctx.spec, _size(ctx)
-    num_samples = len(replica.val_set)  # type: ignore[arg-type]
+    num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
     numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
     if most is not None:
         workers = spec.train.loader.model_copy(

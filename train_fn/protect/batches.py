@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
+from train_fn import own_loop
 from train_fn.errors import BadTask
 from train_fn.protect.batch_marks import Taken
 from train_fn.samples.ledger import Count, sample_hashes
@@ -135,6 +136,8 @@ class Batches:
     ) -> None:
         """Raises BadTask for arguments that cannot be used."""
         length = _length(dataset)
+        if own_loop.present is not None:
+            length = own_loop.present.ctx.limited(length)
         _require_whole("global_batch_size", global_batch_size, 1)
         _require_whole("seed", seed, 0)
         _require_whole("num_workers", num_workers, 0)

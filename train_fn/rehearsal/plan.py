@@ -105,12 +105,14 @@ def rehearse(
     *,
     ranks: int = 2,
     steps: int = 12,
+    max_samples: int | None = None,
     say: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """Train a few steps of the spec's code undisturbed, and again with deaths; compare them.
 
     Args:
         archive: the spec's code, if it has code of its own.
+        max_samples: limit on the samples of each data set that Everstep reads by index.
         say: called with each row as soon as it is known.
 
     Raises UsageError for what cannot be rehearsed.
@@ -126,14 +128,16 @@ def rehearse(
         say(row)
 
     with tempfile.TemporaryDirectory(prefix="everstep-rehearsal-") as directory:
-        setup = Setup(_often_saved(spec), archive, Path(directory), ranks, steps, _name(spec))
+        setup = Setup(
+            _often_saved(spec), archive, Path(directory), ranks, steps, max_samples, _name()
+        )
         if archive is not None:
             CodeStore(open_storage(setup.storage)).put(archive)
         _Rehearsal(setup, report, tell).run()
     return report
 
 
-def _name(spec: RunSpec) -> str:
+def _name() -> str:
     return f"rehearsal-{secrets.token_hex(6)}"
 
 
@@ -259,7 +263,7 @@ class _Rehearsal:
         if difference is not None:
             return Row(death.name, "different", difference.text(), difference, went_on)
         for name, values in held_names(self._expected, attempts[1:]).items():
-            if name not in self._ignored:
+            if name not in self._ignored and "unset" not in values:
                 self._noted.setdefault(name, values)
         if death.in_process and source != "process":
             text = "the code does not let a process stay, so fresh ones follow: equal"

@@ -73,6 +73,8 @@ class Attempt:
     work_dir: Path
     """Where a script runs."""
     orders: Orders
+    most_samples: int | None
+    """Limit on the samples of a data set."""
     in_process: bool
     """Whether the rank may keep its state in its process."""
     restarts: int
@@ -141,6 +143,8 @@ def _run(attempt: Attempt, pipe: Connection) -> Ended:
         )
     except (EverstepError, StorageError, OSError, RuntimeError) as exc:
         return Ended(f"{type(exc).__name__}: {exc}")
+
+    ctx = dataclasses.replace(ctx, most_samples=attempt.most_samples)
 
     def wait(word: str) -> None:
         """Wait to be ended."""

@@ -243,7 +243,23 @@ class Recorder:
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Note the update. One with a closure has its gradients once that has run."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note_update(optimizer)
+            return None
+
+        def noted() -> Any:
+            loss = closure()
+            self._note_update(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": noted}
+
+    def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         if (step := self._source.step()) is None:
             return
         self._come_to(step)

@@ -42,6 +42,7 @@ class Setup:
     directory: Path
     world_size: int
     last_step: int
+    most_samples: int | None
     name: str
     """Begins the ids of the runs."""
 
@@ -137,6 +138,7 @@ class Trial:
                     record=base / f"{rank}.jsonl",
                     work_dir=self._work_dir,
                     orders=orders,
+                    most_samples=setup.most_samples,
                     in_process=self.in_process,
                     restarts=number - 1,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from train_fn import own_loop
 from train_fn.errors import BadTask
 from train_fn.protect.batches import Batches, Share, Shares
 from train_fn.samples.ledger import Count, sample_hashes
@@ -162,3 +164,10 @@ def test_a_collate_function_is_told_of_the_epoch_too() -> None:
 
     data = Batches(numbers(8), 4, Sizes())
     assert list(whole(data, Loop(), 4)) == [0, 0, 1, 1]
+
+
+def test_a_rehearsal_reads_a_part_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = SimpleNamespace(limited=lambda num_samples: min(num_samples, 9))
+    monkeypatch.setattr(own_loop, "present", SimpleNamespace(ctx=ctx))
+    data = Batches(list(range(100)), 4)
+    assert (len(data), data.sampler.num_samples) == (3, 9)
