@@ -321,7 +321,11 @@ def deaths_of(
         name = f"all ranks killed after step {step}: {what}"
         deaths.append(Death(name, Orders(last_step, parks_at=step)))
     left_out = [
-        Row(what, "left out", f"does not come within {len(made)} steps: raise --steps")
+        Row(
+            what,
+            "left out",
+            f"not seen within {len(made)} steps: raise --steps, or lower --max-samples",
+        )
         for what, found in (("the end of an epoch", ends), ("an evaluation", evaluated))
         if not found
     ]
