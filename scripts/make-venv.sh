@@ -104,7 +104,9 @@ install() {
         uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt "$@" && return
         echo "==> uv failed; pip tries the same"
     fi
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@" && return
+    echo "==> The installation is not complete; pip says above why. Run the same command again: it goes on." >&2
+    return 1
 }
 
 answers() {  # whether an index has torch, asked for five seconds

@@ -55,7 +55,7 @@ def local_storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "storage"))
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def any_storage(request: pytest.FixtureRequest) -> Storage:
     storage: Storage = request.getfixturevalue(f"{request.param}_storage")
     return storage

@@ -60,6 +60,7 @@ def make_test_one(chosen: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["", "::test_every_platform_has_the_same_packages"])
 def test_one_test_is_run_by_its_path(node: str) -> None:
     done = make_test_one(f"tests/unit/repository/test_locks.py{node}")

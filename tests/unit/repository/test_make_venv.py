@@ -148,3 +148,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_fetched(machine: Mach
     machine.add("df", "#!/usr/bin/env bash\necho Avail\necho ' 900M'\n")
     code, said, done = machine.make()
     assert code == 1 and "has 900 MB free" in said and "make VENV=/path" in said and done == []
+
+
+def test_a_download_that_breaks_ends_with_what_to_do_and_the_next_try_goes_on(
+    machine: Machine,
+) -> None:
+    code, said, _ = machine.make(TORCH_INDEX="", FAKE_PIP_FAILS="1")
+    assert code == 1 and said.splitlines()[-1].endswith("Run the same command again: it goes on.")
+    code, said, done = machine.make(TORCH_INDEX="")
+    assert code == 0 and "Installed:" in said
+    assert [line.split()[0] for line in done] == ["pip"], "the environment is made once"

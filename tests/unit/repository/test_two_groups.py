@@ -128,6 +128,7 @@ def test_four(): print("process", os.getpid())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_xdist_take_whole_pieces(tmp_path: Path) -> None:
     """Three files: two share a cluster, and the third runs beside them."""
     folder = tmp_path / "tests" / "integration"

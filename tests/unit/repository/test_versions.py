@@ -83,6 +83,7 @@ def other(tmp_path: Path, name: str, version: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "EVERSTEP_HOME": str(tmp_path / "home")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "code"),
     [

@@ -159,6 +159,7 @@ def test_an_object_store_is_the_bucket_s_own_matter(served: Settings, tmp_path: 
         create(there, tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_postgresql_is_copied_by_its_own_programs(
     postgresql: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from tests.support.command_line import everstep, finish, run_cli
 from tests.support.narrow_terminal import NarrowTerminal
 from tests.support.web_browser import Browser
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------- delete
 
 

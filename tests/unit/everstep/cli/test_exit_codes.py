@@ -167,6 +167,7 @@ def log_page(count: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- as a process
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_no_error(server: ScriptedServer) -> None:
     server.script[f"/v1/runs/{RUN_ID}/logs"] = [reply(log_page(5000))]
     for flags in ([], ["--json"]):

@@ -22,6 +22,8 @@ from tests.support.service_process import free_port, wait_for
 from tests.unit.train_fn.journal.test_tensorboard import Submission, read
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 
+pytestmark = pytest.mark.slow
+
 
 async def trained(api: ApiService) -> tuple[str, Submission, TensorBoardFiles]:
     """A run with ten points in its TensorBoard file."""

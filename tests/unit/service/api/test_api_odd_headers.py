@@ -173,6 +173,7 @@ def requests(run_id: str) -> list[tuple[str, str]]:
     return [*(("GET", path) for path in (*gets, *pages)), *(("POST", path) for path in posts)]
 
 
+@pytest.mark.slow
 async def test_a_header_that_cannot_be_parsed_is_no_fault_of_the_service(api: ApiService) -> None:
     """``Origin: http://[`` was a 500, without any token."""
     run_id, app = await api.create(), app_of(api)

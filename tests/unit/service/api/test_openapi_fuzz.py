@@ -34,6 +34,8 @@ from storage.filesystem import open_storage
 from tests.support.api_service import Journal, ManualClock, OneNodeCluster, spec
 from tests.support.fake_ray import FakeRay, serving
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

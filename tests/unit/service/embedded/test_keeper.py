@@ -279,6 +279,7 @@ def test_nodes_have_cores_of_their_own_where_they_take_them_all(slow: Slow) -> N
         assert list(cores_of(1, one, cores)) == [], "too few, or some to spare"
 
 
+@pytest.mark.slow
 def test_a_machine_on_which_no_node_starts_in_time_gets_a_second_try(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from service.settings import Settings
 from tests.support.fake_ray import FakeRay, serving
 from tests.support.service_process import free_port, wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def certificate(directory: Path) -> tuple[Path, Path]:
     """A certificate for loopback that signs itself, and its key."""

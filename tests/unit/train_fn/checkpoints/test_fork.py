@@ -28,7 +28,7 @@ from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.recovery.rank_error import StepFailed
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 STEPS_PER_EPOCH = 9
 """Of 90 samples in global batches of 10."""

@@ -22,7 +22,7 @@ from train_fn.loop import final_checkpoint
 from train_fn.loop.attempt import train
 from train_fn.snapshots.store import snapshot_store
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 SPEC = {
     "name": "paused",

@@ -37,7 +37,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.state.train_state import TrainState
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

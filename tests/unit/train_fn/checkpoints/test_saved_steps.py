@@ -129,6 +129,7 @@ def run(run_dir: RunDir, submission: int) -> dict[str, object]:
     return restored
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_the_state_after_its_step_and_a_resume_repeats_no_other(
     run_dir: RunDir, digests: dict[int, str]
 ) -> None:

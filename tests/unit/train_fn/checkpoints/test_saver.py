@@ -136,6 +136,7 @@ def test_ranks_hear_of_the_newest_checkpoint_seldom_and_each_names_the_one_befor
     saver.close()
 
 
+@pytest.mark.slow
 def test_under_load_every_byte_of_a_save_is_of_its_step(tmp_path: Path) -> None:
     """Training overwrites its tensors in place as fast as it can while saves are written, each of
     them over many steps."""
@@ -367,6 +368,7 @@ def test_other_ranks_save_nothing(tmp_path: Path) -> None:
     assert ctx.checkpoints.list() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.chaos)])
 def test_saves_leave_nothing_behind_in_memory(num_saves: int, place: Path) -> None:
     """Memory does not grow, Python's objects do not grow in number, and no thread or open file is

@@ -132,6 +132,7 @@ for step in itertools.count(50, 50):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_sleeps_in_the_middle_of_a_save_and_wakes_up_after_a_takeover(
     any_storage: Storage,
 ) -> None:

@@ -76,6 +76,7 @@ def test_each_step_is_a_row_once_with_its_first_values(course: list[tuple[str, i
         assert steps == sorted(steps)
 
 
+@pytest.mark.slow
 def test_offline_one_record_has_every_step_once_whatever_died(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="comes with the extra wandb")
     run_dir = made(tmp_path)

@@ -23,7 +23,7 @@ from train_fn.loop.training import Progress, Training
 from train_fn.standalone.submission import begin_run
 from train_fn.step.peers import end_process_group
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from train_fn.state.digest import digest
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 SPEC = RunSpec.model_validate(
     {

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.storage_places import quick_directory
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 
 

@@ -55,6 +55,7 @@ def kept_and_faults(argument: str, **env: str) -> tuple[str, int]:
     return kept, int(faults)
 
 
+@pytest.mark.slow
 def test_later_steps_need_no_new_pages() -> None:
     kept, faults = kept_and_faults("keep")
     assert kept == "True" and faults < ONE_STEP / 10

@@ -199,6 +199,7 @@ class Epochs:
                 self.scheduler.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", ["refuse", "shadow"])
 @pytest.mark.parametrize("shape", ["flat", "nested", "own_data"])
 @pytest.mark.parametrize("dies", [4, 6])
@@ -245,6 +246,7 @@ def test_without_a_sign_of_the_next_step_a_late_change_is_refused_at_any_step(
     assert state.step_number == 6
 
 
+@pytest.mark.slow
 def test_a_loop_that_changes_what_was_restored_is_refused(
     protect: Callable[..., Protected], model: nn.Module
 ) -> None:
@@ -541,6 +543,7 @@ class Teacher(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_teacher_that_follows_and_layers_that_thaw_are_as_in_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -590,6 +593,7 @@ class Unordered:
         return torch.full((4,), float(self.names[index])) + torch.rand(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [4, 6])
 def test_data_in_another_order_after_a_restart_is_refused_within_an_epoch(
     dies: int, protect: Callable[..., Protected], model: nn.Module

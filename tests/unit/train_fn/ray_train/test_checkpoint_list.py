@@ -23,7 +23,10 @@ from storage.run_names import CheckpointName
 from train_fn.ray_train.checkpoint_list import ListTrimmer, repair_snapshot_file
 
 # Ray's
-pytestmark = pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The `(json|parse_obj)` method is deprecated"),
+    pytest.mark.slow,
+]
 
 NAME = "checkpoints/step-000000010.s001"
 

@@ -114,6 +114,7 @@ def _wait_for_a_peer_that_lives(rank: int, address: str, results: Any) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_given_up_closes_connections_that_nobody_else_closes(
     tmp_path: Path,
 ) -> None:

@@ -33,7 +33,10 @@ from train_fn.snapshots import store as snapshot_store
 __all__ = ["own_node"]
 
 # A loop on a thread of its own ends by an exception that nobody catches there.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.slow,
+]
 
 STEPS, STOPPED_AT = 12, 4
 LOOP = """

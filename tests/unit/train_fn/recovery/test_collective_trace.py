@@ -165,6 +165,7 @@ def counts_of_ranks(directory: Path, **options: Any) -> dict[int, CollectiveCoun
             each.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_groups", [0, 2], ids=["new", "a-survivor-among-them"])
 def test_real_ranks_over_gloo_record_who_did_not_come(tmp_path: Path, ended_groups: int) -> None:
     """A rank that outlived earlier groups has their counts too."""
@@ -173,6 +174,7 @@ def test_real_ranks_over_gloo_record_who_did_not_come(tmp_path: Path, ended_grou
     assert find_late(found) == [1]
 
 
+@pytest.mark.slow
 def test_ranks_that_send_to_each_other_blame_nobody(tmp_path: Path) -> None:
     found = counts_of_ranks(tmp_path, sends=True)
     assert found == counts(None, None, 3)

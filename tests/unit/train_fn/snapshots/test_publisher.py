@@ -420,6 +420,7 @@ def wreckage() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_publication_leaves_the_last_whole_one_to_be_elected(
     wreckage: Path,
 ) -> None:
