@@ -46,8 +46,7 @@ class Gradients:
         if self._state.weights_have_changed():
             raise BadTask(
                 f"step {self._state.step + 1} changed the trained weights, but no optimizer that "
-                "es.protect was given has stepped. Pass the optimizer whose step() the loop calls, "
-                "and do not put another one in its place"
+                f"es.protect was given has stepped. {self._who_steps()}"
             )
         if marks in ([], used) or self._state.changed_parts(self._scalers):
             return
@@ -61,6 +60,21 @@ class Gradients:
                 "with es.loader(dataset), raise global_batch_size and cut the batch in the loop. "
                 "If the step was left out on purpose, call optimizer.zero_grad() before"
             )
+
+    def _who_steps(self) -> str:
+        """Return which optimizer to pass: often one that the given one holds, as SAM's base."""
+        inner = [
+            f"{prefix}{name}"
+            for prefix, optimizer in self._parts.optimizers.items()
+            for name, value in vars(optimizer).items()
+            if isinstance(value, torch.optim.Optimizer)
+        ]
+        if inner:
+            return f"It holds another one: pass that, optimizer.{inner[0]}, with torn='shadow'"
+        return (
+            "Pass the optimizer whose step() the loop calls, and do not put another one in its "
+            "place"
+        )
 
 
 def _num_weights(parts: Parts) -> dict[str, int]:

@@ -32,6 +32,9 @@ from train_fn.snapshots.leaving import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
 
+_STEPS_LOOKED_AT = 2
+"""Updates of an attempt before which the trained weights are compared with those of the commit."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -291,7 +294,19 @@ class Protected:
         training.peers.require_whole()
         training.boundary.require_unchanged()
         training.watch.about_to_change()
+        if self._torn == "refuse" and training.commits.updates.num < _STEPS_LOOKED_AT:
+            self._require_weights_of_commit()
         self._is_settled = True
+
+    def _require_weights_of_commit(self) -> None:
+        """Raise BadTask if the loop has changed trained weights within the step before an optimizer
+        did: a rank that fails in between would have no state to leave."""
+        if not self.is_told_of_updates and self._state.weights_have_changed():
+            raise BadTask(
+                f"the loop changed the trained weights of step {self._state.step + 1} before the "
+                "optimizer's step, as SAM does: a rank that fails in between would go back to the "
+                "last checkpoint. Pass torn='shadow' to es.protect, which keeps a copy"
+            )
 
     def step(self, **metrics: Any) -> None:
         """Commit a step: its state is whole, and the same on all ranks. Reports ``metrics`` of rank

@@ -161,6 +161,56 @@ def test_a_loop_in_the_wrong_order_is_told_so(
             body({**loop, "batch": batch})
 
 
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is written: another optimizer takes the step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["old"] = weight.detach().clone()
+            weight.add_(weight.grad, alpha=0.05)
+            weight.grad = None
+
+    @torch.no_grad()
+    def back_and_step(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.copy_(self.state[weight].pop("old"))
+        self.base.step()
+
+
+def test_a_loop_that_climbs_before_its_step_is_told_what_to_pass(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    def loop(state: Protected, sharp: Sharp, dies: int | None = None) -> None:
+        with state:
+            for (inputs,) in data().batches(state, epochs=4):
+                model(inputs).square().mean().backward()
+                sharp.climb()
+                if state.step_number == dies:
+                    raise LookupError("planned")
+                model(inputs).square().mean().backward()
+                sharp.back_and_step()
+                sharp.zero_grad()
+                state.step()
+
+    sharp = Sharp(model.parameters())
+    with pytest.raises(BadTask, match=r"pass that, optimizer\.base, with torn='shadow'"):
+        loop(protect(optimizer=sharp), sharp)
+    sharp = Sharp(model.parameters())
+    with pytest.raises(BadTask, match=r"as SAM does.* Pass torn='shadow'"):
+        loop(protect(optimizer=sharp.base), sharp)
+    sharp = Sharp(model.parameters())
+    with pytest.raises(LookupError):
+        loop(protect(optimizer=sharp.base, torn="shadow"), sharp, dies=5)
+    again = protect(optimizer=sharp.base, torn="shadow")
+    with again:
+        assert again.step_number == 5
+
+
 class Epochs:
     """Loops as people write them, with what they do when an epoch of three steps ends."""
 
