@@ -51,6 +51,14 @@ class ProfileOrder:
 
 
 @dataclass(frozen=True)
+class StackOrder:
+    """A request of the service for the stacks of the ranks of an attempt."""
+
+    id: str
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Distrust:
     """States after ``step`` that this attempt or an older one left may hold wrong bits."""
 
@@ -153,6 +161,18 @@ class RunControl(ABC):
             )
 
         return self._read_control(_profile_file(submission), read, "is not an order for a profile")
+
+    def order_stacks(self, submission: int, order: StackOrder) -> None:
+        """Request the stacks of a submission's ranks. It replaces an earlier request."""
+        self._write_control(_stacks_file(submission), asdict(order))
+
+    def stacks_ordered(self, submission: int) -> StackOrder | None:
+        """Return the last request for stacks, even if already carried out. Raises CorruptFile."""
+
+        def read(found: Any) -> StackOrder:
+            return StackOrder(str(found["id"]), int(found["attempt"]))
+
+        return self._read_control(_stacks_file(submission), read, "is not an order for stacks")
 
     def write_deadline(self, at: float) -> None:
         """Write the time (unix seconds) by which the run must have ended. Its driver enforces it
@@ -262,6 +282,10 @@ def _stop_file(submission: int) -> str:
 
 def _profile_file(submission: int) -> str:
     return f"s{submission:03d}.profile.json"
+
+
+def _stacks_file(submission: int) -> str:
+    return f"s{submission:03d}.stacks.json"
 
 
 def _drill_file(submission: int) -> str:

@@ -8,12 +8,15 @@ import typer
 
 from everstep.cli.options import JsonOption, RunArgument, UrlOption
 from everstep.cli.terminal import command, terminal
+from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.text import words
 from everstep.text.ending import summary
+from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
+from everstep.wire.stacks import StackReport
 
 
 def _kinds(incomplete: str) -> list[str]:
@@ -100,6 +103,7 @@ def why(
     out = terminal()
     run = out.client().runs.get(run_id)
     failures, report = run.failures(lines=lines), run.stragglers()
+    still = _standing_still(run)
     if out.as_json:
         out.json(
             {
@@ -107,6 +111,7 @@ def why(
                 "reason": run.reason,
                 "failures": failures,
                 "stragglers": report.stragglers,
+                "standing_still": still,
             }
         )
         return
@@ -115,14 +120,27 @@ def why(
         out.line(f"{run.reason.code}: {run.reason.message}")
     for line in event_words.stragglers(report):
         out.line(line)
+    if still is not None:
+        out.line(f"{event_words.standing_still(still)} (at {still.at.astimezone():%H:%M:%S})")
     for number, fault in enumerate(failures, start=1):
         out.line()
         at = f"{fault.at.astimezone():%H:%M:%S}"
         out.line(f"{number}. {at} {failure_words.headline(fault)}")
         for line in failure_words.story(fault):
             out.line(f"  {line}")
-    if not failures:
+    if not failures and still is None:
         out.note("no failures recorded")
+
+
+def _standing_still(run: RunHandle) -> StackReport | None:
+    """Return the newest report on ranks of which nothing has moved since; None if there is none, or
+    if the run has moved on."""
+    if run.status != RunStatus.RUNNING:
+        return None
+    newest = next((each for each in run.stack_reports() if each.complete and each.id is None), None)
+    if newest is None or newest.attempt != run.attempt or (newest.step or 0) != (run.step or 0):
+        return None
+    return newest
 
 
 @command

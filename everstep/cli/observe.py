@@ -1,4 +1,5 @@
-"""Commands about time: `everstep goodput`, `everstep stragglers` and `everstep profile`."""
+"""Commands about time: `everstep goodput`, `everstep stragglers`, `everstep profile` and
+`everstep stacks`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from everstep.text import events as event_words
 from everstep.text import words
 from everstep.wire import GoodputBuckets
 from everstep.wire.profiles import MOST_STEPS, Profile, ProfileState
+
+_STACK_LINES = 8
+"""Lines of each rank's stack that are shown unless one rank is asked for, the innermost."""
 
 
 @command
@@ -115,6 +119,32 @@ def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = 
         )
     for line in event_words.stragglers(report):
         out.line(line)
+
+
+@command
+def stacks(
+    run_id: RunArgument,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Show the whole stack of this rank only.")
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Show what every rank does now: in words, and where its code is. Ranks are not interrupted."""
+    out = terminal()
+    found = out.client().runs.get(run_id).stacks()
+    if out.as_json:
+        out.json(found)
+        return
+    out.line(event_words.standing_still(found))
+    for each in found.ranks:
+        if rank not in (None, each.rank):
+            continue
+        out.line()
+        out.line(f"rank {each.rank} on node {each.node_id[:8]} {each.does}")
+        lines = (each.stack or "").rpartition("Thread ")[2].rstrip().splitlines()
+        for line in lines if rank is not None else lines[-_STACK_LINES:]:
+            out.line(f"  {line}")
 
 
 @command

@@ -104,6 +104,8 @@ class AsyncRun(RunFields, Mirror):
     replays = returning_others(RunHandle.replays)
     profile = returning(AsyncProfile, RunHandle.profile)
     profiles = returning_list(AsyncProfile, RunHandle.profiles)
+    stacks = awaited(RunHandle.stacks)
+    stack_reports = awaited(RunHandle.stack_reports)
     delete = awaited(RunHandle.delete)
 
 

@@ -24,6 +24,7 @@ from everstep.wire import (
 )
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.profiles import Profile
+from everstep.wire.stacks import StackReport
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -285,6 +286,36 @@ class RunHandle(RunHistory):
         return [
             ProfileHandle(self._transport, self.id, profile, self._patience) for profile in found
         ]
+
+    def stacks(self, timeout_s: float = 30.0) -> StackReport:
+        """Ask what the ranks do now, and return it: for each rank in words, and its Python stacks.
+
+        >>> run.stacks().summary   # doctest: +SKIP
+        'rank 0 waits in ray.train.report (train.py, line 12); rank 1 runs prepare (train.py, …)'
+
+        Raises Conflict if the run is not training, WaitTimeout if no answer comes.
+        """
+        response = self._transport.send("POST", f"{self._path}/stacks", repeatable=False)
+        found = self._transport.parse(response, StackReport)
+
+        def refresh() -> None:
+            nonlocal found
+            found = next((each for each in self.stack_reports() if each.id == found.id), found)
+
+        wait_until(
+            lambda: found.complete,
+            refresh,
+            lambda: f"the driver of run {self.id} did not answer within {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+        )
+        return found
+
+    def stack_reports(self) -> list[StackReport]:
+        """Return the newest reports on what ranks did, newest first: those that somebody asked for,
+        and those of times in which nothing moved."""
+        return list(self._transport.pages(f"{self._path}/stacks", StackReport))
 
     def delete(self) -> None:
         """Delete a run that has ended, with its checkpoints, logs and history."""

@@ -9,6 +9,10 @@ from everstep.text import failure, losses
 from everstep.text.words import count, duration, numbers, size
 from everstep.wire import Event, Failure, StragglerReport
 from everstep.wire.events import OWN_FILES, EventKind
+from everstep.wire.stacks import StackReport
+
+_QUIET_S = 5.0
+"""Seconds without progress that are worth a word."""
 
 
 def event(item: Event) -> str | None:
@@ -125,6 +129,12 @@ def event(item: Event) -> str | None:
             )
         case EventKind.PROFILE_FAILED:
             return f"profile {data.get('id')} failed: {data.get('problem')}"
+        case EventKind.STACKS if data.get("id") is None:
+            return (
+                f"nothing has moved for {duration(data.get('quiet_s') or 0)}: {data.get('summary')}"
+            )
+        case EventKind.STACKS:
+            return f"stacks: {data.get('summary')}"
         case EventKind.REPLAY_COMPARED:
             return f"replay: {data.get('message')}"
         case _:
@@ -134,6 +144,13 @@ def event(item: Event) -> str | None:
 def _slowness(data: Mapping[str, Any]) -> str:
     own_ms, peers_ms = (float(data.get(name) or 0) * 1000 for name in ("own_s", "peers_s"))
     return f"it works {own_ms:.0f} ms in a step, a peer {peers_ms:.0f} ms for the same share"
+
+
+def standing_still(report: StackReport) -> str:
+    """Return what the ranks do, and for how long nothing has moved if that is long."""
+    quiet_s = report.quiet_s or 0.0
+    still = f"nothing has moved for {duration(quiet_s)}: " if quiet_s >= _QUIET_S else ""
+    return f"{still}{report.summary}"
 
 
 def stragglers(report: StragglerReport) -> list[str]:

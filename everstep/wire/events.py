@@ -2,7 +2,7 @@
 
 ``train_fn`` reports to ``service`` through the journal (docs/event-log.md). The service adds
 ``run_created``, ``status``, ``stop_requested``, ``workers_limited``, ``drill_requested``,
-``profile_requested`` and ``checkpoint_corrupt``.
+``profile_requested``, ``stacks_requested`` and ``checkpoint_corrupt``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class EventKind(StrEnum):
     """By the service. data: id, kind, rank."""
     PROFILE_REQUESTED = "profile_requested"
     """By the service. data: id, rank, steps."""
+    STACKS_REQUESTED = "stacks_requested"
+    """By the service. data: id."""
     SUBMISSION_STARTED = "submission_started"
     """First event of a journal. data: ray_job_id, driver_pid, driver_node_id, versions {everstep,
     ray, torch, python}."""
@@ -129,6 +131,13 @@ class EventKind(StrEnum):
     size_bytes, count, mean_s, max_s}]."""
     PROFILE_FAILED = "profile_failed"
     """data: id, rank, problem."""
+    STACKS_ORDERED = "stacks_ordered"
+    """The driver received a request for the ranks' stacks; the journal's replies pass it to the
+    controller. data: id."""
+    STACKS = "stacks"
+    """What the ranks do now: because somebody asked, or because nothing has moved for a while.
+    data: id (of the request) | null, quiet_s (without progress), step | null, summary (in words),
+    ranks [{rank, node_id, does (in words), stack | null (the rank does not answer)}]."""
     REPLAY_COMPARED = "replay_compared"
     """By the driver of a replay, once its ranks have ended. data: ``wire.replays.Replay``."""
     ATTEMPT_ENDED = "attempt_ended"

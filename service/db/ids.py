@@ -38,6 +38,11 @@ def new_profile_id(now: float) -> str:
     return "prof_" + _dated(now)
 
 
+def new_stacks_id(now: float) -> str:
+    """Return ``stk_`` and 12 characters, as for a run."""
+    return "stk_" + _dated(now)
+
+
 def new_delivery_id(now: float) -> str:
     """Return ``dlv_`` and 12 characters, as for a run."""
     return "dlv_" + _dated(now)

@@ -1,5 +1,5 @@
-"""Requests to the ranks of a run (drills, profiles): events of its history, without a table of
-their own."""
+"""Requests to the ranks of a run (drills, profiles, stacks): events of its history, without a table
+of their own."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ PROFILE: Final = Order(
         EventKind.PROFILE_DONE,
         EventKind.PROFILE_FAILED,
     ),
+)
+
+STACKS: Final = Order(
+    "look at the stacks",
+    EventKind.STACKS_REQUESTED,
+    (EventKind.STACKS_ORDERED, EventKind.STACKS),
 )
 
 

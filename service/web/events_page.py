@@ -59,6 +59,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
     "profiles": frozenset(
         {EventKind.PROFILE_STARTED, EventKind.PROFILE_DONE, EventKind.PROFILE_FAILED}
     ),
+    "stacks": frozenset({EventKind.STACKS}),
 }
 """Events of each filter."""
 SHOWN: Final = frozenset().union(*GROUPS.values())

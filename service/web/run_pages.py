@@ -12,7 +12,7 @@ from everstep.spec.plain_text import is_sayable
 from everstep.text import failure as failure_words
 from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus
 from everstep.wire.profiles import MOST_STEPS, ProfileRequest
-from service.api import checkpoints, histories, profiles, runs, sse
+from service.api import checkpoints, histories, profiles, runs, sse, stacks
 from service.api.auth import Principal
 from service.api.context import ApiContext, Context
 from service.api.problems import invalid_request
@@ -101,6 +101,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         times=times,
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
         profiles=(await profiles.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
+        stacks=next(iter(await stacks.newest_stacks(run, context)), None),
         most_steps=MOST_STEPS,
         most_ranks=MOST_RANKS,
         replays=(await context.database_call(context.runs.replays_of, run.id))[:_MOST_REPLAYS],
@@ -232,6 +233,12 @@ async def post_profile(run: ControlledWebRun, context: Context, form: CheckedFor
         ) from exc
     await profiles.order_profile(run, context, wanted)
     return RedirectResponse(f"/runs/{run.id}#times-title", 303)
+
+
+@router.post("/stacks")
+async def post_stacks(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
+    await stacks.order_stacks(run, context)
+    return RedirectResponse(f"/runs/{run.id}#stacks", 303)
 
 
 @router.get("/profiles/{profile_id}/trace")

@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from everstep.code.pack import pack
+from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.code.store import CodeStore
+from storage.filesystem import open_storage
 from storage.logs.rank_logs import read_rank_logs
+from storage.run_control import StackOrder
 from tests.integration.driven_run import DrivenRun
 from tests.integration.own_code_runs import begin, cluster, started
 from tests.integration.ray_cluster import RayCluster
+from tests.support.code_archives import tar_gz
 from train_fn.ray_train.user_checkpoints import MANIFEST
 
 __all__ = ["cluster", "started"]
@@ -186,3 +191,40 @@ def test_a_train_fn_is_paused_at_a_report_and_goes_on(
     run.run_dir.request_stop(2, "cancel")
     assert run.wait_for_end() == 0, run.describe()
     assert run.last(EventKind.FINISHED).data["reason"]["code"] == "cancelled_by_user"
+
+
+ONE_SIDED = """
+import ray.train
+import torch
+import torch.distributed as dist
+
+
+def train_fn(config):
+    while True:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            ray.train.report({"loss": 1.0})
+"""
+
+
+def test_a_function_of_which_one_rank_reports_says_what_its_ranks_wait_for(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    digest = CodeStore(open_storage(str(tmp_path))).put(tar_gz({"train.py": ONE_SIDED})).digest
+    code = {"archive": digest, "train_fn": "train:train_fn"}
+    scaling = {"min_workers": 2, "max_workers": 2}
+    run = DrivenRun(
+        cluster, tmp_path, RunSpec.model_validate({"name": "o", "code": code, "scaling": scaling})
+    )
+    started.append(run)
+    run.start(EVERSTEP_RECOVERY_STACKS_AFTER_S="3")
+    run.wait_for(lambda: run.of(EventKind.STACKS), "the ranks' stacks")
+    data = run.last(EventKind.STACKS).data
+    assert data["id"] is None and data["quiet_s"] >= 3
+    assert "rank 0 waits in ray.train.report (train.py, line 11)" in data["summary"]
+    assert "rank 1 waits in a collective (train.py, line 9)" in data["summary"]
+    assert "All ranks must call ray.train.report" in data["summary"]
+    run.run_dir.order_stacks(1, StackOrder("stk_1", attempt=1))
+    run.wait_for(
+        lambda: any(event.data["id"] == "stk_1" for event in run.of(EventKind.STACKS)), "an answer"
+    )

@@ -14,7 +14,7 @@ from storage.run_dir import RunDir
 from train_fn.drills.orders import Drills, Faults
 from train_fn.errors import Replaced
 from train_fn.journal.client import ActorJournalClient
-from train_fn.journal.profile_orders import ProfileOrders
+from train_fn.journal.profile_orders import ProfileOrders, StackOrders
 from train_fn.recovery.outcome import Stopping
 
 EXIT_REPLACED = 3
@@ -81,12 +81,13 @@ class Watch:
                 self._client.announce_stop(stop)
 
     def watch_orders(self) -> None:
-        """Carry out drills and pass on profile orders. On a thread of its own, since drills take
-        seconds."""
+        """Carry out drills, and pass on orders for profiles and stacks. On a thread of its own,
+        since drills take seconds."""
         profiles = ProfileOrders(self._run_dir, self._submission, self._client)
+        stacks = StackOrders(self._run_dir, self._submission, self._client)
         drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
         while not self._done.wait(ORDER_POLL_S):
-            for tick in (profiles.tick, drills.tick):
+            for tick in (profiles.tick, stacks.tick, drills.tick):
                 try:
                     tick()
                 except Exception as exc:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.run_control import DrillOrder, ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from train_fn import clock as head_clock
 from train_fn.journal.delivery import Deliver, Reply, SourceEvent
 from train_fn.recovery.progress import Phase, Progress
@@ -77,6 +77,8 @@ class ActorJournalClient:
         """The newest profile request, for any rank and attempt."""
         self.flip_ordered: DrillOrder | None = None
         """The newest drill that flips a bit, for any rank and attempt."""
+        self.stacks_ordered: StackOrder | None = None
+        """The newest request for the ranks' stacks."""
         self._replied_at = 0.0
         self._asked_at = float("-inf")
         """When the last call that got a reply was made, in monotonic seconds."""
@@ -268,7 +270,7 @@ class ActorJournalClient:
         self._sealed = [event for event in self._sealed if event.source_n > reply.acknowledged]
         self._reply, self._replied_at, self._asked_at = reply, time.monotonic(), asked
         self.stop_requested, self.profile_ordered = reply.stop, reply.profile
-        self.flip_ordered = reply.flip
+        self.flip_ordered, self.stacks_ordered = reply.flip, reply.stacks
         self._num_replies += 1
         self._count_delivered()
         # More may be pending. Later events wait for the interval, or each step would be a call.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.run_control import DrillOrder, ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from train_fn.recovery.progress import Progress
 
 
@@ -41,6 +41,8 @@ class Reply:
     """The newest profile request that the driver has sent."""
     flip: DrillOrder | None = None
     """The newest drill that a rank carries out on itself."""
+    stacks: StackOrder | None = None
+    """The newest request for the ranks' stacks that the driver has sent."""
     at: float = field(default_factory=time.time)
     """Time of the reply, in Unix seconds by the journal's clock."""
 

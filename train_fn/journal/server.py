@@ -11,7 +11,7 @@ from storage.errors import StorageError
 from storage.logs.journal import read_journal
 from storage.logs.journal_line import JournalEvent
 from storage.logs.journal_writer import JournalWriter
-from storage.run_control import DrillOrder, ProfileOrder, Stop
+from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from storage.run_dir import RunDir
 from train_fn.journal.delivery import Reply, SourceEvent
 from train_fn.recovery.progress import ProgressTracker
@@ -36,6 +36,7 @@ class JournalServer:
         self._stop: Stop | None = None
         self._profile: ProfileOrder | None = None
         self._flip: DrillOrder | None = None
+        self._stacks: StackOrder | None = None
         self._progress = ProgressTracker(told_step)
         try:
             self._open()
@@ -47,7 +48,7 @@ class JournalServer:
         """Return the open journal. Raise StorageError if it cannot be opened."""
         if self._writer is None:
             writer = JournalWriter(self._run_dir, self._submission)
-            self._profile = self._flip = None
+            self._profile = self._flip = self._stacks = None
             self._progress = ProgressTracker(self._told_step)
             try:
                 if writer.last_n:
@@ -82,6 +83,7 @@ class JournalServer:
             self._progress.progress(),
             self._profile,
             self._flip,
+            stacks=self._stacks,
         )
 
     def _read_back(self, run_dir: RunDir) -> None:
@@ -113,6 +115,8 @@ class JournalServer:
             self._profile = ProfileOrder(
                 event.data["id"], event.data["rank"], event.data["steps"], event.attempt
             )
+        elif event.kind is EventKind.STACKS_ORDERED:
+            self._stacks = StackOrder(event.data["id"], event.attempt)
         elif event.kind is EventKind.DRILL_STARTED and event.data["kind"] in FLIPS:
             kind = DrillKind(event.data["kind"])
             self._flip = DrillOrder(event.data["id"], kind, event.data["rank"], event.attempt)

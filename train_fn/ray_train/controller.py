@@ -32,6 +32,7 @@ from train_fn.ray_train.ray_internals import (
 )
 from train_fn.ray_train.recruits import Recruits
 from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.ray_train.stack_reports import StackReports
 from train_fn.ray_train.warm_pool import WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.yield_request import YieldRequest
@@ -60,6 +61,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._hangs = HangBreaker(
             self._settings, job.spec.recovery.hang_timeout_s, self._attempt_log
         )
+        self._stacks = StackReports(self._attempt_log, self._settings.stacks_after_s)
         self._nodes = LiveNodes(self._settings, job.run_dir.storage)
         self._placement = Placement(job.run_dir.run_id)
         self._sizes = self._new_sizes(train_run_context.scaling_config)
@@ -196,6 +198,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
             self._yielding.check(self._worker_group)
             self._hangs.check(self._worker_group)
+            self._stacks.check(self._worker_group, self._hangs.quiet_s)
             self._checkpoint_list.trim()
         return result
 

@@ -48,14 +48,12 @@ class HungRanks:
             reason: why they are taken for hung.
         """
         self._reason = reason
-        self._stacks = _answers([worker.actor.stack.remote() for worker in workers])
+        self._stacks = answers([worker.actor.stack.remote() for worker in workers])
         is_known = is_known_who_hangs(self._stacks)
         self._late = (
             []
             if is_known
-            else find_late(
-                _answers([worker.actor.collective_counts.remote() for worker in workers])
-            )
+            else find_late(answers([worker.actor.collective_counts.remote() for worker in workers]))
         )
         self._ranks = self._late or find_stuck(self._stacks)
         for rank in self._ranks:
@@ -92,7 +90,7 @@ class HungRanks:
         return report
 
 
-def _answers(asked: Sequence[Any]) -> dict[int, Any]:
+def answers(asked: Sequence[Any]) -> dict[int, Any]:
     """Return every rank's answer to the call made on it; None for a rank that does not answer."""
     ranks = {ref: rank for rank, ref in enumerate(asked)}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SILENT_S)

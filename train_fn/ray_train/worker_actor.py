@@ -20,6 +20,7 @@ from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.out_of_memory import look_for_oom, oom_kills
 from train_fn.node.preflight import check_in_new_process, check_node
 from train_fn.node.probe import accepts_connection
+from train_fn.node.secrets import process_redactor
 from train_fn.node.versions import versions
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.build_ahead import build_ahead
@@ -150,8 +151,9 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         rank_process.abandon()
 
     def stack(self) -> str:
-        """Return the Python stacks of this rank, with the training thread's last."""
-        return rank_process.stack()
+        """Return the Python stacks of this rank, with the training thread's last, and without
+        values of secrets."""
+        return process_redactor()(rank_process.stack())
 
     def collective_counts(self) -> CollectiveCounts | None:
         """Return how far this rank is in its collectives."""

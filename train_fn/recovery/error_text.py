@@ -44,7 +44,7 @@ _FULL_ADVICE = (
     "the disk is full. Free some space there, or let your code write to a disk that has room"
 )
 
-_USER_FRAME = re.compile(
+USER_FRAME = re.compile(
     r'File "[^"\n]*/(?:cache/code/[0-9a-f]{64}|runs/[^"/\n]+/workdir)/([^"\n]+)", '
     r"line (\d+)(?:, in (\S+))?"
 )
@@ -127,7 +127,7 @@ def user_place(trace: str) -> str | None:
 
     A line with a syntax error is in no function.
     """
-    frames = _USER_FRAME.findall(trace)
+    frames = USER_FRAME.findall(trace)
     if not frames:
         return None
     file, line, function = frames[-1]

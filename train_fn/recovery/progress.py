@@ -17,6 +17,8 @@ _BESIDE_TRAINING = frozenset(
     {
         EventKind.GPU_USE,
         EventKind.RANK_USE,
+        EventKind.STACKS,
+        EventKind.STACKS_ORDERED,
         EventKind.PROFILE_ORDERED,
         EventKind.PROFILE_DONE,
         EventKind.PROFILE_FAILED,

@@ -58,6 +58,9 @@ class RecoverySettings:
     """Longest first step of an attempt, which may compile the model."""
     hang_evaluation_s: float = 3600.0
     """Longest evaluation or final checkpoint without progress."""
+    stacks_after_s: float = 60.0
+    """Seconds without progress after which the ranks' stacks are reported, and again after twice as
+    long; 0 for never."""
     collective_timeout_s: int = 1800
     """Timeout of torch's process group. Survivors are freed long before it, by the first of them to
     leave."""

@@ -164,6 +164,15 @@ async def test_a_step_s_time_is_shown_by_rank_and_a_rank_is_profiled(
     assert order is not None and (order.rank, order.steps) == (1, 2)
     assert "requested…" in await browser.page(path)
     run_dir = RunDir(api.storage, run_id)
+    looked = await browser.send(path, f"{path}/stacks")
+    assert (looked.status_code, looked.headers["location"]) == (303, f"{path}#stacks")
+    stacks = run_dir.stacks_ordered(1)
+    assert stacks is not None and "reload the page" in await browser.page(path)
+    said = {"rank": 0, "node_id": "node-1", "does": "runs", "stack": "in <module>"}
+    told = {"id": stacks.id, "quiet_s": 90.0, "step": 9, "summary": "rank 0 runs", "ranks": [said]}
+    api.apply(run_id, [journal.event(EventKind.STACKS, **told)])
+    html = await browser.page(path)
+    assert "rank 0 runs" in html and "in &lt;module&gt;" in html and "reload" not in html
     run_dir.files.write(run_dir.trace_path(order.id), b"trace")
     done = {
         "id": order.id,

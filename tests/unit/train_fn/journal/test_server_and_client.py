@@ -14,7 +14,7 @@ from everstep.wire.events import EventKind
 from storage.errors import StorageFull, StorageUnavailable
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
-from storage.run_control import ProfileOrder, Stop
+from storage.run_control import ProfileOrder, StackOrder, Stop
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from tests.support.small_disk import mounted_small_disk
@@ -22,6 +22,7 @@ from train_fn.journal import client as client_module
 from train_fn.journal import server
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.delivery import Reply, SourceEvent
+from train_fn.journal.profile_orders import StackOrders
 from train_fn.journal.server import JournalServer
 
 
@@ -145,7 +146,14 @@ def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_ac
     again = JournalServer(run_dir, 1)
     client = ActorJournalClient(again.deliver, "rank-1.a003", 3, interval_s=0.005)
     client.ask(timeout_s=20)
-    assert client.profile_ordered == order
+    assert client.profile_ordered == order and client.stacks_ordered is None
+    run_dir.order_stacks(1, StackOrder("stk_1", attempt=3))
+    orders = StackOrders(run_dir, 1, client)
+    orders.tick()
+    orders.tick()  # each is passed on once
+    assert client.flush(timeout_s=20)
+    client.ask(timeout_s=20)
+    assert client.stacks_ordered == StackOrder("stk_1", attempt=3)
     assert client.close(timeout_s=20)
 
 
