@@ -118,7 +118,8 @@ class RunChanges(RunQueries):
             run_id: the run.
             storage_id: id of the storage.
             newest: newest submission with a journal there. If the database does not know it, it
-                counts from now on.
+                counts from now on, and the run has the status of one whose job may run: its journal
+                says how it went.
             is_short: whether the storage lacks data that the database knows. The database then
                 forgets it.
 
@@ -130,6 +131,10 @@ class RunChanges(RunQueries):
             if writer.run.status.terminal:
                 return writer.run
             if newest > before:
+                if writer.run.status == RunStatus.PAUSED:
+                    writer.change_status(RunStatus.QUEUED, None)
+                if writer.run.status == RunStatus.QUEUED:
+                    writer.change_status(RunStatus.STARTING, None)
                 writer.set({"submission": newest, "ray_job_id": f"{run_id}-s{newest:03d}"})
             if is_short:
                 writer.set({"journal_submission": 0, "journal_cursor": None, "journal_n": 0})

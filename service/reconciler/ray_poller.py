@@ -214,11 +214,17 @@ class RayPoller:
             run_id, submission = job.metadata.get("run_id"), job.metadata.get("submission", "")
             row = self._runs.get(run_id) if run_id and submission.isdecimal() else None
             # A run that is not in our database may belong to another service on the same cluster.
-            if row is not None and (
-                row.status not in SUBMITTED or int(submission) < row.submission
-            ):
+            if row is not None and _is_stray(int(submission), row):
                 strays.append(job.submission_id)
         return strays
+
+
+def _is_stray(submission: int, row: RunRow) -> bool:
+    """Return whether a live job of a run has no business any more. One that the database does not
+    know was submitted with a newer database than this one, which an operator may have put back."""
+    if submission > row.submission:
+        return False
+    return row.status not in SUBMITTED or submission < row.submission
 
 
 def job_key(row: RunRow) -> JobKey:

@@ -31,7 +31,7 @@ def copying(service: ServiceProcess, what: str, directory: Path, *flags: str) ->
     command = [sys.executable, "-m", "everstep.cli.main", what, str(directory), *flags]
     environment = {**os.environ, "EVERSTEP_HOME": str(service.home)}
     ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

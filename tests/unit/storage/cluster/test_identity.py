@@ -22,6 +22,7 @@ from service.db.engine import Database
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.db.storage_identity import StorageRecords
+from service.model.states import SUBMITTED
 from service.storage_identity.adoption import adopt_storage, begin_with, storage_status
 from service.storage_identity.gate import StorageGate
 from storage.checkpoints.store import CheckpointStore
@@ -512,6 +513,31 @@ class TestReconciler:
         assert (row.status, row.submission) == (RunStatus.SUCCEEDED, 3)
         events = [(one.kind, one.submission) for one in here.events.after(run.id, 0, 100)]
         assert ("submission_started", 2) in events and ("finished", 3) in events
+
+    async def test_a_job_that_an_older_database_does_not_know_is_left_alone_and_then_followed(
+        self, here: World, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its run was paused when the database was copied, and is not any more."""
+        monkeypatch.setattr("service.reconciler.decide.STRAY_GRACE_S", 0.0)
+        run_id = await self.paused_at_500(here, ray)
+        later = {"submission_id": f"{run_id}-s002", "status": "RUNNING"}
+        metadata = {"run_id": run_id, "submission": "2"}
+        ray.jobs[f"{run_id}-s002"] = {**ray.jobs[f"{run_id}-s001"], **later, "metadata": metadata}
+        here.write(run_id, 2, (EventKind.SUBMISSION_STARTED, {}))
+        for _ in range(3):
+            await here.reconciler.tick()
+        assert here.get(run_id).status == RunStatus.PAUSED
+        assert ray.jobs[f"{run_id}-s002"]["status"] == "RUNNING"
+        adopt_storage(here.storage, here.runs, self.gate(here))
+        await here.reconciler.tick()
+        row = here.get(run_id)
+        assert (row.status in SUBMITTED, row.submission) == (True, 2)
+        assert ray.jobs[f"{run_id}-s002"]["status"] == "RUNNING"
+        done = {"outcome": "succeeded", "reason": None, "step": 900}
+        here.write(run_id, 2, (EventKind.FINISHED, done), first=2)
+        ray.end(f"{run_id}-s002")
+        await here.reconciler.tick()
+        assert here.get(run_id).status == RunStatus.SUCCEEDED
 
     async def test_an_operator_who_means_it_goes_on_with_an_empty_storage(
         self, here: World, ray: FakeRay, tmp_path: Path
