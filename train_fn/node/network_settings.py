@@ -3,16 +3,21 @@ cannot connect through it. Keep what this process serves on the cluster's networ
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Collection, Mapping
 from datetime import timedelta
+from typing import Any, Final
 
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.doctor.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE, lets_through
 from train_fn.node.silent_peers import interface_of
+
+_rendezvous: Final[Any] = importlib.import_module("torch.distributed.rendezvous")
+"""A module: ``torch.distributed.rendezvous`` as an attribute is a function."""
 
 
 def interface_problem(
@@ -55,8 +60,7 @@ def meet_on_the_clusters_network(ip: str) -> None:
 def store_at(ip: str, timeout: timedelta) -> TCPStore:
     """Open a store that listens on this address only, at a free port. By itself torch's would
     listen on every address of the node."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.create_server((ip, 0), family=family, backlog=1024) as listening:
+    with _listening(ip, 0) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
             ip,
@@ -66,6 +70,51 @@ def store_at(ip: str, timeout: timedelta) -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
+
+
+def meet_at_the_given_address() -> None:
+    """Let torch's own rendezvous listen only at the address that it is given (MASTER_ADDR), in this
+    process. By itself it listens on every address of the node.
+
+    If the address is not this node's, or the port is taken, torch does as ever.
+    """
+    original = getattr(_rendezvous, "_create_c10d_store", None)
+    if original is None or getattr(original, "__module__", None) == __name__:
+        return  # a version of torch without it; or an earlier attempt has been here
+
+    def create(
+        hostname: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        given = (hostname, port, rank, world_size, timeout)
+        if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return original(*given, *more, **named)
+        try:
+            listening = _listening(hostname, port)
+        except OSError:
+            return original(*given, *more, **named)
+        with listening:
+            return TCPStore(
+                hostname,
+                port,
+                world_size,
+                is_master=True,
+                timeout=timeout,
+                multi_tenant=True,
+                master_listen_fd=listening.detach(),
+            )
+
+    _rendezvous._create_c10d_store = create
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 def _interfaces_up() -> set[str]:

@@ -20,7 +20,10 @@ import ray
 from train_fn.node import children
 from train_fn.node.debug_level import take_debug_level
 from train_fn.node.host_memory import keep_memory
-from train_fn.node.network_settings import meet_on_the_clusters_network
+from train_fn.node.network_settings import (
+    meet_at_the_given_address,
+    meet_on_the_clusters_network,
+)
 from train_fn.node.silent_peers import watch_peers
 from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import RankLaunch
@@ -104,6 +107,7 @@ def prepare(launch: RankLaunch) -> None:
     keep_memory()
     ip = ray.util.get_node_ip_address()
     meet_on_the_clusters_network(ip)
+    meet_at_the_given_address()
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     take_precedence()
