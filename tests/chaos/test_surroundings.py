@@ -1,0 +1,223 @@
+"""What surrounds a run goes wrong: clocks jump, the nodes' memory is full, an older database or
+storage is put back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.client.runs import RunHandle
+from everstep.errors import EverstepError
+from everstep.wire import RunStatus
+from tests.chaos.faults import Fault, strike
+from tests.integration.test_backup import copying
+from tests.support.digits_run import STEPS_PER_EPOCH
+from tests.support.service_process import ServiceProcess, wait_for
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+JUMPING_CLOCK = """
+import os, time
+
+def jumping(real=time.time, path=os.environ["PYTHON_CLOCK_OFFSET"]):
+    with open(path) as file:
+        return real() + float(file.read() or 0)
+
+time.time = jumping
+"""
+
+
+def spec(name: str, epochs: int, ranks: int = 2, **sections: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "task": {
+            "name": "image_classification",
+            "model": {"name": "mini_resnet"},
+            "data": {"name": "digits"},
+        },
+        "train": {"epochs": epochs, "global_batch_size": 128, "micro_batch_size": 64},
+        "scaling": {"min_workers": 1, "max_workers": ranks},
+        "checkpoint": {"every_steps": 30},
+        **sections,
+    }
+
+
+def reach(run: RunHandle, step: int) -> None:
+    wait_for(lambda: run.refresh().step >= step, 240, f"step {step} of {run.id}", every_s=0.2)
+
+
+def require_whole(run: RunHandle, epochs: int) -> None:
+    """It ended well, and every sample of every epoch counted once."""
+    assert (run.status, run.step) == (RunStatus.SUCCEEDED, epochs * STEPS_PER_EPOCH), run.reason
+    counted = [(each.used_once, each.duplicates, each.missing) for each in run.samples().epochs]
+    assert counted == [(1437, 0, 0)] * epochs
+
+
+def kill_a_rank(service: ServiceProcess, run: RunHandle) -> None:
+    assert strike(Fault("rank_killed", run.refresh().step, 0.0, 0.9), service, run)
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def test_clocks_that_jump_lose_no_step_and_blame_nobody(tmp_path: Path) -> None:
+    """The time of day of service, driver, controller and ranks jumps an hour on, and two back.
+
+    Python's clock does: nobody may set this machine's, and a library that stands before Ray's own
+    keeps its head from starting.
+    """
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    variables = {"PYTHONPATH": str(tmp_path), "PYTHON_CLOCK_OFFSET": str(offset)}
+    with ServiceProcess(nodes=2, env=variables) as service:
+        run = service.client().runs.create(spec("clocks", 40))
+        for number, jump in enumerate(("3600", "-7200", "0"), 1):
+            reach(run, 60 * number)
+            offset.write_text(jump)
+        reach(run, 200)
+        offset.write_text("-7200")
+        kill_a_rank(service, run)
+        reach(run, 260)
+        assert list(run.events())[-1].at.timestamp() < time.time() - 6000, "it did jump"
+        offset.write_text("3600")
+        run.wait(timeout_s=240)
+        require_whole(run, 40)
+        [failure] = run.failures()
+        assert (failure.verdict, failure.steps_lost, run.submission) == ("worker_lost", 0, 1)
+        assert [node.mark for node in service.client().cluster().nodes] == [None] * 3
+        goodput = run.goodput()
+        assert all(seconds >= 0 for seconds in goodput.buckets.model_dump().values()), goodput
+        sequence = [event.seq for event in run.events()]
+        assert sequence == list(range(1, len(sequence) + 1))
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_full_shared_memory_costs_at_most_the_steps_since_the_checkpoint(in_process: bool) -> None:
+    """/dev/shm has Docker's 64 MB, and is full from the middle of the run on."""
+    small = 'mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm && exec "$@"'
+    service = ServiceProcess(nodes=2, prefix=("unshare", "--mount", "sh", "-c", small, "sh"))
+    with service:
+        wanted = spec("memory", 40, recovery={"in_process": in_process})
+        run = service.client().runs.create(wanted)
+        reach(run, 70)
+        assert service.process is not None
+        full = Path(f"/proc/{service.process.pid}/root/dev/shm/full")
+        with full.open("wb") as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        kill_a_rank(service, run)
+        reach(run, 140)
+        kill_a_rank(service, run)
+        run.wait(timeout_s=300)
+        require_whole(run, 40)
+        failures = run.failures()
+        assert {failure.verdict for failure in failures} == {"worker_lost"}
+        assert all((failure.steps_lost or 0) <= 35 for failure in failures)
+        if in_process:
+            assert [failure.steps_lost for failure in failures] == [0, 0]
+
+
+# ---------------------------------------------------------------- older copies
+
+
+def put_back(service: ServiceProcess, copy: Path) -> None:
+    """An operator's hands: the file of an older database, in the place of the present one."""
+    service.kill()
+    for path in service.home.glob("everstep.db*"):
+        path.unlink()
+    shutil.copy(copy / "everstep.db", service.home / "everstep.db")
+    service.start()
+
+
+def test_an_older_database_put_back_under_running_jobs(tmp_path: Path) -> None:
+    """What trains goes on. A run of which the storage is further is told, and goes on once the
+    operator has said so; one that the database does not know is listed and left alone."""
+    with ServiceProcess(nodes=3) as service:
+        client = service.client()
+        steady = client.runs.create(spec("steady", 150, ranks=1))
+        paused = client.runs.create(spec("paused", 150, ranks=1))
+        reach(steady, 40)
+        reach(paused, 40)
+        copying(service, "backup", tmp_path / "copy", "--database-only")
+        paused.pause()
+        wait_for(lambda: paused.refresh().status == RunStatus.PAUSED, 120, "the pause")
+        paused.resume()
+        wait_for(lambda: paused.refresh().submission == 2, 120, "the second submission")
+        unknown = client.runs.create(spec("unknown", 60, ranks=1))
+        reach(unknown, 20)
+        put_back(service, tmp_path / "copy")
+
+        assert client.storage.status().unknown_runs == (unknown.id,)
+        with pytest.raises(EverstepError):
+            unknown.refresh()
+        steady.wait(timeout_s=300)
+        require_whole(steady, 150)
+        assert steady.submission == 1
+        wait_for(
+            lambda: [one.run_id for one in client.storage.status().behind] == [paused.id],
+            60,
+            "the run whose storage is further",
+        )
+        client.storage.adopt()
+        paused.wait(timeout_s=300)
+        require_whole(paused, 150)
+        journal = service.home / "storage" / "runs" / unknown.id / "events" / "s001.jsonl"
+        wait_for(lambda: b'"succeeded"' in journal.read_bytes(), 200, "the unknown run's end")
+
+
+def put_back_storage(service: ServiceProcess, copy: Path, aside: Path) -> None:
+    storage = service.home / "storage"
+    storage.rename(aside)
+    shutil.copytree(copy, storage, symlinks=True)
+
+
+def test_an_older_storage_put_back_is_noticed_and_goes_on_once_it_is_adopted(
+    tmp_path: Path,
+) -> None:
+    with ServiceProcess(nodes=2) as service:
+        run = service.client().runs.create(spec("older", 60))
+        reach(run, 40)
+        shutil.copytree(service.home / "storage", tmp_path / "older", symlinks=True)
+        reach(run, 130)
+        service.stop()
+        put_back_storage(service, tmp_path / "older", tmp_path / "newer")
+        service.start()
+        wait_for(
+            lambda: getattr(run.refresh().reason, "code", "") == "storage_unavailable",
+            200,
+            "the reason",
+        )
+        assert "checkpoint" in str(run.reason)
+        service.client().storage.adopt()
+        run.wait(timeout_s=300)
+        require_whole(run, 60)
+
+
+def test_a_run_ends_whole_whose_storage_becomes_an_older_one_meanwhile(tmp_path: Path) -> None:
+    """Its processes save and journal by name, and what they find there is older."""
+    with ServiceProcess(nodes=2) as service:
+        run = service.client().runs.create(spec("older", 60))
+        reach(run, 40)
+        shutil.copytree(service.home / "storage", tmp_path / "older", symlinks=True)
+        reach(run, 130)
+        put_back_storage(service, tmp_path / "older", tmp_path / "newer")
+        kill_a_rank(service, run)
+        strike(Fault("driver_killed", 0, 1.0, 0.0), service, run)
+
+        def is_told_or_over() -> bool:
+            code = getattr(run.refresh().reason, "code", "")
+            return run.status.terminal or code == "storage_unavailable"
+
+        wait_for(is_told_or_over, 300, f"the end of {run.id}")
+        service.client().storage.adopt()
+        run.wait(timeout_s=300)
+        require_whole(run, 60)
