@@ -1,5 +1,5 @@
 """What surrounds a run goes wrong: clocks jump, the nodes' memory is full, an older database or
-storage is put back."""
+storage is put back, and a checkpoint goes away from which another run begins."""
 
 from __future__ import annotations
 
@@ -221,3 +221,32 @@ def test_a_run_ends_whole_whose_storage_becomes_an_older_one_meanwhile(tmp_path:
         service.client().storage.adopt()
         run.wait(timeout_s=300)
         require_whole(run, 60)
+
+
+# ---------------------------------------------------------------- forks
+
+
+def test_forks_from_checkpoints_that_are_being_deleted_begin_or_are_refused_at_once() -> None:
+    with ServiceProcess(nodes=3) as service:
+        client = service.client()
+        parent = client.runs.create(
+            spec("parent", 100, ranks=1, checkpoint={"every_steps": 15, "keep_latest": 2})
+        )
+        reach(parent, 40)
+        forks: list[tuple[int, RunHandle]] = []
+        refused: list[str] = []
+        while len(forks) < 12:
+            parent.refresh()
+            step = sorted((each.step for each in parent.checkpoints()), reverse=True)[:2][-1]
+            wanted = spec("fork", 1, ranks=1, resume_from={"run_id": parent.id, "step": step})
+            wanted["train"] = {**wanted["train"], "epochs": 100, "max_steps": step + 2}
+            try:
+                forks.append((step, client.runs.create(wanted)))
+            except EverstepError as exc:
+                refused.append(str(exc))
+            if parent.status.terminal:
+                break
+        for step, fork in forks:
+            fork.wait(timeout_s=300)
+            assert (fork.status, fork.step) == (RunStatus.SUCCEEDED, step + 2), fork.reason
+        assert forks and all("checkpoint" in each for each in refused), refused
