@@ -30,6 +30,11 @@ class AttributeWatch:
             for name, module in model.named_modules()
             if not _is_of_library(type(module))
         }
+        self._of_libraries = {
+            f"{name}.{key}".strip(".")
+            for name, owner in owners.items()
+            for key in _names_of_libraries(type(owner))
+        }
         self._before: PlainAttributes | None = PlainAttributes(owners)
 
     def committed(self) -> None:
@@ -37,7 +42,8 @@ class AttributeWatch:
         before, self._before = self._before, None
         if before is None:
             return
-        if changed := before.changed():
+        changed = [name for name in before.changed() if not self._is_of_library(name)]
+        if changed:
             logger.warning(
                 "the first step changes %s, which no checkpoint holds: a restart begins with the "
                 "first values. Register tensors as buffers of the model, take the count of steps "
@@ -45,6 +51,20 @@ class AttributeWatch:
                 "state_dict() and load_state_dict() that keeps the rest as es.protect(extra=…)",
                 few(changed),
             )
+
+    def _is_of_library(self, name: str) -> bool:
+        return any(name == own or name.startswith(f"{own}.") for own in self._of_libraries)
+
+
+def _names_of_libraries(kind: type) -> frozenset[str]:
+    """Return the attributes that Lightning sets on a module of its own kind, as its trainer. They
+    are Lightning's to keep."""
+    return frozenset(
+        name
+        for base in kind.__mro__
+        if base.__name__ == "LightningModule" and _is_of_library(base)
+        for name in vars(base())
+    )
 
 
 def _is_of_library(kind: type) -> bool:

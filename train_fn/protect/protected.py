@@ -186,6 +186,12 @@ class Protected:
     def attach(self, data: Batches, total_steps: int | None) -> None:
         """Let the state follow this data; called by ``es.loader``."""
         training = self._open()
+        if self._share is not None and self._state.data not in (None, data):
+            raise BadTask(
+                f"two es.loader(dataset) give batches to step {self.step_number + 1}: the state "
+                "follows one. Join them in one data set whose samples hold both, or pass both as "
+                'DataLoaders: es.loader(DataLoader(…)), extra={"one": …, "other": …}'
+            )
         self._data_error = None
         is_known = self._state.data is data and self._total_steps == total_steps
         self._state.attach(data, training.peers)

@@ -343,6 +343,15 @@ def test_what_a_module_does_at_a_batch_s_end_belongs_to_the_step(
         assert torch.equal(again.state_dict()[name], value), name
 
 
+def test_a_counter_of_a_module_is_named_and_nothing_that_lightning_sets(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", logger="train_fn"):
+        follow("counted")
+    said = [each.getMessage() for each in caplog.records if "changes" in each.getMessage()]
+    assert [text.partition(", which")[0] for text in said] == ["the first step changes num_hooks"]
+
+
 class Averaging(transformers.TrainerCallback):  # type: ignore[misc]
     """Averages the weights, in an object of its own or in one that is kept."""
 

@@ -161,6 +161,24 @@ def test_a_loop_in_the_wrong_order_is_told_so(
             body({**loop, "batch": batch})
 
 
+def test_two_loaders_side_by_side_are_told_apart_from_a_forgotten_step(
+    protect: Callable[..., Protected], model: nn.Module
+) -> None:
+    state, optimizer = protect(), torch.optim.SGD(model.parameters(), lr=0.1)
+    one, other = data(), data()
+    with pytest.raises(BadTask, match=r"two es\.loader\(dataset\) give batches to step 1"), state:
+        for (first,), _ in zip(one.batches(state), other.batches(state), strict=True):
+            train(model, optimizer, first)
+            state.step()
+    state = protect(optimizer=optimizer, fresh=True)
+    with state:  # one after the other is fine
+        for epoch, each in enumerate((one, other), start=1):
+            for (inputs,) in each.batches(state, epochs=epoch):
+                train(model, optimizer, inputs)
+                state.step()
+    assert state.step_number == 6
+
+
 class Sharp(torch.optim.Optimizer):
     """Sharpness-aware minimisation, as it is written: another optimizer takes the step."""
 
