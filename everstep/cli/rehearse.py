@@ -101,6 +101,9 @@ def _explain(report: Any) -> None:
     """Print what is first different, and what to write instead."""
     out = terminal()
     for row in report.rows:
+        if row.traceback:
+            for line in row.traceback.rstrip().splitlines():
+                out.line(line, style="dim")
         if row.difference is not None:
             out.line()
             out.line(f"{row.name}:", style="bold")

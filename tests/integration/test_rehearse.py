@@ -215,6 +215,14 @@ def test_a_task_is_equal_in_fresh_processes_and_in_those_that_stay(tmp_path: Pat
 
 
 @pytest.mark.chaos
+def test_a_spec_whose_steps_draw_nothing_is_equal(tmp_path: Path) -> None:
+    spec = Path(__file__).parents[2] / "examples" / "digits.yaml"
+    sets = ("--set", "train.global_batch_size=64", "--set", "scaling.use_gpu=false")
+    found = rehearse(tmp_path, spec, "--max-samples", 200, "--steps", 8, *sets)
+    assert found.code == 0, found.report
+
+
+@pytest.mark.chaos
 def test_a_task_that_counts_its_calls_is_found(tmp_path: Path) -> None:
     count = "type(self).calls += model.training"
     found = rehearse(tmp_path, *task(tmp_path, count, " / max(1, type(self).calls)"))

@@ -156,9 +156,7 @@ ADVICE = {
         "Ranks train on the same batches. Divide the data: es.loader(dataset, global_batch_size=…) "
         "does, or a DistributedSampler"
     ),
-    "the end": (
-        "The code did not go on after the death. The text says why; the log of the rank has more"
-    ),
+    "the end": ("The code did not go on after the death. The text says why"),
 }
 """What to write instead, by what is different."""
 

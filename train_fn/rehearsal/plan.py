@@ -38,6 +38,8 @@ class Row:
     difference: Difference | None = None
     went_on_from: str | None = None
     """``step 5 (snapshot)``."""
+    traceback: str | None = None
+    """Of the code that failed."""
 
 
 @dataclass
@@ -200,7 +202,9 @@ class _Rehearsal:
         self._expected = result.records
         name = "undisturbed"
         if result.error is not None:
-            self._tell(Row(name, "impossible", f"the code fails by itself: {result.error}"))
+            text = f"the code fails by itself: {result.error}"
+            trace = result.failure.traceback if result.failure is not None else None
+            self._tell(Row(name, "impossible", text, traceback=trace))
             return False
         if any(each is not None and each.is_unprotected for each in result.ended.values()):
             text = (
@@ -261,7 +265,9 @@ class _Rehearsal:
             step = int(restored.get("step") or 0)
             difference = Difference("the end", step, 0, f"after the death: {error}")
         if difference is not None:
-            return Row(death.name, "different", difference.text(), difference, went_on)
+            failed = last.failure if not last.done else None
+            trace = failed.traceback if failed is not None else None
+            return Row(death.name, "different", difference.text(), difference, went_on, trace)
         for name, values in held_names(self._expected, attempts[1:]).items():
             if name not in self._ignored and "unset" not in values:
                 self._noted.setdefault(name, values)

@@ -34,7 +34,7 @@ from train_fn.loop.attempt import train
 from train_fn.loop.training import Progress
 from train_fn.node import children
 from train_fn.own_loop import OwnLoop
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
 from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
 from train_fn.snapshots.process_slot import kept_step
 from train_fn.standalone.place import Place, device_of
@@ -86,6 +86,7 @@ class Ended:
 
     error: str | None = None
     """None if the code came to its end."""
+    traceback: str = ""
     is_collateral: bool = False
     """Whether it only follows from another rank's end."""
     stays: bool = False
@@ -173,7 +174,7 @@ def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
             train(ctx, progress)
             recorder.finish()
         except StepFailed as exc:
-            return Ended(exc.error.summary, exc.error.collateral, stays=kept_step() is not None)
+            return _failed(exc.error, stays=kept_step() is not None)
         finally:
             end_process_group()
     return Ended()
@@ -204,9 +205,13 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
                 if isinstance(failure, own_loop.Left)
                 else describe_error(failure, ctx.world_rank)
             )
-            return Ended(error.summary, error.collateral)
+            return _failed(error)
         recorder.finish()
         return Ended(is_unprotected=present.protection is None)
+
+
+def _failed(error: RankError, *, stays: bool = False) -> Ended:
+    return Ended(error.summary, error.traceback, error.collateral, stays)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ class Orders:
 class Source(Protocol):
     """What is trained here."""
 
+    seeds_steps: bool
+    """Whether the generators' states follow from the step's number: not if steps that draw nothing
+    leave them as they are."""
+
     def step(self) -> int | None:
         """Return the steps done; None if no step is being made."""
 
@@ -82,7 +86,9 @@ class Source(Protocol):
 
 
 class OfTask:
-    """A task that Everstep's loop trains."""
+    """A task that Everstep's loop trains. What it draws shows in its gradients."""
+
+    seeds_steps = False
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -125,6 +131,8 @@ class OfTask:
 
 class OfLoop:
     """A loop of the user's own under ``es.protect``."""
+
+    seeds_steps = True
 
     def __init__(self, present: OwnLoop) -> None:
         self._present = present
@@ -269,7 +277,7 @@ class Recorder:
             step=step,
             state=_values(self._source.state()),
             gradients=self._gradients(optimizer),
-            draws=_generators(),
+            draws=_generators() if self._source.seeds_steps else {},
             held=self._own.read(frame, self._source.held_by()),
             where=self._own.where(frame),
         )

@@ -61,17 +61,25 @@ class AttemptResult:
     done: bool
     """Whether all ranks came to the last step, or to the end of the code."""
     hung: bool = False
+    was_ordered: bool = False
+    """Whether the orders were to die."""
     restored: dict[str, Any] | None = None
     """The event that says where it began."""
 
     @property
+    def failure(self) -> Ended | None:
+        """Return how the rank ended that failed by itself, or one that followed."""
+        failed = [each for each in self.ended.values() if each is not None and each.error]
+        return next((each for each in failed if not each.is_collateral), next(iter(failed), None))
+
+    @property
     def error(self) -> str | None:
         """Return what ended it, if that was not the death of a rank."""
-        failed = [each for each in self.ended.values() if each is not None and each.error]
-        own = [each for each in failed if not each.is_collateral] or failed
-        if own:
-            return own[0].error
-        return "a rank hung, or took too long" if self.hung else None
+        if (failure := self.failure) is not None:
+            return failure.error
+        if self.hung:
+            return "a rank hung, or took too long"
+        return None if self.done or self.was_ordered else "a rank's process died by itself"
 
 
 @dataclass
@@ -108,13 +116,14 @@ class Trial:
 
     @property
     def _work_dir(self) -> Path:
-        return self.setup.directory / f"{self.run_id}-workdir"
+        # as in a service, so that errors name the line of a file here
+        return self.setup.directory / "runs" / self.run_id / "workdir"
 
     def attempt(self, orders: Orders) -> AttemptResult:
         """Run an attempt to its end, whatever that is."""
         setup, number = self.setup, len(self.attempts) + 1
         if not self._work_dir.exists():
-            self._work_dir.mkdir()
+            self._work_dir.mkdir(parents=True)
             code = setup.spec.code
             if setup.archive is not None and code is not None and code.script is not None:
                 unpack(setup.archive, self._work_dir)
@@ -149,6 +158,7 @@ class Trial:
             {rank: each.ended for rank, each in self._ranks.items()},
             done,
             hung,
+            orders.dies_at is not None,
         )
         self.attempts.append(result)
         self._ranks = {

@@ -19,6 +19,8 @@ from train_fn.rehearsal.recorder import Orders, Recorder
 class Source:
     """A training of one model."""
 
+    seeds_steps = True
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.done = model, optimizer, 0
 
