@@ -12,6 +12,9 @@ from torch import nn
 from train_fn.state.contents import few
 from train_fn.step.plain_attributes import PlainAttributes
 
+_SET_BY_ACCELERATE = ("_is_accelerate_prepared",)
+"""Attributes that Accelerate sets on any model, also in the Trainer of Hugging Face."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +36,7 @@ class AttributeWatch:
         self._of_libraries = {
             f"{name}.{key}".strip(".")
             for name, owner in owners.items()
-            for key in _names_of_libraries(type(owner))
+            for key in (*_names_of_libraries(type(owner)), *_SET_BY_ACCELERATE)
         }
         self._before: PlainAttributes | None = PlainAttributes(owners)
 

@@ -384,6 +384,14 @@ def average(run_id: str, dies: int | None = None, *, is_kept: bool = True) -> Ke
     return kept
 
 
+def test_nothing_that_accelerate_sets_on_a_model_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", logger="train_fn"):
+        average("warned")
+    assert "_is_accelerate_prepared" not in caplog.text
+
+
 def test_an_average_of_a_callback_is_kept_or_refused_in_the_first_step() -> None:
     whole = average("whole")
     with pytest.raises(LookupError):
