@@ -95,9 +95,9 @@ state = es.protect(model=model, optimizer=optimizer, scheduler=scheduler, extra=
 """
 BALANCED = """
 class Balanced(Sampler):
-    def __init__(self): self.rng = np.random.default_rng(7 + rank)
+    def __init__(self): self.rng = np.random.default_rng(7)
     def __len__(self): return 12
-    def __iter__(self): return iter(self.rng.permutation(24)[:12].tolist())
+    def __iter__(self): return iter(self.rng.permutation(24)[rank::2].tolist())
 sampler = Balanced()
 """
 EPOCH = "if state.step_number % 6 == 0: scheduler.step()"
