@@ -15,7 +15,7 @@ SLOWEST := --durations 20 --durations-min 1
 # tests that share a cluster stay together; see tests/support/two_groups.py
 TWO_GROUPS := -n 2 --dist loadfile
 
-.PHONY: help install demo serve test test-rest test-all test-unit test-one chaos hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
+.PHONY: help install demo serve test test-rest test-all test-unit test-one chaos versions hosts compose kubernetes soak gpu check format docs bench sbom audit lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -60,6 +60,9 @@ test-one: $(STAMP)  ## One file or folder of unit tests, in seconds (T=tests/uni
 
 chaos: $(STAMP)  ## The long fault-injection suites
 	$(BIN)/python -m pytest tests -m chaos $(ARGS)
+
+versions:  ## make demo in fresh clones on other Debians, each with its own Python, in a chroot (root, mmdebstrap; DEBIAN="trixie testing")
+	@scripts/try-debian.sh $(or $(DEBIAN),bookworm trixie)
 
 hosts: $(STAMP)  ## The compose file's parts on hosts of their own (network namespaces, needs root), with a network that fails
 	$(BIN)/python -m pytest tests/hosts -m chaos $(ARGS)
