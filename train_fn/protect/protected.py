@@ -307,7 +307,10 @@ class Protected:
     def _require_weights_of_commit(self) -> None:
         """Raise BadTask if the loop has changed trained weights within the step before an optimizer
         did: a rank that fails in between would have no state to leave."""
-        if not self.is_told_of_updates and self._state.weights_have_changed():
+        # A trainer wraps its model after it has begun, which writes all weights again.
+        if self.ends_with_commit or self.is_told_of_updates:
+            return
+        if self._state.weights_have_changed():
             raise BadTask(
                 f"the loop changed the trained weights of step {self._state.step + 1} before the "
                 "optimizer's step, as SAM does: a rank that fails in between would go back to the "

@@ -48,6 +48,7 @@ GIVEN_FLAGS = {
     "--database": "postgresql+psycopg://everstep:hidden@db/everstep",
     "--storage": "s3://b/p",
     "--storage-root": "/data/a,b",
+    "--adopt-storage": "an-id",
 }
 
 
@@ -66,6 +67,7 @@ def test_serve_becomes_the_service_with_the_same_options(
     assert read.cluster_env == ("HF_*", "A") and read.storage_roots == ("/data/a,b",)
     assert (read.ray_address, read.storage_uri) == ("http://head:8265", "s3://b/p")
     assert read.database_url == GIVEN_FLAGS["--database"]
+    assert read.adopt_storage == "an-id"
     assert read.drills and read.log_format == "json"
 
 

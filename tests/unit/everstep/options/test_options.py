@@ -66,7 +66,7 @@ def test_a_wrong_value_is_called_by_the_name_that_the_operator_used(
     free = {"home", "host", "tls_cert", "tls_key", "database_url", "storage_uri", "allow_pip"}
     free |= {"storage_roots", "notify_origins", "notify_secret", "ray_address"}
     free |= {"oidc_client_id", "oidc_client_secret", "oidc_grants", "oidc_groups_claim"}
-    free |= {"oidc_label"}
+    free |= {"oidc_label", "adopt_storage"}
     if name in free:
         return
     (tmp_path / "value").write_text(wrong)

@@ -176,6 +176,7 @@ async def test_a_word_is_acknowledged_without_storage_and_told_later(
     assert (await node(api, "node-1")).state == "CORDONED"
     blocked.unlink()
     kept.rename(blocked)
+    api.context.storage_gate.forget()  # what it was told a moment ago
     assert api.context.marks_file.publish()
     assert set(read_node_marks(api.storage)) == {"node-1"}
 
