@@ -89,6 +89,7 @@ check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/draw_house.py --check
+	@$(BIN)/python scripts/measure_house.py --check
 	@$(BIN)/python scripts/spec_reference.py --check
 	@$(BIN)/python scripts/settings_reference.py --check
 	@$(BIN)/python scripts/check_kubernetes.py

@@ -30,13 +30,13 @@ from benchmarks.api_seed import PROJECTS, SPEC, TEAMS, Seeded, seed
 from benchmarks.http_loop import closed_loop, lines_of_stream, percentile
 from benchmarks.ray_stand_in import ray_stand_in
 from everstep.wire.events import EventKind
-from service.api.followers import MOST_OF_CALLER
-from service.api.paging import encode_run_cursor
+from service.api.answers import encode_run_cursor
+from service.api.streams import MOST_OF_CALLER
 from service.db.engine import Database
-from service.db.storage_identity import StorageRecords
-from service.storage_identity.gate import StorageGate
+from service.db.node_marks import StorageRecords
+from service.storage_identity import StorageGate
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support import postgres_server

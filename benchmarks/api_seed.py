@@ -14,8 +14,8 @@ from sqlalchemy import insert, text
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
 from service.db.engine import Database
-from service.db.ids import new_run_id
-from service.db.new_run import new_row
+from service.db.lease import new_run_id
+from service.db.runs import new_row
 from service.db.tables import events, projects, run_tags, runs, transitions
 from service.model.run_rows import RunRow
 from service.projections.goodput import TimeLedger

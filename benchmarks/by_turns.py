@@ -24,11 +24,9 @@ from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.driver.command import main
-from train_fn.loop.attempt import take_step
-from train_fn.loop.beginning import begin
-from train_fn.loop.replica import Replica
-from train_fn.loop.step_module import StepModule
-from train_fn.loop.training import Progress, Training, prepare
+from train_fn.loop.attempt import begin, take_step
+from train_fn.loop.replica import Replica, StepModule
+from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.samples.loader import Loader
 from train_fn.state.optim import lr_factor
 
@@ -64,7 +62,7 @@ class Turn(NamedTuple):
 
 def train(ctx: WorkerContext) -> Stop | None:
     """Take turns of ``BLOCK`` steps."""
-    training = prepare(ctx, Progress())
+    training = prepare(ctx, RankProgress())
     begin(training)
     replica, saver = training.replica, training.saver
     assert replica.wrapped is not None

@@ -38,12 +38,11 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
-from train_fn.checkpoints.files import MODEL_FILE, STATE_FILE
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import MODEL_FILE, STATE_FILE, load_checkpoint
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.loop.step_module import wrap
+from train_fn.loop.replica import wrap
 from train_fn.state.train_state import TrainState
 
 BYTES_PER_PARAMETER = 12

@@ -109,7 +109,7 @@ def _prepared(case: Case, base: str, rank: int, mode: str) -> Any:
     from storage.filesystem import open_storage
     from storage.run_dir import RunDir
     from train_fn.context import WorkerContext
-    from train_fn.loop.training import Progress, prepare
+    from train_fn.loop.training import RankProgress, prepare
 
     return prepare(
         WorkerContext(
@@ -127,7 +127,7 @@ def _prepared(case: Case, base: str, rank: int, mode: str) -> Any:
             journal=_Silent(),
             report_checkpoint=lambda name, metrics: None,
         ),
-        Progress(),
+        RankProgress(),
     )
 
 

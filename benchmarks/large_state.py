@@ -35,8 +35,8 @@ from train_fn.snapshots import publisher
 KILL_STEP, LAST_STEP = 3, 5
 STAGES = {
     "leave": "train_fn.loop.attempt:leave",
-    "leave: write": "train_fn.snapshots.leaving:SnapshotStore.write",
-    "leave: compare": "train_fn.snapshots.leaving:state_digest",
+    "leave: write": "train_fn.snapshots.publisher:SnapshotStore.write",
+    "leave: compare": "train_fn.snapshots.publisher:state_digest",
     "build": "train_fn.loop.training:build_replica",
     "elect and read": "train_fn.loop.restore:_find",
     "read": "train_fn.snapshots.store:read_state",

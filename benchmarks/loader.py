@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 
 from benchmarks.report import summary, write
-from everstep.spec.image_task import ImageFolderArgs
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.tasks import ImageFolderArgs
 from train_fn.data.image_folder import load_image_folder
 from train_fn.samples.loader import KeyedDataset, Loader, collate_of
 from train_fn.samples.sampler import Sampler

@@ -39,8 +39,7 @@ from tests.browser.log_in import session_cookie, session_of
 from tests.browser.story import story_token, tell
 from tests.support.api_service import ApiService
 from tests.support.service_process import ServiceProcess, wait_for
-from train_fn.step.step_clock import StepClock
-from train_fn.step.stragglers import StragglerWatch
+from train_fn.step.timing import StepClock, StragglerWatch
 
 PARTS = ("lag", "throughput", "page")
 WATCH_S = 30.0

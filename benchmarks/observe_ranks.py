@@ -94,8 +94,8 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
     import torch
     import torch.distributed as dist
 
-    from train_fn.journal.local_journal import open_local_journal
-    from train_fn.journal.rank_logging import RankLog
+    from train_fn.journal.rank_log import RankLog
+    from train_fn.journal.server import open_local_journal
     from train_fn.loop import training
     from train_fn.loop.attempt import train
 

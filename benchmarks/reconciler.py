@@ -22,12 +22,12 @@ from benchmarks.ray_stand_in import StandIn, ray_stand_in
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.ids import new_run_id
-from service.db.new_run import new_row
+from service.db.lease import new_run_id
+from service.db.runs import new_row
 from service.db.tables import runs
-from service.reconciler.decisions import submission_id
+from service.reconciler.facts import submission_id
 from service.reconciler.tail import JournalTail
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.reconciler_world import World, world

@@ -19,10 +19,10 @@ from typing import Final
 
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
-from service.reconciler.facts import NodeFacts, RunFacts
+from service.reconciler.facts import NodeState, RunFacts
 from service.reconciler.schedule import plan
 
-NODES: Final = tuple(NodeFacts(f"n{index}", {"CPU": 8.0}) for index in range(16))
+NODES: Final = tuple(NodeState(f"n{index}", {"CPU": 8.0}) for index in range(16))
 CAPACITY: Final = 128
 QUOTAS: Final = {"busy": Quotas(max_workers=96)}
 LOAD: Final = 0.9

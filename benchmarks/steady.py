@@ -38,8 +38,7 @@ from benchmarks.by_turns import BLOCK, ORDER, SETTLING, TIMES_VARIABLE, Kind, Tu
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
 from everstep.spec.run_spec import RunSpec
-from service.cluster.ray_answers import Job, JobStatus
-from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.cluster.ray_jobs import Job, JobStatus, RayEndpoint, RayJobs
 from service.embedded.cluster import EmbeddedCluster
 from service.settings import Settings
 from storage.filesystem import open_storage

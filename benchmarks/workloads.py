@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everstep.spec.parsing import parse_spec
-from everstep.spec.text_task import LanguageModelingSpec
+from everstep.spec.tasks import LanguageModelingSpec
 from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import InMemoryImages
 from train_fn.data.text_files import load_text_files
-from train_fn.models.gpt import Gpt
-from train_fn.models.image_models import build_image_model
+from train_fn.models import Gpt, build_image_model
 
 
 def _workload(data: str) -> dict[str, Any]:

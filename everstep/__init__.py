@@ -18,10 +18,9 @@ if TYPE_CHECKING:
         AsyncSweep,
     )
     from everstep.client.client import Client
-    from everstep.client.drill_handle import DrillHandle
-    from everstep.client.follow import Patience
-    from everstep.client.profile_handle import ProfileHandle
+    from everstep.client.handles import DrillHandle, ProfileHandle
     from everstep.client.runs import RunHandle
+    from everstep.client.streams import Patience
     from everstep.client.sweeps import SweepHandle
     from everstep.errors import (
         AuthError,
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
         Verdict,
     )
     from everstep.wire.alerts import Alert, AlertDelivery, AlertMessage
-    from everstep.wire.drills import Drill, DrillKind
-    from everstep.wire.profiles import AllReduce, Profile
+    from everstep.wire.drills import AllReduce, Drill, DrillKind, Profile
     from everstep.wire.sweep import Sweep, SweepRun, SweepStatus
 
 __version__ = "0.1.0"
@@ -123,9 +121,8 @@ __all__ = [
 _NAMES_OF = {
     "everstep.client.async_client": "AsyncClient AsyncDrill AsyncProfile AsyncRun AsyncSweep",
     "everstep.client.client": "Client",
-    "everstep.client.drill_handle": "DrillHandle",
-    "everstep.client.follow": "Patience",
-    "everstep.client.profile_handle": "ProfileHandle",
+    "everstep.client.handles": "DrillHandle ProfileHandle",
+    "everstep.client.streams": "Patience",
     "everstep.client.runs": "RunHandle",
     "everstep.client.sweeps": "SweepHandle",
     "everstep.errors": (
@@ -140,8 +137,7 @@ _NAMES_OF = {
         "ReasonCode Run RunStatus Samples Verdict"
     ),
     "everstep.wire.alerts": "Alert AlertDelivery AlertMessage",
-    "everstep.wire.drills": "Drill DrillKind",
-    "everstep.wire.profiles": "AllReduce Profile",
+    "everstep.wire.drills": "AllReduce Drill DrillKind Profile",
     "everstep.wire.sweep": "Sweep SweepRun SweepStatus",
 }
 """Public names by the module that has them: each is imported when it is first used, so that

@@ -12,9 +12,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-from everstep.options.flags import is_list, is_switch
 from everstep.options.model import default_of
-from everstep.options.serve import OPTIONS, ServeOptions
+from everstep.options.serve import OPTIONS, ServeOptions, is_list, is_switch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"

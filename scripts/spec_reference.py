@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from everstep.spec.field_types import Frozen
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import Frozen
 
 PAGE = Path(__file__).parents[1] / "docs" / "spec.md"
 HEAD = """\

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind
 from service.model.run_rows import RunRow
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 
 _RECOVERY_S: Final = (0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 900)
 _STALL_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)

@@ -12,11 +12,8 @@ from pydantic import Field, model_validator
 
 from everstep.options.model import FlagValue, SettingsError
 from everstep.options.serve import OPTIONS, ServeOptions
-from service.model.mail_server import MailServer
-from service.model.prices import Prices
-from service.model.provider_rule import GrantRule, ProviderRule
-from service.submission_rules.packages import NO_PACKAGES, PipRule
-from service.submission_rules.webhooks import NotifyRule, origin_of
+from service.model.provider_rule import GrantRule, MailServer, Prices, ProviderRule
+from service.submission_rules.packages import NO_PACKAGES, NotifyRule, PipRule, origin_of
 
 MIN_NOTIFY_SECRET_CHARS: Final = 16
 _CREDENTIALS: Final = {"s3": "AWS_*", "gs": "GOOGLE_*"}

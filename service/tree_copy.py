@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage.errors import NotRegularFile
-from storage.files.regular_file import open_regular
+from storage.files.protocol import open_regular
 
 _OWN_DIRECTORIES = frozenset({"runs", "code", "cluster"})
 """What Everstep itself makes at a storage's root: without one of these a copy would be no copy."""

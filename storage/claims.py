@@ -16,8 +16,7 @@ from typing import Any
 from storage.errors import AlreadyClaimed, StorageNotFound
 from storage.filesystem import require_exclusive_creates
 from storage.process_nonce import process_nonce
-from storage.run_dir import RunDir
-from storage.run_names import Origin
+from storage.run_dir import Origin, RunDir
 
 _GAP = 3
 """Maximum number of consecutive submissions, or attempts, that died before they claimed the run."""

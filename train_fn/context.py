@@ -17,8 +17,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_control import DrillOrder, ProfileOrder, Stop
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
 
 
 class JournalClient(Protocol):

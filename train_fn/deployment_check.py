@@ -20,11 +20,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.wire.deployment import AllReduceFacts, DeploymentReport, NodeFacts, StorageFacts
-from storage.cluster import deployment_checks
+from storage import cluster
 from storage.filesystem import open_storage
 from train_fn.node.node_check import ALL_REDUCE_BYTES, JOIN_S, NodeProbe
-from train_fn.ray_train.nodes import head_node_ids
 from train_fn.ray_train.ray_internals import cluster_state
+from train_fn.ray_train.scaling import head_node_ids
 
 START_S = 60.0
 """How long a node may take to start a process and import torch."""
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     ray.init(address="auto", log_to_driver=False, configure_logging=False)
     report = ClusterCheck(arguments.storage, arguments.check_id, arguments.all_reduce_s).report()
-    deployment_checks.write_report(
+    cluster.write_report(
         open_storage(arguments.storage), arguments.check_id, report.model_dump_json().encode()
     )
     return 0

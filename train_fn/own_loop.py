@@ -13,7 +13,7 @@ from typing import Protocol
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.recovery.rank_error import RankError
+from train_fn.recovery.evidence import RankError
 
 EXIT_STOPPED = 75
 """Exit code of a process that was asked to stop and can continue."""
@@ -28,7 +28,7 @@ class StopAgreed(SystemExit):
         self.stop: Stop = stop
 
 
-class Protection(Protocol):
+class LoopProtection(Protocol):
     """What protects a user's loop: the object of ``es.protect``."""
 
     @property
@@ -58,7 +58,7 @@ class OwnLoop:
     """The user's function that this process runs."""
 
     ctx: WorkerContext
-    protection: Protection | None = None
+    protection: LoopProtection | None = None
     """None if it does not call ``es.protect``."""
     has_begun: bool = False
     """Whether it was reported where the function continues without a protected state."""

@@ -30,12 +30,12 @@ from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.loop.speed import Speed, counted_flops, declared, peak_flops_per_s
-from train_fn.recovery.environment import take_environment
-from train_fn.standalone.local import run_local
+from train_fn.loop.report import Speed, counted_flops, declared, peak_flops_per_s
+from train_fn.recovery.settings import take_environment
+from train_fn.standalone.command import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast
-from train_fn.tasks.build import build_task
+from train_fn.tasks.own import build_task
 
 WARM_UP_STEPS = 10
 PARTS = ("forward_s", "backward_s", "update_s")

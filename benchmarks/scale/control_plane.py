@@ -22,7 +22,7 @@ from everstep.wire.events import EventKind
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.runs import RunStore
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from train_fn.node.probe import accepts_connection
 from train_fn.recovery.sizing import NodeView, choose_nodes
 

@@ -1,22 +1,36 @@
-"""Commands about the history of a run: logs, failures, metrics and samples."""
+"""Commands that tell what happened: attempts, failures, checkpoints, comparisons."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import webbrowser
+from pathlib import Path
+from typing import Annotated, cast
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from everstep.cli.options import JsonOption, RunArgument, UrlOption
-from everstep.cli.terminal import command, terminal
+from everstep.cli.terminal import (
+    Exit,
+    JsonOption,
+    RunArgument,
+    RunsArgument,
+    Terminal,
+    UrlOption,
+    command,
+    run_ids,
+    terminal,
+)
+from everstep.client.download import Which, leaves_out_frozen
 from everstep.client.runs import RunHandle
 from everstep.errors import UsageError
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.text import words
-from everstep.text.ending import summary
-from everstep.wire import RunStatus
+from everstep.text.events import summary
+from everstep.text.words import differences
+from everstep.wire import Checkpoint, Run, RunStatus
+from everstep.wire.drills import StackReport
 from everstep.wire.events import EventKind
-from everstep.wire.stacks import StackReport
 
 
 def _kinds(incomplete: str) -> list[str]:
@@ -198,3 +212,205 @@ def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = Non
             f"starts at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
             f"{origin.samples} samples of epoch {origin.epoch}"
         )
+
+
+# ---------------------------------------------------------------- checkpoints
+
+# Commands about the checkpoints of a run: list, verify and download.
+
+WhichArgument = Annotated[
+    str, typer.Argument(metavar="[STEP|latest|best]", help="Checkpoint: a step, latest or best.")
+]
+
+
+@command
+def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """List the checkpoints of a run, oldest first."""
+    found = terminal().client().runs.get(run_id).checkpoints()
+    if terminal().as_json:
+        terminal().json(found)
+        return
+    headers = ("step", "epoch", "state", "size", "committed", "metrics", "digest")
+    terminal().table(
+        headers,
+        [
+            (
+                each.step,
+                each.epoch,
+                each.state,
+                words.size(each.size_bytes),
+                words.ago(each.committed_at),
+                words.numbers(each.metrics) or None,
+                each.digest[:16],
+            )
+            for each in found
+        ],
+        empty="no checkpoints yet",
+        text=("metrics", "committed"),
+        dispensable=("digest", "metrics", "epoch"),
+    )
+
+
+@command
+def verify(
+    run_id: RunArgument,
+    which: WhichArgument = "latest",
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Have the service verify every file of a checkpoint. Exit code 1 if one is corrupt."""
+    checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
+    if terminal().as_json:
+        terminal().json(checkpoint)
+    elif checkpoint.state == "corrupt":
+        terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
+    else:
+        terminal().line(
+            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, sizes and digests "
+            "of all files match"
+        )
+    if checkpoint.state == "corrupt":
+        raise typer.Exit(Exit.FAILED)
+
+
+@command
+def download(
+    run_id: RunArgument,
+    which: WhichArgument = "latest",
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIRECTORY]", help="Target directory; default ./RUN-STEP.", show_default=False
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Download a checkpoint. All files are verified before any appears in the directory."""
+    out = terminal()
+    named = _which(which)
+    run = out.client().runs.get(run_id)
+    checkpoint = run.checkpoint(named)
+    target = directory or Path(f"{run_id}-{checkpoint.step}")
+    _download(out, run, checkpoint, target)
+    if out.as_json:
+        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
+    else:
+        out.line(str(target))
+        out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified")
+        if leaves_out_frozen(target):
+            out.note(
+                "model.pt holds trained parameters and buffers, not the frozen ones: build the "
+                "model as the task does, then model.load_state_dict(weights, strict=False)"
+            )
+
+
+def _which(text: str) -> Which:
+    """Return the checkpoint that a text names. Raise UsageError."""
+    if text not in ("latest", "best") and not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{text!r} is not a checkpoint; use a step, latest or best")
+    return cast(Which, text)
+
+
+def _download(out: Terminal, run: RunHandle, checkpoint: Checkpoint, target: Path) -> None:
+    if not out.is_interactive:
+        run.download_checkpoint(checkpoint.step, target)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=out.err, transient=True) as progress:
+        task = progress.add_task(f"step {checkpoint.step}", total=checkpoint.size_bytes)
+        run.download_checkpoint(
+            checkpoint.step, target, on_bytes=lambda num_bytes: progress.advance(task, num_bytes)
+        )
+
+
+# ---------------------------------------------------------------- compare
+
+# The commands that show runs elsewhere than alone: `everstep compare` and `everstep open`.
+
+OpenedArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="Id of a run; default the list of runs.",
+        show_default=False,
+        autocompletion=run_ids,
+    ),
+]
+
+
+@command
+def compare(run_ids: RunsArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show runs side by side: how they did, and where their specs differ."""
+    out = terminal()
+    ids = list(dict.fromkeys(run_ids))
+    if len(ids) < 2:
+        raise UsageError("name at least two runs to compare")
+    client = out.client()
+    runs = [client.runs.get(run_id) for run_id in ids]
+    found = differences([run.spec().model_dump(mode="json") for run in runs])
+    if out.as_json:
+        out.json(
+            {
+                "runs": [run.run for run in runs],
+                "differences": {
+                    path: dict(zip(ids, values, strict=True)) for path, values in found
+                },
+            }
+        )
+        return
+    rows = [*_figures(runs), *((path, *values) for path, values in found)]
+    headers = ("", *ids)
+    out.table(headers, rows, empty="", text=("",))
+    if not found:
+        out.note("their specs are equal, except perhaps for the name")
+
+
+def _figures(runs: list[RunHandle]) -> list[tuple[object, ...]]:
+    """Return the rows of the comparison: a name, and the value of each run."""
+    shown = [run.run for run in runs]
+    names = sorted({name for run in shown for name in run.metrics})
+    return [
+        ("name", *(run.name for run in shown)),
+        ("status", *(run.status for run in shown)),
+        ("steps", *(words.progress(run) for run in shown)),
+        ("time", *(None if run.progress is None else _elapsed(run) for run in shown)),
+        ("goodput", *(None if run.goodput is None else f"{run.goodput:.0%}" for run in shown)),
+        ("restarts", *(run.restarts for run in shown)),
+        ("steps lost", *(run.steps_lost for run in shown)),
+        *((name, *(_metric(run, name) for run in shown)) for name in names),
+    ]
+
+
+def _elapsed(run: Run) -> str | None:
+    return None if run.progress is None else words.duration(run.progress.elapsed_s)
+
+
+def _metric(run: Run, name: str) -> str | None:
+    return words.number(run.metrics[name]) if name in run.metrics else None
+
+
+@command
+def open_page(
+    run_id: OpenedArgument = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Open the page of a run in a browser, and print its address."""
+    out = terminal()
+    client = out.client()
+    address = f"{client.url}/runs"
+    if run_id is not None:
+        run = client.runs.get(run_id)
+        address = run.links.dashboard or f"{client.url}/runs/{run.id}"
+    if out.as_json:
+        out.json({"url": address})
+        return
+    out.line(address)
+    if out.is_interactive and not webbrowser.open(address):
+        out.note("this machine has no browser; open the address elsewhere")

@@ -1,4 +1,4 @@
-"""Commands that need no service: try a spec in this process, write a task skeleton."""
+"""Commands that need no service: run a spec here, show and check specs, vary one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import importlib
 import importlib.util
 import pdb
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.options import JsonOption, SpecArgument, TaskOption, UrlOption
-from everstep.cli.skeleton import SCHEMA_FILE, schema_line, write_schema, write_skeleton
-from everstep.cli.terminal import Exit, command, terminal
-from everstep.code.source import with_code
+from everstep.cli.submit import SCHEMA_FILE, schema_line, write_schema, write_skeleton
+from everstep.cli.terminal import (
+    CodeOption,
+    Exit,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    TaskOption,
+    UrlOption,
+    command,
+    terminal,
+)
+from everstep.code import with_code
 from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
-from everstep.spec.yaml_file import read_spec
+from everstep.spec.tasks import Catalog
+from everstep.spec.tasks import catalog as known_here
+from everstep.spec.yaml_file import parse_yaml, read_spec
 
-TRAINING = "train_fn.standalone.local"
+TRAINING = "train_fn.standalone.command"
 """Imported by name: this house does not import the others, and most of its users have no torch."""
 TRAINING_MODULES = ("train_fn", "storage", "torch", "torchvision", "ray", "psutil")
 
@@ -139,3 +151,144 @@ def init_schema(
         return
     terminal().line(str(path))
     terminal().note(f"begin a spec beside it with: {schema_line(path.name)}")
+
+
+# ---------------------------------------------------------------- specs
+
+# Commands about specs: `everstep validate` and `everstep catalog`.
+
+_KINDS = tuple(Catalog.model_fields)
+
+
+@command
+def validate(
+    spec: SpecArgument = None,
+    overrides: SetOption = None,
+    code: CodeOption = None,
+    task: TaskOption = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Check a spec on this machine, without a service. Print every fault and exit with 2.
+
+    With --json, print the spec with every default filled in. `everstep submit --dry-run` also asks
+    the service, which knows projects, packages, code and checkpoints.
+    """
+    raw, _ = with_code(None if spec is None else read_spec(spec), code, task)
+    parsed = parse_spec(apply_overrides(raw, overrides or []))
+    if terminal().as_json:
+        terminal().json(parsed)
+    else:
+        terminal().line(f"{spec or parsed.name} is valid")
+
+
+@command
+def catalog(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[KIND]",
+            help=f"Only one of {', '.join(_KINDS)}.",
+            show_default=False,
+            autocompletion=lambda incomplete: [
+                name for name in _KINDS if name.startswith(incomplete)
+            ],
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """List what a spec can name: tasks, models, data sets, optimizers and schedules, with their
+    arguments. Needs no service."""
+    if kind not in (None, *_KINDS):
+        raise UsageError(f"{kind!r} is not in the catalog; use one of {', '.join(_KINDS)}")
+    found = known_here()
+    if terminal().as_json:
+        terminal().json(found if kind is None else {kind: getattr(found, kind)})
+        return
+    rows = [
+        (name, entry.name, _arguments(entry.args_schema), entry.task)
+        for name in _KINDS
+        if kind in (None, name)
+        for entry in getattr(found, name)
+    ]
+    headers = ("kind", "name", "arguments", "task")
+    terminal().table(headers, rows, empty="", text=("arguments",), dispensable=("task",))
+
+
+def _arguments(schema: dict[str, Any]) -> str | None:
+    """Return the names of arguments with their defaults, as they stand in a spec."""
+    required = schema.get("required", [])
+    found = [
+        name if name in required else f"{name}={_default(each)}"
+        for name, each in schema.get("properties", {}).items()
+    ]
+    return ", ".join(found) or None
+
+
+def _default(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    return "null" if default is None else str(default).lower() if default is True else str(default)
+
+
+# ---------------------------------------------------------------- vary
+
+# ``--grid`` and ``--random``: the fields that a sweep varies, as text.
+
+_RANGES = ("uniform", "log", "int")
+_EXAMPLES = "log:1e-4..1e-1, uniform:0..0.5, int:1..8 or choice:adamw,sgd"
+
+
+def grid_of(settings: Sequence[str]) -> dict[str, list[Any]]:
+    """Return field -> values from ``FIELD=VALUE,VALUE``. Values are YAML.
+
+    >>> grid_of(["optimizer.lr=1e-3,3e-3", "train.compile=true"])
+    {'optimizer.lr': [0.001, 0.003], 'train.compile': [True]}
+    """
+    found: dict[str, list[Any]] = {}
+    for setting in settings:
+        path, text = _parts(setting, "--grid", "optimizer.lr=1e-3,3e-3", found)
+        found[path] = _values(text, f"--grid {setting}")
+    return found
+
+
+def random_of(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return field -> distribution from ``FIELD=NAME:LOW..HIGH`` or ``FIELD=choice:VALUE,VALUE``.
+
+    >>> random_of(["optimizer.lr=log:1e-4..1e-1"])
+    {'optimizer.lr': {'name': 'log', 'low': 0.0001, 'high': 0.1}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        path, text = _parts(setting, "--random", "optimizer.lr=log:1e-4..1e-1", found)
+        name, _, rest = text.partition(":")
+        low, dots, high = rest.partition("..")
+        if name == "choice" and rest:
+            found[path] = {"name": name, "values": _values(rest, f"--random {setting}")}
+        elif name in _RANGES and dots and low.strip() and high.strip():
+            ends = [parse_yaml(each, f"--random {setting}") for each in (low, high)]
+            found[path] = {"name": name, "low": ends[0], "high": ends[1]}
+        else:
+            raise UsageError(
+                f"--random {setting!r} has no distribution after the =; use for example {_EXAMPLES}"
+            )
+    return found
+
+
+def _parts(setting: str, option: str, example: str, found: dict[str, Any]) -> tuple[str, str]:
+    path, separator, text = setting.partition("=")
+    path = path.strip()
+    if not separator or not path or not text.strip():
+        raise UsageError(
+            f"{option} {setting!r} is not FIELD=VALUES, for example {option} {example}"
+        )
+    if path in found:
+        raise UsageError(f"{option} names {path} twice; give all its values at once")
+    return path, text
+
+
+def _values(text: str, source: str) -> list[Any]:
+    values = parse_yaml(f"[{text}]", source)
+    if not isinstance(values, list):
+        raise UsageError(f"{source} is not a list of values; separate them by commas")
+    return values

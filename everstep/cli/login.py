@@ -8,11 +8,16 @@ from urllib.parse import urlsplit
 
 import typer
 
-from everstep.cli.options import JsonOption, UrlOption
-from everstep.cli.terminal import command, terminal
-from everstep.client.address import checked_token, checked_url, is_loopback
+from everstep.cli.terminal import JsonOption, UrlOption, command, terminal
+from everstep.client.address import (
+    LogIn,
+    checked_token,
+    checked_url,
+    is_loopback,
+    read_contexts,
+    write_contexts,
+)
 from everstep.client.client import Client
-from everstep.client.contexts import LogIn, read_contexts, write_contexts
 
 LOCAL = "local"
 """Name of the service on this machine, which needs no log-in."""

@@ -8,32 +8,31 @@ from typing import Annotated
 import typer
 
 from everstep import __version__
-from everstep.cli import alerts as cli_alerts
-from everstep.cli import backup as cli_backup
-from everstep.cli import checkpoints as cli_checkpoints
-from everstep.cli import compare as cli_compare
-from everstep.cli import doctor as cli_doctor
+from everstep.cli import admin as cli_alerts
+from everstep.cli import admin as cli_team
+from everstep.cli import cluster as cli_doctor
+from everstep.cli import cluster as cli_node_watcher
+from everstep.cli import cluster as cli_nodes
 from everstep.cli import drills as cli_drills
+from everstep.cli import drills as cli_replays
+from everstep.cli import history as cli_checkpoints
+from everstep.cli import history as cli_compare
 from everstep.cli import history as cli_history
 from everstep.cli import local as cli_local
+from everstep.cli import local as cli_specs
 from everstep.cli import login as cli_login
-from everstep.cli import node_watcher as cli_node_watcher
-from everstep.cli import nodes as cli_nodes
 from everstep.cli import observe as cli_observe
+from everstep.cli import observe as cli_tensorboard
 from everstep.cli import rehearse as cli_rehearse
-from everstep.cli import replays as cli_replays
 from everstep.cli import runs as cli_runs
+from everstep.cli import service as cli_backup
 from everstep.cli import service as cli_service
-from everstep.cli import specs as cli_specs
-from everstep.cli import storage as cli_storage
+from everstep.cli import service as cli_storage
 from everstep.cli import submit as cli_submit
 from everstep.cli import sweeps as cli_sweeps
-from everstep.cli import team as cli_team
-from everstep.cli import tensorboard as cli_tensorboard
-from everstep.cli.guide import Guide
-from everstep.cli.options import JsonOption, UrlOption
-from everstep.cli.terminal import begin
-from everstep.spec.hash_seed import fix_hash_seed
+from everstep.cli.submit import Guide
+from everstep.cli.terminal import JsonOption, UrlOption, begin
+from everstep.spec.code import fix_hash_seed
 
 app = typer.Typer(
     name="everstep",

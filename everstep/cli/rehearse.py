@@ -10,10 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from everstep.cli.local import TRAINING_MODULES
-from everstep.cli.options import JsonOption, SetOption, SpecArgument, TaskOption, UrlOption
 from everstep.cli.submit import ARGV
-from everstep.cli.terminal import command, terminal
-from everstep.code.source import with_code
+from everstep.cli.terminal import (
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    TaskOption,
+    UrlOption,
+    command,
+    terminal,
+)
+from everstep.code import with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec

@@ -1,4 +1,4 @@
-"""Commands about the service: serve, cluster, demo."""
+"""Commands for a service of one's own: start and stop it, its storage, its backups."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.options import JsonOption, UrlOption
-from everstep.cli.terminal import Exit, command, terminal
-from everstep.options.flags import as_variables, help_of, is_list, is_switch
+from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.options.model import FlagValue
-from everstep.options.serve import FLAGS, OPTIONS, ServeOptions
+from everstep.options.serve import (
+    FLAGS,
+    OPTIONS,
+    ServeOptions,
+    as_variables,
+    help_of,
+    is_list,
+    is_switch,
+)
 from everstep.text import words
 from everstep.wire import Node
 
@@ -188,3 +195,145 @@ def demo(
     if url is None:
         require_server()
     raise typer.Exit(run_demo(terminal(), url=url, keep=keep, out=out))
+
+
+# ---------------------------------------------------------------- backup
+
+# `everstep backup` and `everstep restore`: copy a service's database and storage, on its own
+# machine.
+
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIRECTORY", help="Directory of the backup.")
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help=(
+            "Same as for `serve`; default EVERSTEP_DATABASE, EVERSTEP_DATABASE_FILE, or SQLite in "
+            "EVERSTEP_HOME."
+        ),
+    ),
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URI",
+        help="Same as for `serve`; default EVERSTEP_STORAGE, or in EVERSTEP_HOME.",
+    ),
+]
+
+
+@command
+def backup(
+    directory: DirectoryArgument,
+    database: DatabaseOption = None,
+    storage: StorageOption = None,
+    database_only: Annotated[
+        bool,
+        typer.Option("--database-only", help="Leave out the storage, for example an object store."),
+    ] = False,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "Also copy this directory of the storage (runs, code) if you made it a link. "
+                "Repeatable."
+            ),
+        ),
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Copy database and storage to a new directory. Run it on the service's machine; the service
+    may keep running."""
+    only = ["--database-only"] if database_only else []
+    _run(
+        "create",
+        directory,
+        database,
+        storage,
+        [*only, *(text for name in follow or () for text in ("--follow", name))],
+    )
+
+
+@command
+def restore(
+    directory: DirectoryArgument,
+    database: DatabaseOption = None,
+    storage: StorageOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Restore a backup into an empty EVERSTEP_HOME (or --database and --storage), before `everstep
+    serve` is started there."""
+    _run("restore", directory, database, storage, [])
+
+
+def _run(
+    what: str, directory: Path, database: str | None, storage: str | None, options: list[str]
+) -> None:
+    require_server()
+    given = {"--database": database, "--storage": storage}
+    arguments = [
+        text for name, value in given.items() if value is not None for text in (name, value)
+    ]
+    options += ["--json"] if terminal().as_json else []
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "service.backup", what, str(directory), *arguments, *options],
+    )
+
+
+# ---------------------------------------------------------------- storage
+
+# Commands about the storage: `everstep storage show` and `everstep storage adopt`.
+
+storage = typer.Typer(
+    help="Show the storage of the service, or adopt another one.", no_args_is_help=True
+)
+
+
+@storage.command("show")
+@command
+def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Show whether the storage belongs to the service's database."""
+    out = terminal()
+    found = out.client().storage.status()
+    if out.as_json:
+        out.json(found)
+        return
+    out.fields(
+        [
+            ("storage", found.uri),
+            ("its id", found.found_id),
+            ("the database's", found.known_id),
+            ("problem", found.problem),
+        ]
+    )
+    rows = [(one.run_id, one.database_submission, one.storage_submission) for one in found.behind]
+    if rows:
+        out.table(("run", "submission in the database", "in the storage"), rows, empty="")
+    if found.unknown_runs:
+        out.note(
+            f"the storage has {words.count(len(found.unknown_runs), 'run')} that the database does "
+            "not know"
+        )
+
+
+@storage.command("adopt")
+@command
+def adopt_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
+    """Continue with the storage that is there now, without data that it lacks. Read docs/runbook.md
+    first."""
+    out = terminal()
+    done = out.client().storage.adopt()
+    if out.as_json:
+        out.json(done)
+        return
+    out.line(
+        f"the service now uses storage {done.storage_id} (before: {done.previous_id or 'none'})"
+    )
+    if done.caught_up:
+        out.line(f"runs with newer submissions in the storage: {', '.join(done.caught_up)}")
+    if done.lost:
+        out.line(f"runs whose data the storage lacks: {', '.join(done.lost)}")

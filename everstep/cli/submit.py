@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
+import keyword
+import sys
+from pathlib import Path
+from string import Template
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from typer.core import TyperCommand
 
-from everstep.cli.options import (
+from everstep.cli.runs import watch_to_the_end
+from everstep.cli.terminal import (
     CodeOption,
     JsonOption,
     SetOption,
     SpecArgument,
     TaskOption,
     UrlOption,
+    command,
+    terminal,
 )
-from everstep.cli.runs import watch_to_the_end
-from everstep.cli.terminal import command, terminal
 from everstep.client.client import Client
-from everstep.code.source import with_code
+from everstep.code import with_code
+from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
-from everstep.spec.run_spec import RunSpec
+from everstep.spec.run_spec import RunSpec, spec_schema
 from everstep.spec.yaml_file import read_spec
 
 ARGV = "everstep.argv"
@@ -130,4 +139,210 @@ def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
         terminal().note(
             f"the best checkpoint is the one with the {size} {checkpoint.best_metric} "
             f"(checkpoint.best_mode {checkpoint.best_mode}, inferred from the metric's name)"
+        )
+
+
+# ---------------------------------------------------------------- guide
+
+# What `--help` shows: the commands in groups, a newcomer's first, and an example of each.
+
+GROUPS = {
+    "Begin here": "demo serve init submit watch runs logs why download",
+    "Train": "validate catalog run rehearse sweep sweeps pause resume cancel note delete",
+    "Watch": "show metrics events compare open tensorboard",
+    "Explain": "stacks stragglers goodput profile drill replay",
+    "Data and checkpoints": "samples checkpoints verify",
+    "Cluster": "cluster doctor cordon uncordon drain node-watcher",
+    "Team": "login logout context project token session alerts audit",
+    "Service": "storage backup restore",
+}
+"""Commands by group, in the order in which they are shown."""
+
+EXAMPLES = {
+    "demo": "",
+    "serve": "--nodes 3 --port 9000",
+    "init": "task my-task",
+    "init task": "my-task",
+    "init schema": "",
+    "submit": "examples/digits.yaml --watch",
+    "watch": "run_1anv6ek143hk",
+    "runs": "--status RUNNING --sort -metrics.val_accuracy",
+    "logs": "run_1anv6ek143hk --follow",
+    "why": "run_1anv6ek143hk",
+    "download": "run_1anv6ek143hk latest model",
+    "validate": "examples/digits.yaml --set train.epochs=3",
+    "catalog": "",
+    "run": "examples/digits.yaml --local",
+    "rehearse": "--code my_code --script train.py --steps 12",
+    "sweep": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
+    "sweep submit": "examples/digits.yaml --metric val_accuracy --grid optimizer.lr=0.01,0.003",
+    "sweep show": "sweep_1anv6ek143hk",
+    "sweep watch": "sweep_1anv6ek143hk",
+    "sweep cancel": "sweep_1anv6ek143hk",
+    "sweep delete": "sweep_1anv6ek143hk",
+    "sweeps": "",
+    "pause": "run_1anv6ek143hk",
+    "resume": "run_1anv6ek143hk",
+    "cancel": "run_1anv6ek143hk",
+    "note": "run_1anv6ek143hk 'diverges with warmup below 100'",
+    "delete": "run_1anv6ek143hk",
+    "show": "run_1anv6ek143hk",
+    "metrics": "run_1anv6ek143hk",
+    "events": "run_1anv6ek143hk",
+    "compare": "run_1anv6ek143hk run_1anv6ek2mp4t",
+    "open": "run_1anv6ek143hk",
+    "tensorboard": "run_1anv6ek143hk",
+    "stragglers": "run_1anv6ek143hk",
+    "goodput": "run_1anv6ek143hk",
+    "profile": "run_1anv6ek143hk --rank 1",
+    "stacks": "run_1anv6ek143hk",
+    "drill": "run_1anv6ek143hk kill_worker --rank 1",
+    "replay": "run_1anv6ek143hk --from 400 --to 450",
+    "samples": "run_1anv6ek143hk",
+    "checkpoints": "run_1anv6ek143hk",
+    "verify": "run_1anv6ek143hk latest",
+    "cluster": "",
+    "doctor": "",
+    "cordon": "53e5fe4c",
+    "uncordon": "53e5fe4c",
+    "drain": "53e5fe4c",
+    "node-watcher": "",
+    "login": "https://everstep.example.org",
+    "logout": "",
+    "context": "",
+    "project": "create vision",
+    "project create": "vision",
+    "project list": "",
+    "project delete": "vision",
+    "token": "list",
+    "token create": "ci --role submitter --project vision",
+    "token list": "",
+    "token revoke": "ci",
+    "session": "list",
+    "session list": "",
+    "session revoke": "ses_1anv6ek143hk",
+    "alerts": "list",
+    "alerts add": "night-watch --when failed --to slack --target https://hooks.example.org/T1",
+    "alerts list": "",
+    "alerts test": "alr_1anv6ek143hk",
+    "alerts deliveries": "alr_1anv6ek143hk",
+    "alerts retry": "alr_1anv6ek143hk dlv_1anv6ek2mp4t",
+    "alerts delete": "alr_1anv6ek143hk",
+    "audit": "",
+    "storage": "show",
+    "storage show": "",
+    "storage adopt": "",
+    "backup": "/backup/2026-06-01",
+    "restore": "/backup/2026-06-01",
+}
+"""What follows ``everstep COMMAND`` in the example at the end of its help."""
+
+_display_type = typer.core.TyperOption.display_type
+
+
+def _type_of_values(self: Any, ctx: Any) -> str | None:
+    """Return the type to show of an option, None for a flag: it takes no value."""
+    return None if self.is_flag else _display_type(self, ctx)
+
+
+typer.core.TyperOption.display_type = _type_of_values  # type: ignore[method-assign, assignment]
+
+
+class Guide(typer.core.TyperGroup):
+    """The program's commands in their groups, each with its first sentence and an example."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        place = {}
+        for group, names in GROUPS.items():
+            for name in names.split():
+                place[name] = self.commands.pop(name)
+                place[name].rich_help_panel = group  # type: ignore[attr-defined]
+        assert not self.commands, f"put these into a group: {', '.join(self.commands)}"
+        self.commands = place
+        _furnish(self.commands, "")
+
+
+def _furnish(commands: dict[str, Any], before: str) -> None:
+    """Give commands and those below them the first sentence of their help for lists, and an
+    example."""
+    for name, each in commands.items():
+        path = f"{before}{name}"
+        sentence = " ".join((each.help or "").split()).split(". ")[0].removesuffix(".")
+        each.short_help = each.short_help or sentence
+        each.epilog = f"Example: everstep {path} {EXAMPLES[path]}".rstrip()
+        _furnish(getattr(each, "commands", {}), f"{path} ")
+
+
+# ---------------------------------------------------------------- skeleton
+
+# Write the skeleton of a user task: a package that trains as it is.
+#
+# Its files are templates in ``skeleton_files``.
+
+SCHEMA_FILE = "spec.schema.json"
+
+_TAKEN = frozenset(
+    {"everstep", "storage", "service", "train_fn", "tests", "torch", "torchvision", "ray", "numpy"}
+)
+"""Names that would shadow, or be shadowed by, packages that run beside the task."""
+
+
+def write_skeleton(name: str, parent: Path) -> Path:
+    """Write the task package ``name`` into a new folder of that name below ``parent``; return the
+    folder. Raise UsageError, OSError."""
+    _check_name(name)
+    folder = parent / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} exists and is not empty; choose another name, or another directory with --in"
+        )
+    words = {
+        "name": name,
+        "class_name": "".join(part[:1].upper() + part[1:] for part in name.split("_")),
+        "run_name": name.strip("_").replace("_", "-"),
+    }
+    files = {
+        f"{name}/task.py": "task.py",
+        "test_task.py": "test_task.py",
+        "spec.yaml": "spec.yaml",
+        "README.md": "README.md",
+        ".everstepignore": "everstepignore",
+    }
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").touch()
+    for path, source in files.items():
+        (folder / path).write_text(Template(_template(source)).substitute(words))
+    write_schema(folder / SCHEMA_FILE)
+    return folder
+
+
+def write_schema(path: Path) -> None:
+    """Write the JSON schema of a spec, for an editor that completes and checks YAML."""
+    path.write_text(json.dumps(spec_schema(), indent=1) + "\n")
+
+
+def schema_line(path: str) -> str:
+    """Return the first line of a YAML file that names its schema to an editor."""
+    return f"# yaml-language-server: $schema={path}"
+
+
+def _template(name: str) -> str:
+    folder = importlib.resources.files("everstep.cli") / "skeleton_files"
+    return (folder / f"{name}.template").read_text()
+
+
+def _check_name(name: str) -> None:
+    """Raise UsageError if ``name`` cannot be imported, or is the name of another package."""
+    if (
+        not (name.isascii() and name.isidentifier())
+        or keyword.iskeyword(name)
+        or not name.strip("_")
+    ):
+        raise UsageError(
+            f"{name!r} is not a valid package name; use letters, digits and _, for example my_task"
+        )
+    if name in _TAKEN or name in sys.stdlib_module_names:
+        raise UsageError(
+            f"{name!r} is the name of a package that runs beside the task; choose another name"
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ParamSpec, cast
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, cast
 
 import typer
 from pydantic import BaseModel
@@ -20,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.client.client import Client
+from everstep.client.runs import RunHandle
+from everstep.client.sweeps import SweepHandle
 from everstep.errors import (
     AuthError,
     Conflict,
@@ -287,3 +291,110 @@ def _message(error: EverstepError) -> str:
             f"  {fault}" for fault in error.errors
         )
     return error.message
+
+
+# ---------------------------------------------------------------- completion
+
+# What the shell offers after Tab: ids of runs, statuses, files with a spec.
+
+_TIMEOUT_S = 2.0
+_MOST = 50
+_SPEC_FILES = (".yaml", ".yml", ".json")
+
+
+def run_ids(incomplete: str) -> list[tuple[str, str]]:
+    """Return the newest runs whose id begins so, each with its name and status. Nothing is offered
+    while the service does not answer."""
+    return _newest(lambda client: client.runs.list(), incomplete)
+
+
+def sweep_ids(incomplete: str) -> list[tuple[str, str]]:
+    """As ``run_ids``, for sweeps."""
+    return _newest(lambda client: client.sweeps.list(), incomplete)
+
+
+def _newest(
+    listed: Callable[[Client], Iterator[RunHandle | SweepHandle]], incomplete: str
+) -> list[tuple[str, str]]:
+    try:
+        with Client(timeout_s=_TIMEOUT_S, max_tries=1) as client:
+            newest = list(itertools.islice(listed(client), _MOST))
+    except EverstepError:
+        return []
+    return [
+        (each.id, printable(f"{each.name} {each.status}"))
+        for each in newest
+        if each.id.startswith(incomplete)
+    ]
+
+
+def statuses(incomplete: str) -> list[str]:
+    """Return the statuses that begin so."""
+    return [status for status in RunStatus if status.startswith(incomplete.upper())]
+
+
+def spec_paths(incomplete: str) -> list[str]:
+    """Return the YAML and JSON files, and the directories, whose path begins so."""
+    head, _, tail = incomplete.rpartition("/")
+    folder = Path(f"{head}/" if incomplete.startswith("/") or head else ".")
+    prefix = f"{head}/" if "/" in incomplete else ""
+    try:
+        found = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [
+        f"{prefix}{path.name}{'/' if path.is_dir() else ''}"
+        for path in found
+        if path.name.startswith(tail)
+        and (not path.name.startswith(".") or tail.startswith("."))
+        and (path.is_dir() or path.suffix in _SPEC_FILES)
+    ]
+
+
+# ---------------------------------------------------------------- options
+
+# Arguments and options that several commands of the CLI share.
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Id of the run, such as run_….", autocompletion=run_ids),
+]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN…", help="Ids of runs.", autocompletion=run_ids),
+]
+SpecArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SPEC.yaml]",
+        help="File with the spec; - for standard input.",
+        show_default=False,
+        autocompletion=spec_paths,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Override a field, for example train.epochs=3."
+    ),
+]
+CodeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--code",
+        metavar="DIRECTORY",
+        help="Upload this code and run it instead of the spec's task.",
+    ),
+]
+TaskOption = Annotated[
+    str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task class in the code.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value per line.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="URL of the service; default EVERSTEP_URL, else this machine.",
+    ),
+]

@@ -1,16 +1,21 @@
 """Administration: ``client.projects``, ``client.tokens``, ``client.sessions``, ``client.audit``,
-``client.storage``."""
+``client.storage``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
+from everstep.client.streams import Patience, wait_until
 from everstep.client.transport import Transport
-from everstep.wire import format_time
-from everstep.wire.storage_status import StorageAdoption, StorageStatus
+from everstep.errors import Conflict, NotFound, Unavailable, UsageError
+from everstep.wire import ClusterInfo, Node, format_time
+from everstep.wire.alerts import Alert, AlertDelivery, AlertFormat, AlertWhen
+from everstep.wire.cluster import StorageAdoption, StorageStatus
 from everstep.wire.team import AuditEntry, NewToken, Project, Role, Session, Token
 
 
@@ -154,3 +159,228 @@ class Storage:
         return self._transport.parse(
             self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption
         )
+
+
+# ---------------------------------------------------------------- alerts
+
+# Alerts of projects: ``client.alerts``; for administrators.
+
+_RECENT = 200
+
+
+class Alerts:
+    """Manage alerts, as ``client.alerts``.
+
+    >>> client.alerts.create(                                               # doctest: +SKIP
+    ...     "on-call", when="failed", format="slack", url="https://hooks.slack.com/services/…")
+    """
+
+    def __init__(self, transport: Transport, patience: Patience) -> None:
+        self._transport = transport
+        self._patience = patience
+
+    def create(
+        self,
+        name: str,
+        *,
+        when: AlertWhen,
+        format: AlertFormat,
+        project: str = "default",
+        url: str | None = None,
+        routing_key: str | None = None,
+        addresses: Sequence[str] | None = None,
+        more_than: int | None = None,
+        stalled_s: float | None = None,
+    ) -> Alert:
+        """Create an alert.
+
+        Args:
+            name: display name, part of every message.
+            when: ``failed``, ``finished``, ``recovered``, ``straggler`` or ``stalled``.
+            format: ``slack``, ``teams``, ``pagerduty``, ``email`` or ``json``.
+            project: project whose runs it watches.
+            url: where to send to; not for ``email``.
+            routing_key: for ``pagerduty``.
+            addresses: recipients, for ``email``.
+            more_than: for ``recovered``: recoveries within an hour that are not reported yet.
+            stalled_s: for ``stalled``: seconds without a step.
+
+        Raises InvalidSpec for invalid arguments, AuthError if you are not an administrator.
+        """
+        given: dict[str, Any] = {
+            "url": url,
+            "routing_key": routing_key,
+            "addresses": None if addresses is None else list(addresses),
+            "more_than": more_than,
+            "stalled_s": stalled_s,
+        }
+        body = {"project": project, "name": name, "when": when, "format": format}
+        body |= {field: value for field, value in given.items() if value is not None}
+        return self._transport.parse(self._transport.send("POST", "/v1/alerts", body=body), Alert)
+
+    def list(self, project: str | None = None) -> Iterator[Alert]:
+        """Yield every alert, or those of one project, oldest first, without secrets."""
+        return self._transport.pages("/v1/alerts", Alert, {"project": project})
+
+    def delete(self, alert_id: str) -> None:
+        """Delete an alert and its messages. Raise NotFound, AuthError."""
+        self._transport.send("DELETE", self._path(alert_id))
+
+    def test(self, alert_id: str, *, timeout_s: float = 60.0) -> AlertDelivery:
+        """Send a test message, and return what became of it. Raise NotFound, AuthError, WaitTimeout
+        if the service has not tried within ``timeout_s`` seconds."""
+        sent = self._transport.parse(
+            self._transport.send("POST", f"{self._path(alert_id)}/test"), AlertDelivery
+        )
+
+        def refresh() -> None:
+            nonlocal sent
+            sent = self._recent(alert_id, sent.id)
+
+        wait_until(
+            lambda: sent.state != "waiting",
+            refresh,
+            lambda: f"message {sent.id} was not tried within {timeout_s:g} s",
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+        )
+        return sent
+
+    def deliveries(self, alert_id: str) -> Iterator[AlertDelivery]:
+        """Yield the messages of an alert, newest first, with what became of them. Pages are fetched
+        lazily."""
+        return self._transport.pages(f"{self._path(alert_id)}/deliveries", AlertDelivery)
+
+    def retry(self, alert_id: str, delivery_id: str) -> AlertDelivery:
+        """Send a message again, with the same id. Raise NotFound, AuthError."""
+        path = f"{self._path(alert_id)}/deliveries/{quote(delivery_id, safe='')}/retry"
+        return self._transport.parse(
+            self._transport.send("POST", path, repeatable=True), AlertDelivery
+        )
+
+    def _recent(self, alert_id: str, delivery_id: str) -> AlertDelivery:
+        for each in itertools.islice(self.deliveries(alert_id), _RECENT):
+            if each.id == delivery_id:
+                return each
+        raise NotFound(f"alert {alert_id} has no delivery {delivery_id} any more")
+
+    def _path(self, alert_id: str) -> str:
+        return f"/v1/alerts/{quote(alert_id, safe='')}"
+
+
+# ---------------------------------------------------------------- nodes
+
+# Manage the nodes of the cluster, as ``client.nodes``.
+
+_SHOWN = 12
+
+
+class Nodes:
+    """Cordon, uncordon and drain nodes; ``client.cluster()`` lists them with their states.
+
+    >>> node = client.nodes.find("3f2a")                             # doctest: +SKIP
+    >>> client.nodes.drain(node.id, deadline_s=300, reason="disk")   # doctest: +SKIP
+    >>> client.nodes.wait_drained(node.id, timeout_s=300)            # doctest: +SKIP
+    """
+
+    def __init__(self, transport: Transport, patience: Patience) -> None:
+        self._transport = transport
+        self._patience = patience
+
+    def cordon(self, node_id: str, *, reason: str | None = None) -> Node:
+        """Place no new ranks on a node; its current ranks stay. Raise NotFound, Conflict for a dead
+        node, AuthError."""
+        return self._order(node_id, "cordon", {"reason": reason})
+
+    def uncordon(self, node_id: str, *, reason: str | None = None) -> Node:
+        """Allow ranks on a cordoned or draining node again. Raise NotFound, AuthError."""
+        return self._order(node_id, "uncordon", {"reason": reason})
+
+    def drain(
+        self, node_id: str, *, deadline_s: float | None = None, reason: str | None = None
+    ) -> Node:
+        """Make ranks save, leave a node and move to others. Return at once; ``wait_drained`` waits.
+
+        Args:
+            node_id: whole id of the node; ``find`` returns it for a prefix.
+            deadline_s: seconds from now at which the node will be removed, shown with the node.
+            reason: free text, shown with the node.
+
+        Raises NotFound, Conflict for a dead node, AuthError.
+        """
+        return self._order(node_id, "drain", {"reason": reason, "deadline_s": deadline_s})
+
+    def get(self, node_id: str) -> Node:
+        """Return one node by its whole id. Raise NotFound; Unavailable if Ray does not respond."""
+        for node in self._cluster().nodes:
+            if node.id == node_id:
+                return node
+        raise NotFound(f"node {node_id} is not in the cluster")
+
+    def find(self, prefix: str) -> Node:
+        """Return the node whose id starts with ``prefix``. Raise NotFound, UsageError if there are
+        several, Unavailable if Ray does not respond."""
+        nodes = self._cluster().nodes
+        found = [node for node in nodes if prefix and node.id.startswith(prefix)]
+        exact = [node for node in found if node.id == prefix]
+        if len(exact or found) > 1:
+            raise UsageError(
+                f"{prefix!r} matches {len(found)} nodes ({_names(found)}); give more digits of the "
+                "id"
+            )
+        if not found:
+            known = f"; the cluster has {_names(nodes)}" if nodes else ""
+            raise NotFound(f"no node id starts with {prefix!r}{known}")
+        return (exact or found)[0]
+
+    def wait_drained(self, node_id: str, timeout_s: float | None = None) -> Node:
+        """Wait until every rank has left a draining node. Return it, also if it died.
+
+        Keep waiting while the service or Ray is unreachable for a while. Raises WaitTimeout after
+        ``timeout_s`` seconds, with the runs that are still there; Conflict if the node is not being
+        drained, or no longer; Unavailable if service or Ray stay unreachable.
+        """
+        node: Node | None = None
+
+        def fetch() -> None:
+            nonlocal node
+            node = self.get(node_id)
+
+        def drained() -> bool:
+            if node is None or node.state == "DRAINING":
+                return False
+            if node.state not in ("DRAINED", "DEAD"):
+                raise Conflict(f"node {node_id} is {node.state}, not draining; drain it first")
+            return True
+
+        def late() -> str:
+            there = (
+                f"ranks of {', '.join(node.runs)}"
+                if node is not None and node.runs
+                else "no run that this token can see"
+            )
+            return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
+
+        wait_until(
+            drained, fetch, late, self._transport.timing, self._patience, timeout_s=timeout_s
+        )
+        assert node is not None
+        return node
+
+    def _order(self, node_id: str, order: str, body: dict[str, Any]) -> Node:
+        given = {name: value for name, value in body.items() if value is not None}
+        path = f"/v1/cluster/nodes/{quote(node_id, safe='')}/{order}"
+        return self._transport.parse(
+            self._transport.send("POST", path, body=given, repeatable=True), Node
+        )
+
+    def _cluster(self) -> ClusterInfo:
+        info = self._transport.get("/v1/cluster", ClusterInfo)
+        if not info.available:
+            raise Unavailable("Ray does not respond, so its nodes are unknown; try again")
+        return info
+
+
+def _names(nodes: tuple[Node, ...] | list[Node]) -> str:
+    return ", ".join(node.id[:_SHOWN] for node in nodes)

@@ -11,18 +11,14 @@ from urllib.parse import quote
 import httpx
 
 from everstep.client.address import find_address
-from everstep.client.admin import Audit, Projects, Sessions, Storage, Tokens
-from everstep.client.alerts import Alerts
-from everstep.client.code_uploads import Code
-from everstep.client.follow import Patience, wait_until
-from everstep.client.json_body import spec_body
-from everstep.client.nodes import Nodes
+from everstep.client.admin import Alerts, Audit, Nodes, Projects, Sessions, Storage, Tokens
+from everstep.client.download import Code
 from everstep.client.runs import RunHandle
+from everstep.client.streams import Patience, wait_until
 from everstep.client.sweeps import Sweeps
-from everstep.client.timing import Timing
-from everstep.client.transport import Transport
-from everstep.spec.catalog import Catalog
+from everstep.client.transport import Timing, Transport, spec_body
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.tasks import Catalog
 from everstep.wire import ClusterInfo, ProjectGoodput, Readiness, Run
 from everstep.wire.deployment import DeploymentCheck
 

@@ -1,13 +1,17 @@
-"""Show a run in a notebook: a small table that updates while ``wait`` runs."""
+"""Runs in a notebook: how they show themselves, and their curves as a plot."""
 
 from __future__ import annotations
 
 import sys
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everstep.text import losses, words
+from everstep.errors import UsageError
+from everstep.text import failure, words
 from everstep.wire import Run
+
+if TYPE_CHECKING:
+    from everstep.client.runs import RunHandle
 
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 
@@ -33,7 +37,7 @@ def run_html(run: Run) -> str:
         )
         rows.append(("metrics", shown))
     if run.restarts:
-        rows.append(("restarts", f"{run.restarts}, {losses.of_run(run)}"))
+        rows.append(("restarts", f"{run.restarts}, {failure.of_run(run)}"))
     cells = "".join(
         f'<tr><th style="{_CELL}">{what}</th><td style="{_CELL}">{text}</td></tr>'
         for what, text in rows
@@ -78,3 +82,34 @@ class Display:
             self._handle = display(HTML(html), display_id=True)
         else:
             self._handle.update(HTML(html))
+
+
+# ---------------------------------------------------------------- plot
+
+# Curves of a run with matplotlib, which is imported only here, and only when asked for.
+
+
+def plot(run: RunHandle, names: tuple[str, ...], ax: Any) -> Any:
+    """Draw metrics over steps; return the axes. Raises UsageError."""
+    try:
+        from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as exc:
+        raise UsageError(
+            "plot needs matplotlib, which is not installed; pip install matplotlib"
+        ) from exc
+    series = run.metrics(*names)
+    missing = [name for name in names if not series.get(name)]
+    if missing or not any(series.values()):
+        known = ", ".join(sorted(run.run.metrics)) or "none yet"
+        wanted = ", ".join(missing) or "metrics"
+        raise UsageError(f"run {run.id} has no values of {wanted} (it has: {known})")
+    if ax is None:
+        _, ax = pyplot.subplots()
+    for name, points in sorted(series.items()):
+        steps = [step for step, _, _ in points]
+        values = [float("nan") if value is None else value for _, _, value in points]
+        ax.plot(steps, values, label=name)
+    ax.set_xlabel("step")
+    ax.set_title(run.name)
+    ax.legend()
+    return ax

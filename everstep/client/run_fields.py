@@ -19,7 +19,7 @@ from everstep.wire import (
     Transition,
     Usage,
 )
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 
 
 class RunFields:

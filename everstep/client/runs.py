@@ -3,31 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from everstep.client.drill_handle import DrillHandle
-from everstep.client.follow import Follower, wait_until
-from everstep.client.notebook import Display, is_notebook
-from everstep.client.plot import plot
-from everstep.client.profile_handle import ProfileHandle
-from everstep.client.run_history import RunHistory
-from everstep.client.tables import Table, to_pandas
-from everstep.errors import RunFailed
+from everstep.client.download import RunEventFiles
+from everstep.client.handles import DrillHandle, ProfileHandle
+from everstep.client.notebook import Display, is_notebook, plot
+from everstep.client.streams import Follower, wait_until
+from everstep.errors import RunFailed, UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.text import words
 from everstep.wire import (
     TERMINAL_STATUSES,
+    Attempt,
     Event,
+    Failure,
+    Goodput,
     LogLine,
+    MetricSeries,
     Run,
     RunStatus,
+    Samples,
+    StragglerReport,
 )
-from everstep.wire.drills import Drill, DrillKind
-from everstep.wire.profiles import Profile
-from everstep.wire.stacks import StackReport
+from everstep.wire.drills import Drill, DrillKind, Profile, StackReport
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
+
+
+# ---------------------------------------------------------------- run history
+
+# The history of a run: metrics, failures, attempts, and how its time and samples were used.
+
+
+class RunHistory(RunEventFiles):
+    """A run and its history."""
+
+    def metrics(
+        self, *names: str, max_points: int = 500
+    ) -> dict[str, list[tuple[int, float, float | None]]]:
+        """Return ``[(step, unix seconds, value), …]`` for each name, down-sampled to ``max_points``
+        with extremes kept. Values that were not finite are None. Without names, return every
+        metric."""
+        found = self._transport.get(
+            f"{self._path}/metrics",
+            MetricSeries,
+            names=",".join(names) if names else None,
+            max_points=max_points,
+        )
+        return found.series
+
+    def failures(self, *, lines: int = 10) -> list[Failure]:
+        """Return every failure, oldest first, with verdict, evidence and action. ``lines`` limits
+        the log lines of the first failing rank."""
+        return list(self._transport.pages(f"{self._path}/failures", Failure, {"lines": lines}))
+
+    def stragglers(self) -> StragglerReport:
+        """Return the step time of each rank, its wait for the others, and the ranks that were found
+        slow."""
+        return self._transport.get(f"{self._path}/stragglers", StragglerReport)
+
+    def attempts(self) -> list[Attempt]:
+        """Return every attempt with its ranks, oldest first."""
+        return list(self._transport.pages(f"{self._path}/attempts", Attempt))
+
+    def samples(self) -> Samples:
+        """Return for each finished epoch how many samples were used once, more than once or never,
+        over the committed lineage."""
+        return self._transport.get(f"{self._path}/samples", Samples)
+
+    def goodput(self) -> Goodput:
+        """Return how the run spent its wall time."""
+        return self._transport.get(f"{self._path}/goodput", Goodput)
+
+
+# ---------------------------------------------------------------- runs
 
 _POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
 BEFORE_RUNNING = (RunStatus.QUEUED, RunStatus.STARTING, RunStatus.RECOVERING)
@@ -331,3 +381,48 @@ class RunHandle(RunHistory):
 def ends_run(event: Event) -> bool:
     """Return whether an event is the last of its run."""
     return event.kind == "status" and event.data.get("to") in TERMINAL_STATUSES
+
+
+# ---------------------------------------------------------------- tables
+
+# Histories of a run as tables of pandas, which is imported only here, and only when asked for.
+
+Table = Literal["metrics", "events", "failures"]
+
+
+def to_pandas(run: RunHandle, what: Table, max_points: int) -> DataFrame:
+    """Return a history as a table. Raises UsageError."""
+    try:
+        import pandas
+    except ImportError as exc:
+        raise UsageError(
+            "to_pandas needs pandas, which is not installed; pip install pandas"
+        ) from exc
+    if what == "metrics":
+        return _metrics(pandas, run, max_points)
+    if what == "events":
+        return _rows(pandas, [event.model_dump() for event in run.events()], "seq")
+    if what == "failures":
+        return _rows(pandas, [failure.model_dump() for failure in run.failures()], None)
+    raise UsageError(f"{what!r} is not a table of a run; use one of {', '.join(get_args(Table))}")
+
+
+def _metrics(pandas: Any, run: RunHandle, max_points: int) -> DataFrame:
+    """Return a row for each step; of a step that was repeated, the value that counts."""
+    series = run.metrics(max_points=max_points)
+    columns = {
+        name: pandas.Series({step: value for step, _, value in points}, dtype="float64")
+        for name, points in sorted(series.items())
+    }
+    at = {step: seconds for points in series.values() for step, seconds, _ in points}
+    table = pandas.DataFrame(columns)
+    table.insert(
+        0, "at", pandas.to_datetime(pandas.Series(at, dtype="float64"), unit="s", utc=True)
+    )
+    table.index.name = "step"
+    return table.sort_index()
+
+
+def _rows(pandas: Any, rows: list[dict[str, Any]], index: str | None) -> DataFrame:
+    table = pandas.DataFrame.from_records(rows)
+    return table.set_index(index) if index is not None and len(rows) else table

@@ -8,10 +8,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
 from urllib.parse import quote
 
-from everstep.client.follow import Patience, wait_until
-from everstep.client.json_body import checked, spec_body
 from everstep.client.runs import RunHandle
-from everstep.client.transport import Transport
+from everstep.client.streams import Patience, wait_until
+from everstep.client.transport import Transport, checked, spec_body
 from everstep.errors import NotFound, SweepFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import SweepSpec

@@ -1,10 +1,14 @@
 """HTTP to the service: retries, and the mapping of httpx errors and problem responses to our
-errors."""
+errors.
+"""
 
 from __future__ import annotations
 
 import email.utils
 import json
+import os
+import random
+import ssl
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +20,18 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from everstep.client.address import Address
-from everstep.client.certificates import trusted_certificates
-from everstep.client.timing import Timing
 from everstep.errors import (
     AuthError,
     EverstepError,
     FieldError,
+    InvalidSpec,
     ServiceError,
     Unavailable,
     UsageError,
     error_from_answer,
 )
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Problem
 
 M = TypeVar("M", bound=BaseModel)
@@ -295,3 +300,73 @@ def _given(params: Params | None) -> dict[str, Any]:
         for key, value in (params or {}).items()
         if value is not None
     }
+
+
+# ---------------------------------------------------------------- json body
+
+# Bodies of requests, checked before they are sent: JSON has no NaN, infinity or objects.
+
+
+def spec_body(spec: RunSpec | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec as the body of a request; the service validates it. Raise InvalidSpec for
+    values that JSON cannot represent."""
+    if isinstance(spec, RunSpec):
+        return spec.model_dump(mode="json")
+    raw = dict(spec)
+    try:
+        return checked(raw, "spec")
+    except InvalidSpec:
+        parse_spec(raw)  # names the field if the spec itself is invalid
+        raise
+
+
+def checked(body: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return the body. Raise InvalidSpec for values that JSON cannot represent."""
+    try:
+        json.dumps(body, allow_nan=False)
+    except (TypeError, ValueError) as exc:
+        raise InvalidSpec((), f"the {what} cannot be written as JSON: {exc}") from exc
+    return body
+
+
+# ---------------------------------------------------------------- certificates
+
+# Which certificates a client trusts: those that the environment names, or else certifi's.
+
+
+def trusted_certificates() -> ssl.SSLContext:
+    """Return a context with the certificates that SSL_CERT_FILE or SSL_CERT_DIR names, or else
+    certifi's. Raises UsageError where they cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as exc:  # ssl.SSLError is one
+        for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+            if path := os.environ.get(name):
+                raise UsageError(
+                    f"{name} {path!r} cannot be used ({exc}); name a PEM file with the service's "
+                    "certificate authority, or unset it"
+                ) from exc
+        raise
+
+
+# ---------------------------------------------------------------- timing
+
+# The client's clock, as one object that tests replace.
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A clock, a sleep function and a source of jitter."""
+
+    now: Callable[[], float] = time.monotonic
+    """Return seconds since some fixed time."""
+    sleep: Callable[[float], None] = time.sleep
+    """Sleep for so many seconds."""
+    jitter: Callable[[], float] = random.random
+    """Return a number in [0, 1), which spreads the retries of many clients."""
+
+    def backoff_s(self, failures: int, first_s: float = 0.2, most_s: float = 5.0) -> float:
+        """Return the seconds to wait after the n-th consecutive failure: exponential, capped, with
+        jitter between half and all of it."""
+        whole = min(most_s, first_s * 2.0 ** min(failures - 1, 30))
+        return whole * (0.5 + 0.5 * self.jitter())

@@ -6,14 +6,178 @@ variable and the flag that set it. Add an option here, and nowhere else.
 
 from __future__ import annotations
 
+import json
+import re
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from everstep.home import DEFAULT_HOME, home_directory
-from everstep.options import checks
-from everstep.options.model import Option, OptionsModel, SettingsError, options_of
+from everstep.options.model import (
+    FlagValue,
+    Option,
+    OptionsModel,
+    SettingsError,
+    default_of,
+    options_of,
+)
+from everstep.wire.alerts import is_mail_address
+
+# ---------------------------------------------------------------- checks
+
+# Checks of single values of options. Each raises ValueError with the value and what to do.
+
+MIN_TOKEN_CHARS: Final = 32
+SMTP_PORTS: Final = {"smtps": 465, "smtp": 587, "smtp+plain": 25}
+"""Scheme of a mail server -> its port."""
+
+
+def path_of(value: Any) -> Any:
+    """Return text as an absolute path; other values as they are."""
+    return home_directory({"EVERSTEP_HOME": value}) if isinstance(value, str) else value
+
+
+def absolute(path: Path) -> Path:
+    """Return an absolute path."""
+    if not path.is_absolute():
+        raise ValueError(f"{str(path)!r} is not absolute; give a path that begins with /")
+    return path
+
+
+def items_of(value: Any) -> Any:
+    """Split text at commas; text that begins with ``[`` is a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if not value.startswith("["):
+        items = tuple(item for item in map(str.strip, value.split(",")) if item)
+        if not items:
+            raise ValueError(f"{value!r} has no item; name one, or unset it")
+        return items
+    try:
+        return tuple(json.loads(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a JSON list; separate items by commas") from None
+
+
+def variable_name(pattern: str) -> str:
+    """Return the name of a variable; ``*`` may end it."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", pattern):
+        raise ValueError(
+            f"{pattern!r} is not the name of a variable; give for example HF_TOKEN or HF_*"
+        )
+    return pattern
+
+
+def dashboard_url(address: str) -> str:
+    """Return the base URL of a Ray dashboard from ``host:port`` or a URL, without a final slash.
+
+    Raises ValueError for an address of Ray's other protocols (GCS, Ray Client) or without a host.
+    """
+    scheme, separator, rest = address.strip().rpartition("://")
+    if separator and scheme not in ("http", "https"):
+        raise ValueError(
+            f"{address!r} is not a dashboard URL; give the cluster's dashboard, for example "
+            "http://head:8265 (the port of `ray start --dashboard-port`, not the GCS or the Ray "
+            "Client port)"
+        )
+    host = rest.rstrip("/")
+    if not host or host.startswith(":"):
+        raise ValueError(
+            f"{address!r} names no host; give the dashboard, for example http://head:8265"
+        )
+    return f"{scheme or 'http'}://{host}"
+
+
+def valid_public_url(url: str) -> str:
+    """Return an HTTP URL without a final slash; empty text is allowed."""
+    if url and not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not a URL; give for example https://everstep.example.org")
+    return url.rstrip("/")
+
+
+def issuer_url(url: str) -> str:
+    """Return the issuer of an identity provider, as it is: the provider's own tokens name it with
+    or without a final slash."""
+    if not is_confidential_url(url):
+        raise ValueError(
+            f"{url!r} is not an issuer; give an https URL, for example https://login.example.org "
+            "(http only on this machine)"
+        )
+    return url
+
+
+def scopes(text: str) -> str:
+    """Return scopes of OpenID Connect, separated by single spaces."""
+    words = text.split()
+    if not text.isascii() or "openid" not in words:
+        raise ValueError(f"{text!r} lacks openid; give for example: openid email profile")
+    return " ".join(words)
+
+
+def is_confidential_url(url: str) -> bool:
+    """Return whether nobody on the way reads what is sent to a URL: https, or http to this
+    machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    if not host or parts.username is not None or parts.fragment:
+        return False
+    local = host in ("localhost", "127.0.0.1", "::1")
+    return parts.scheme == "https" or (parts.scheme == "http" and local)
+
+
+def valid_smtp_url(url: str) -> str:
+    """Return the URL of a mail server; empty text is allowed. The error shows no password."""
+    form = (
+        "use smtps://USER:PASSWORD@HOST, smtp://… for STARTTLS, or smtp+plain://HOST without "
+        "encryption and password"
+    )
+    if not url:
+        return url
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError(f"is not a URL; {form}") from None
+    if parts.scheme not in SMTP_PORTS or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"is not a mail server; {form}")
+    if bool(parts.username) != bool(parts.password):
+        raise ValueError("has a user without a password, or a password alone; set both")
+    if parts.username and parts.scheme == "smtp+plain":
+        raise ValueError("sends a password without encryption; use smtps:// or smtp://")
+    return url
+
+
+def mail_address(text: str) -> str:
+    """Return an e-mail address; empty text is allowed."""
+    if text and not is_mail_address(text):
+        raise ValueError(f"{text!r} is not an e-mail address; give NAME@HOST")
+    return text
+
+
+def valid_metrics_token(secret: str) -> str:
+    """Return a secret that is hard to guess, or empty text. The error does not show it."""
+    is_word = secret.isascii() and len(secret.split()) == 1
+    if secret and (len(secret) < MIN_TOKEN_CHARS or not is_word):
+        raise ValueError(
+            f"must hold one word of at least {MIN_TOKEN_CHARS} ASCII characters; make one with "
+            "`openssl rand -hex 32`"
+        )
+    return secret
+
+
+def lower(value: Any) -> Any:
+    """Return text in small letters; other values as they are."""
+    return value.lower() if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------- serve
 
 DEFAULT_CORDON_RUNS = 3
 DEFAULT_CORDON_FAILURES = 5
@@ -22,8 +186,8 @@ DEFAULT_RATE_PER_S = 1000.0
 DEFAULT_MAX_UPLOAD_BYTES = 256 << 20
 DEFAULT_MAX_CODE_BYTES = 4 << 30
 
-Items: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(checks.items_of)]
-VariableName: TypeAlias = Annotated[str, AfterValidator(checks.variable_name)]
+Items: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(items_of)]
+VariableName: TypeAlias = Annotated[str, AfterValidator(variable_name)]
 
 
 class ServeOptions(OptionsModel):
@@ -37,8 +201,8 @@ class ServeOptions(OptionsModel):
 
     home: Annotated[
         Path,
-        BeforeValidator(checks.path_of),
-        AfterValidator(checks.absolute),
+        BeforeValidator(path_of),
+        AfterValidator(absolute),
         Option("EVERSTEP_HOME", default=DEFAULT_HOME),
     ] = Field(default_factory=lambda: home_directory({}))
     """Directory of everything that the service keeps on this machine."""
@@ -50,7 +214,7 @@ class ServeOptions(OptionsModel):
     """TCP port to listen on; 0 takes a free one."""
     public_url: Annotated[
         str,
-        AfterValidator(checks.public_url),
+        AfterValidator(valid_public_url),
         Option("EVERSTEP_PUBLIC_URL", default="the address that it listens on"),
     ] = ""
     """Base URL of links to pages, for example https://everstep.example.org."""
@@ -72,7 +236,7 @@ class ServeOptions(OptionsModel):
     time that it dies again within ten minutes, at most 300. 0 leaves it dead."""
     cluster_env: Annotated[
         tuple[VariableName, ...],
-        BeforeValidator(checks.items_of),
+        BeforeValidator(items_of),
         Option("EVERSTEP_CLUSTER_ENV", "--cluster-env", "NAME"),
     ] = ()
     """Further variables that the embedded cluster inherits, and the code of each run can read.
@@ -81,7 +245,7 @@ class ServeOptions(OptionsModel):
     drills: Annotated[bool, Option("EVERSTEP_DRILLS", "--drills")] = False
     """Allow failure drills through the API."""
     ray_address: Annotated[
-        Annotated[str, AfterValidator(checks.dashboard_url)] | None,
+        Annotated[str, AfterValidator(dashboard_url)] | None,
         Option("EVERSTEP_RAY_ADDRESS", "--ray-address", "URL", default="the embedded cluster"),
     ] = None
     """Dashboard URL of an existing Ray cluster, for example http://head:8265. The service reads its
@@ -153,24 +317,22 @@ class ServeOptions(OptionsModel):
     """Key of the signatures of webhooks, at least 16 characters."""
     smtp_url: Annotated[
         str,
-        AfterValidator(checks.smtp_url),
+        AfterValidator(valid_smtp_url),
         Option("EVERSTEP_SMTP_URL", file="EVERSTEP_SMTP_URL_FILE", secret=True),
     ] = Field(default="", repr=False)
     """Server for the e-mails of alerts: smtps://USER:PASSWORD@HOST, smtp://… for STARTTLS, or
     smtp+plain://HOST without encryption and password. Special characters are percent-encoded."""
-    smtp_from: Annotated[str, AfterValidator(checks.mail_address), Option("EVERSTEP_SMTP_FROM")] = (
-        ""
-    )
+    smtp_from: Annotated[str, AfterValidator(mail_address), Option("EVERSTEP_SMTP_FROM")] = ""
     """Sender of these e-mails, for example everstep@example.org."""
     metrics_token: Annotated[
         str,
-        AfterValidator(checks.metrics_token),
+        AfterValidator(valid_metrics_token),
         Option(file="EVERSTEP_METRICS_TOKEN_FILE", secret=True),
     ] = Field(default="", repr=False)
     """File with a secret of at least 32 characters. It becomes a viewer's token of all projects,
     for Prometheus. Another secret in the file replaces it at the next start."""
     oidc_issuer: Annotated[
-        Annotated[str, AfterValidator(checks.issuer_url)] | None,
+        Annotated[str, AfterValidator(issuer_url)] | None,
         Option("EVERSTEP_OIDC_ISSUER", default="log in with tokens only"),
     ] = None
     """OpenID Connect provider at which people log in: its issuer, for example
@@ -190,7 +352,7 @@ class ServeOptions(OptionsModel):
     oidc_grants: Annotated[Items, Option("EVERSTEP_OIDC_GRANTS")] = ()
     """Rights of the provider's groups: GROUP=admin, GROUP=submitter:PROJECT, GROUP=viewer:PROJECT
     or GROUP=viewer:* for all projects. The group * is everyone who can log in there."""
-    oidc_scopes: Annotated[str, AfterValidator(checks.scopes), Option("EVERSTEP_OIDC_SCOPES")] = (
+    oidc_scopes: Annotated[str, AfterValidator(scopes), Option("EVERSTEP_OIDC_SCOPES")] = (
         "openid email profile"
     )
     """Scopes that the log-in asks for, separated by spaces."""
@@ -228,7 +390,7 @@ class ServeOptions(OptionsModel):
     """text, or json for one JSON object a line."""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
-        BeforeValidator(checks.lower),
+        BeforeValidator(lower),
         Option("EVERSTEP_LOG_LEVEL"),
     ] = "info"
     """Lowest level of the service's own log lines: debug, info, warning, error or critical."""
@@ -263,3 +425,44 @@ SECRET_VARIABLES: Final = frozenset(
     if name and option.secret
 )
 """The variables with a secret, or with the path of a file that holds one."""
+
+
+# ---------------------------------------------------------------- flags
+
+# The options of ``everstep serve`` as flags of a command line.
+
+
+def is_switch(name: str) -> bool:
+    """Return whether an option's flag takes no value."""
+    return ServeOptions.model_fields[name].annotation is bool
+
+
+def is_list(name: str) -> bool:
+    """Return whether an option's flag may be repeated."""
+    return typing.get_origin(ServeOptions.model_fields[name].annotation) is tuple
+
+
+def help_of(name: str) -> str:
+    """Return the help text of an option's flag."""
+    option, field = FLAGS[name], ServeOptions.model_fields[name]
+    text = " ".join((field.description or "").split())
+    notes = [] if is_switch(name) else [f"default: {default_of(field, option)}"]
+    notes += ["repeatable"] if is_list(name) else []
+    return f"{text} ({'; '.join([*notes, f'or {option.variable}'])})"
+
+
+def as_variables(flags: Mapping[str, FlagValue]) -> dict[str, str]:
+    """Return the variables that say the same as ``flags``.
+
+    A list becomes JSON, since an item may contain a comma.
+    """
+    return {
+        FLAGS[name].variable: (
+            json.dumps(value)
+            if isinstance(value, list)
+            else str(int(value))
+            if isinstance(value, bool)
+            else value
+        )
+        for name, value in flags.items()
+    }

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from everstep.errors import FieldError, InvalidSpec, UsageError
-from everstep.spec.field_errors import fields_of, models_of
+from everstep.spec.parsing import fields_of, models_of
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.yaml_file import parse_yaml
 

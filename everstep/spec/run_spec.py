@@ -1,5 +1,6 @@
 """RunSpec: a training request. It is frozen; this module also checks fields against each other
-across sections."""
+across sections.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +11,23 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.spec.catalog import TaskSpec
-from everstep.spec.field_types import Frozen
-from everstep.spec.optimization import AdamWSpec, ConstantScheduleSpec, OptimizerSpec, ScheduleSpec
+from everstep.spec.code import CodeSpec, RuntimeEnvSpec
 from everstep.spec.sections import (
+    AdamWSpec,
     CheckpointSpec,
+    ConstantScheduleSpec,
+    Frozen,
     NotifySpec,
+    OptimizerSpec,
     RecoverySpec,
     ReplaySpec,
     ResumeFrom,
     ScalingSpec,
+    ScheduleSpec,
     TrainSpec,
     WandbSpec,
 )
-from everstep.spec.user_code import CodeSpec, RuntimeEnvSpec
+from everstep.spec.tasks import TaskSpec
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -269,3 +273,15 @@ def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
         return (global_batch_size % count == 0, smaller, -count)
 
     return math.ceil(global_batch_size / max(candidates, key=evenness))
+
+
+# ---------------------------------------------------------------- json schema
+
+# The JSON schema of a spec, for editors that complete and check YAML.
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def spec_schema() -> dict[str, Any]:
+    """Return the schema. What a spec checks over several fields is not in it."""
+    return {"$schema": DIALECT, **RunSpec.model_json_schema(), "title": "Everstep spec"}

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from everstep.spec.field_types import Frozen, PositiveInt, named
-from everstep.wire.metric_names import mode_of
+from everstep.spec.sections import Frozen, PositiveInt, named
+from everstep.wire.events import mode_of
 
 MAX_RUNS = 500
 """Most runs of a sweep."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import FieldError, InvalidSpec
-from everstep.spec.field_errors import few
 from everstep.spec.overrides import set_fields
-from everstep.spec.parsing import parse_spec
+from everstep.spec.parsing import few, parse_spec
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import ChoiceSpec, Distribution, IntSpec, LogSpec, SweepSpec
 

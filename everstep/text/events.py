@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.text import failure, losses
-from everstep.text.words import count, duration, numbers, size
-from everstep.wire import Event, Failure, StragglerReport
+from everstep.text import failure
+from everstep.text.words import count, duration, numbers, size, usage_parts, where
+from everstep.wire import Event, Failure, Run, StragglerReport
+from everstep.wire.drills import StackReport
 from everstep.wire.events import OWN_FILES, EventKind
-from everstep.wire.stacks import StackReport
 
 _QUIET_S = 5.0
 """Seconds without progress that are worth a word."""
@@ -83,7 +83,7 @@ def event(item: Event) -> str | None:
         case EventKind.FAILURE:
             return f"failure: {failure.line(Failure.of(item))}"
         case EventKind.RECOVERED:
-            lost = losses.of_recovery(data)
+            lost = failure.of_recovery(data)
             return (
                 f"recovered in {duration(data.get('recovery_s') or 0)}: "
                 f"{data.get('world_size_before')} -> "
@@ -161,3 +161,25 @@ def stragglers(report: StragglerReport) -> list[str]:
         for each in report.stragglers
         if each.ended_at is None
     ]
+
+
+# ---------------------------------------------------------------- ending
+
+# Say how a run ended.
+
+
+def summary(run: Run) -> str:
+    """Return how a run ended: a line, and a second one for its reason."""
+    parts = [where(run)]
+    if run.finished_at is not None:
+        parts.append(f"after {duration((run.finished_at - run.created_at).total_seconds())}")
+    text = " ".join(parts)
+    validation = {name: value for name, value in run.metrics.items() if name.startswith("val_")}
+    if validation:
+        text += f": {numbers(validation)}"
+    text += f"; {count(run.restarts, 'restart')}, {failure.of_run(run)}"
+    if used := usage_parts(run.usage):
+        text += f"; {', '.join(used)}"
+    if run.reason is not None:
+        text += f"\n{run.reason.code}: {run.reason.message}"
+    return text

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.text import losses
 from everstep.text.words import count, duration
-from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine
+from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine, Run
+from everstep.wire.drills import DrillReport
 from everstep.wire.events import Rung
 
 _CACHED = re.compile(r"/[^\s\"']*/(?:cache/code/[0-9a-f]{64}|runs/[^\"'/\s]+/workdir)/")
@@ -75,7 +75,7 @@ def sentence(fault: Failure) -> str:
 
 def _cost(fault: Failure) -> list[str]:
     """Return what a failure cost, as far as it is known: steps, and time without training."""
-    lost = losses.of_failure(fault)
+    lost = of_failure(fault)
     parts = [] if lost is None else [lost]
     if fault.recovery_s is not None:
         parts.append(f"training again after {duration(fault.recovery_s)}")
@@ -218,7 +218,7 @@ def _outcome(fault: Failure) -> str:
     parts = [fault.action or "no action"]
     if fault.world_size_before is not None and fault.world_size_after is not None:
         parts.append(f"{fault.world_size_before} -> {count(fault.world_size_after, 'rank')}")
-    lost = losses.of_failure(fault)
+    lost = of_failure(fault)
     parts += [] if lost is None else [lost]
     if fault.detect_s is not None:
         parts.append(f"detected after {duration(fault.detect_s)}")
@@ -235,3 +235,64 @@ def _outcome(fault: Failure) -> str:
     if fault.budget:
         parts.append(f"charged to the {fault.budget} budget")
     return ", ".join(parts)
+
+
+# ---------------------------------------------------------------- losses
+
+# Say what failures cost: steps, or reports and the work between them.
+#
+# A step of a task or a protected loop is an optimizer step. A step of a Ray Train function is one
+# of its reports: what it did since the last one is done again and counts as no step. So its cost is
+# a number of reports and a time. Commands, pages, drills, notebooks and TensorBoard use these
+# words.
+
+
+def unit(of: Run | DrillReport) -> str:
+    """Return what the steps of a run are: ``step`` or ``report``."""
+    return "step" if of.redone_s is None else "report"
+
+
+def of_run(run: Run) -> str:
+    """Return what all failures of a run cost: ``2 steps lost``.
+
+    A run that was restarted before any step was reported has lost a number that nobody knows: a
+    user's script may report none.
+    """
+    if run.restarts and not run.step and not run.steps_lost and not run.redone_s:
+        return "no steps reported"
+    words = f"{count(run.steps_lost, unit(run))} lost"
+    return f"{words} and {_redone(run.redone_s, ' between reports')}" if run.redone_s else words
+
+
+def of_failure(fault: Failure) -> str | None:
+    """Return what a failure cost; None if that is not known."""
+    evidence = fault.evidence
+    if evidence.get("worked_s") is not None:
+        return _redone(float(evidence["worked_s"]))
+    return _lost_words(fault.steps_lost, evidence.get("lost_unit"), evidence.get("since_report_s"))
+
+
+def of_recovery(data: Mapping[str, Any]) -> str | None:
+    """Return what the failure before a ``recovered`` event cost; None if the run reports no
+    steps."""
+    return _lost_words(data.get("steps_lost"), data.get("unit"), data.get("since_report_s"))
+
+
+def of_drill(report: DrillReport) -> str | None:
+    """Return what the fault of a drill cost; None if that is not known."""
+    reports = None if report.redone_s is None else "reports"
+    return _lost_words(report.steps_lost, reports, report.redone_s)
+
+
+def _lost_words(num: int | None, unit: str | None, since_report_s: float | None) -> str | None:
+    """Return steps or reports lost, and how long a loop had worked since its last report."""
+    if num is None:
+        return None
+    words = f"{count(num, 'step' if unit is None else 'report')} lost"
+    if unit is None or since_report_s is None:
+        return words
+    return f"{words} and {_redone(since_report_s, ' since the last one')}"
+
+
+def _redone(seconds: float, since: str = "") -> str:
+    return f"at most {duration(seconds)} of work{since} done again"

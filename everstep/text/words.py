@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from everstep.wire import FirstStart, Run, RunStatus, Usage
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 
 STATUS_STYLES: Mapping[RunStatus, str] = {
     RunStatus.QUEUED: "cyan",
@@ -160,3 +163,54 @@ def replay(found: Replay) -> str:
     """Return what a run trains again, and the result."""
     steps = f"steps {found.from_step + 1} to {found.to_step} of {found.run_id}"
     return f"{steps}: {found.message or 'no result yet'}"
+
+
+# ---------------------------------------------------------------- close names
+
+# Suggest the name that was meant. The work is bounded, however many and long the names are.
+
+_LONGEST_CHARS = 100
+_MOST_NAMES = 500
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name most like ``name``; None if none is close, or ``name`` is too long.
+
+    >>> closest("epohcs", ["epochs", "max_steps"])
+    'epochs'
+    """
+    if len(name) > _LONGEST_CHARS:
+        return None
+    near = (
+        each
+        for each in islice(names, 100 * _MOST_NAMES)
+        if abs(len(each) - len(name)) <= len(name) // 2 + 1
+    )
+    found = difflib.get_close_matches(name, islice(near, _MOST_NAMES), n=1)
+    return found[0] if found else None
+
+
+# ---------------------------------------------------------------- differences
+
+# Compare specs field by field.
+
+
+def leaves(value: Any, path: str = "") -> dict[str, str]:
+    """Return every leaf of a JSON value by its path, as JSON: ``{"train.epochs": "5"}``. An empty
+    object or list is a leaf."""
+    if isinstance(value, Mapping) and value:
+        return {
+            name: text
+            for key, item in value.items()
+            for name, text in leaves(item, f"{path}.{key}" if path else key).items()
+        }
+    return {path: json.dumps(value, ensure_ascii=False)}
+
+
+def differences(specs: list[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    """Return the paths at which the specs differ, with each spec's value; None if it has none.
+    Names are left out."""
+    flat = [leaves(spec) for spec in specs]
+    paths = dict.fromkeys(path for spec in flat for path in spec)
+    rows = [(path, [spec.get(path) for spec in flat]) for path in paths if path != "name"]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]

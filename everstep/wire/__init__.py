@@ -5,7 +5,7 @@ Times are RFC 3339 in UTC, durations in seconds, sizes in bytes. Imports nothing
 
 from everstep.wire.base import Answer, Page, Problem, ProblemError, Time, format_time
 from everstep.wire.cluster import ClusterInfo, Node, NodeLoad, NodeMark, NodeState, Readiness
-from everstep.wire.failure import CausingDrill, ErrorKind, Failure, Verdict
+from everstep.wire.events import Attempt, Checkpoint, CodeArchive, Event, LogLine, WorkerInfo
 from everstep.wire.figures import (
     EpochSamples,
     FirstStart,
@@ -22,18 +22,13 @@ from everstep.wire.figures import (
     Straggler,
     StragglerReport,
 )
-from everstep.wire.history import (
-    Attempt,
-    Checkpoint,
-    CodeArchive,
-    Event,
-    LogLine,
-    WorkerInfo,
-)
 from everstep.wire.run import (
     MOST_NOTES_CHARS,
     TERMINAL_STATUSES,
     Best,
+    CausingDrill,
+    ErrorKind,
+    Failure,
     ForkedFrom,
     LatestCheckpoint,
     Links,
@@ -47,6 +42,7 @@ from everstep.wire.run import (
     RunStatus,
     Transition,
     Usage,
+    Verdict,
 )
 
 __all__ = [

@@ -11,8 +11,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from everstep.wire.base import Answer, Time
-from everstep.wire.failure import Verdict
-from everstep.wire.run import RunStatus
+from everstep.wire.run import RunStatus, Verdict
 
 AlertWhen = Literal["failed", "finished", "recovered", "straggler", "stalled"]
 AlertFormat = Literal["json", "slack", "teams", "pagerduty", "email"]

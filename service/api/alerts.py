@@ -11,17 +11,16 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from everstep.options.serve import OPTIONS
 from everstep.wire import Page
 from everstep.wire.alerts import Alert, AlertDelivery, AlertRequest
-from service.alerts.addresses import NotAllowed, check_url
-from service.api.answers import maybe_time, to_time
+from service.alerts.sender import NotAllowed, check_url
+from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
 from service.api.auth import Administrator
+from service.api.bodies import read_model
 from service.api.context import ApiContext, Context
 from service.api.openapi import ALERT_BODY, problem_answers
-from service.api.paging import Cursor, Limit, page_of, position
 from service.api.problems import invalid_request, not_found
-from service.api.spec_body import read_model
 from service.db.audit import note_target
-from service.model.alert_rows import AlertRow, DeliveryRow
-from service.projections.alert_messages import example_message
+from service.model.rows import AlertRow, DeliveryRow
+from service.projections.alerts import example_message
 
 router: Final = APIRouter(prefix="/v1/alerts", tags=["alerts"])
 

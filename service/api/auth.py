@@ -23,7 +23,7 @@ from service.db.sessions import Holder
 from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
 from service.model.rows import RANK, Role, TokenRow
 from service.model.run_rows import RunRow
-from storage.files.draft import draft_beside
+from storage.files.protocol import draft_beside
 
 LOCAL_TOKEN_ID: Final = "tok_local"
 METRICS_TOKEN_ID: Final = "tok_metrics"

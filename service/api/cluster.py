@@ -9,20 +9,23 @@ from typing import Annotated, Any, Final
 import structlog
 from fastapi import APIRouter, Depends, Path
 
-from everstep.spec.catalog import Catalog, catalog
-from everstep.spec.json_schema import spec_schema
+from everstep.spec.run_spec import spec_schema
+from everstep.spec.tasks import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
-from everstep.wire.cluster import DrainOrder, NodeOrder
+from everstep.wire.cluster import DrainOrder, NodeOrder, StorageAdoption, StorageStatus
+from everstep.wire.deployment import CheckOrder, DeploymentCheck
 from service.api.auth import Administrator, Caller, Principal
+from service.api.bodies import optional_body
 from service.api.context import ApiContext, Context
-from service.api.openapi import DRAIN_BODY, NODE_BODY, problem_answers
+from service.api.openapi import CHECK_BODY, DRAIN_BODY, NODE_BODY, problem_answers
 from service.api.problems import ProblemError, not_found, unavailable
-from service.api.spec_body import optional_body
 from service.cluster.cluster_view import with_mark
-from service.db.ids import RUN_ID_PATTERN
+from service.cluster.ray_jobs import JobNotFound, JobRejected, RayUnavailable
+from service.db.lease import RUN_ID_PATTERN
 from service.model.rows import MarkState
 from service.model.run_rows import RunRow
-from service.projections.work import WorkLedger
+from service.projections.goodput import WorkLedger
+from service.storage_identity import adopt_storage, storage_status
 from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
@@ -212,3 +215,87 @@ async def _with_marks_and_runs(
         for node in info.nodes
     )
     return info.model_copy(update={"nodes": shown})
+
+
+# ---------------------------------------------------------------- deployment checks
+
+# Routes of deployment checks: start one, read its report.
+
+checks_router: Final = APIRouter(prefix="/v1/cluster/checks", tags=["cluster"])
+
+
+CheckBody = Annotated[CheckOrder, Depends(optional_body(CheckOrder))]
+
+
+@checks_router.post(
+    "",
+    status_code=202,
+    summary="Check the deployment",
+    responses=problem_answers(403, 415, 422, 503),
+    openapi_extra=CHECK_BODY,
+)
+async def start_check(
+    context: Context, _caller: Administrator, order: CheckBody
+) -> DeploymentCheck:
+    """Runs a process on every live node that checks versions, storage, ports, clocks and an
+    all-reduce. `everstep doctor` interprets the report."""
+    try:
+        return await context.deployment_checks.start(order.all_reduce_s)
+    except JobRejected as exc:
+        raise ProblemError(409, "conflict", str(exc)) from exc
+    except RayUnavailable as exc:
+        raise unavailable("unavailable", str(exc)) from exc
+
+
+@checks_router.get(
+    "/{check_id}", summary="One check of the deployment", responses=problem_answers(403, 404, 503)
+)
+async def get_check(
+    context: Context,
+    _caller: Administrator,
+    check_id: Annotated[
+        str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Id of the check.")
+    ],
+) -> DeploymentCheck:
+    """The state `running`, later the report, or why there is none."""
+    try:
+        return await context.deployment_checks.get(check_id)
+    except JobNotFound as exc:
+        raise not_found(
+            f"check {check_id} does not exist; start one with POST /v1/cluster/checks"
+        ) from exc
+    except RayUnavailable as exc:
+        raise unavailable("unavailable", str(exc)) from exc
+
+
+# ---------------------------------------------------------------- storage
+
+# Routes of the storage that the database belongs to; for administrators.
+
+storage_router: Final = APIRouter(prefix="/v1/storage", tags=["administration"])
+
+
+@storage_router.get(
+    "", summary="The storage, and whether it matches the database", responses=problem_answers(403)
+)
+async def get_storage(context: Context, _caller: Administrator) -> StorageStatus:
+    """Compares the storage with the database: its id, and the newest submission of each run that
+    has not ended."""
+    return await context.storage_call(
+        storage_status, context.storage, context.runs, context.storage_gate
+    )
+
+
+@storage_router.post(
+    "/adopt",
+    summary="Adopt the present storage",
+    operation_id="adopt_storage",
+    responses=problem_answers(403),
+)
+async def adopt(context: Context, _caller: Administrator) -> StorageAdoption:
+    """For a storage that was replaced on purpose, or a database that is older than its storage.
+    Runs that have not ended continue from the data in this storage: submissions that the database
+    does not know are read, and data that the storage lacks is lost."""
+    return await context.storage_call(
+        adopt_storage, context.storage, context.runs, context.storage_gate
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 from fastapi import Depends, Request
 
@@ -13,46 +15,45 @@ from everstep.options.serve import (
     DEFAULT_MAX_UPLOAD_BYTES,
     DEFAULT_RATE_PER_S,
 )
-from service.api.blocking_calls import BlockingCalls
+from service.api.blocking import BlockingCalls
+from service.api.callers import KnownTokens, LogInCodes, RateLimit, TokenUse
 from service.api.event_feed import EventFeed
-from service.api.followers import Followers
 from service.api.goodput_summary import TimeBook
-from service.api.kept_answers import KeptAnswers
-from service.api.known_tokens import KnownTokens
-from service.api.log_in_codes import LogInCodes
 from service.api.log_views import LogViews
-from service.api.rate_limit import RateLimit
 from service.api.readiness import ClusterProbe, ReadinessCheck
-from service.api.token_use import TokenUse
+from service.api.streams import Followers
 from service.cluster.deployment_checks import DeploymentChecks
 from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayJobs
-from service.control_files.kept_checkpoints import KeptSteps
-from service.control_files.node_marks import MarksFile
+from service.control_files import KeptSteps, MarksFile
 from service.db.alerts import AlertStore
 from service.db.audit import AuditStore
-from service.db.code_archives import CodeArchives
+from service.db.checkpoints import CodeArchives
 from service.db.engine import Database
-from service.db.events import EventStore
+from service.db.events import EventStore, SeriesStore
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.series import SeriesStore
 from service.db.sessions import SessionStore
 from service.db.sweeps import SweepStore
-from service.db.tokens import TokenStore
-from service.db.users import UserStore
+from service.db.tokens import TokenStore, UserStore
 from service.figures import RunFigures
-from service.identity.provider import Provider
-from service.model.prices import NO_PRICES, Prices
-from service.storage_identity.gate import StorageGate
-from service.submission_rules.packages import NO_PACKAGES, PipRule
-from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
-from service.submission_rules.webhooks import NOBODY, NotifyRule
+from service.identity import Provider
+from service.model.provider_rule import NO_PRICES, Prices
+from service.model.run_rows import RunHead
+from service.storage_identity import StorageGate
+from service.submission_rules.packages import (
+    ANYWHERE,
+    NO_PACKAGES,
+    NOBODY,
+    NotifyRule,
+    PipRule,
+    StorageRoots,
+)
 from storage.filesystem import Storage
 
 
-class ClusterView(ClusterProbe, Protocol):
+class ClusterSource(ClusterProbe, Protocol):
     """What the API knows of the Ray cluster."""
 
     @property
@@ -68,7 +69,7 @@ class ApiContext:
         self,
         database: Database,
         storage: Storage,
-        cluster_view: ClusterView,
+        cluster_view: ClusterSource,
         reconciler_lag_s: Callable[[], float | None],
         clock: Callable[[], float] = time.time,
         *,
@@ -156,3 +157,46 @@ async def _context(request: Request) -> ApiContext:
 
 
 Context = Annotated[ApiContext, Depends(_context)]
+
+
+# ---------------------------------------------------------------- kept answers
+
+# A cache of the JSON of runs that have ended, which many lists contain.
+
+MOST_BYTES: Final = 96 << 20
+"""Enough for some 60,000 runs."""
+_OVERHEAD_BYTES: Final = 300
+"""Memory per entry in addition to its text."""
+
+
+class KeptAnswers:
+    """JSON of runs by id, for one version of their row. Least recently used ones are evicted.
+    Thread-safe."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[str, tuple[int, object, bytes]] = OrderedDict()
+
+    def get(self, run: RunHead, about: object) -> bytes | None:
+        """Return the cached JSON if neither the row version nor ``about`` has changed."""
+        with self._lock:
+            found = self._answers.get(run.id)
+            if found is None or found[0] != run.row_version or found[1] != about:
+                return None
+            self._answers.move_to_end(run.id)
+        return found[2]
+
+    def keep(self, run: RunHead, about: object, answer: bytes) -> None:
+        with self._lock:
+            self._forget(run.id)
+            self._answers[run.id] = (run.row_version, about, answer)
+            self._num_bytes += len(answer) + _OVERHEAD_BYTES
+            while self._num_bytes > self._most_bytes:
+                self._forget(next(iter(self._answers)))
+
+    def _forget(self, run_id: str) -> None:
+        gone = self._answers.pop(run_id, None)
+        if gone is not None:
+            self._num_bytes -= len(gone[2]) + _OVERHEAD_BYTES

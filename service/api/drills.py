@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.responses import StreamingResponse
 
-from everstep.wire import Page
-from everstep.wire.drills import Drill, DrillRequest
+from everstep.spec.run_spec import RunSpec
+from everstep.wire import Page, Run
+from everstep.wire.drills import (
+    Drill,
+    DrillRequest,
+    Profile,
+    ProfileRequest,
+    ProfileState,
+    StackReport,
+)
 from everstep.wire.events import EventKind
-from service.api import rank_orders
-from service.api.auth import Caller, VisibleRun
+from everstep.wire.run import ReplayRequest
+from service.api.answers import as_json
+from service.api.auth import Caller, CallerToConfirm, ControlledRun, VisibleRun
+from service.api.bodies import begun, download, read_model
 from service.api.context import ApiContext, Context
-from service.api.openapi import DRILL_BODY, problem_answers
-from service.api.problems import ProblemError, not_found
-from service.api.spec_body import read_model
-from service.db import orders
-from service.db.ids import new_drill_id
+from service.api.openapi import DRILL_BODY, PROFILE_BODY, REPLAY_BODY, problem_answers
+from service.api.problems import ProblemError, invalid_request, not_found
+from service.api.replay_rules import trained_by
+from service.api.runs import run_answers
+from service.api.submission import submitted
+from service.db import writer
+from service.db.lease import new_drill_id, new_profile_id, new_stacks_id
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.projections import drills
-from storage.run_control import DrillOrder
+from service.projections.drills import STACK_KINDS, Stretch, begun_at, stack_reports
+from storage.run_control import DrillOrder, ProfileOrder, StackOrder
 from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}/drills", tags=["drills"])
@@ -59,7 +75,7 @@ async def request_drill(
         "rank": wanted.rank,
         "by": caller.name,
     }
-    event = await rank_orders.record(context, run, orders.DRILL, now, data)
+    event = await record(context, run, writer.DRILL, now, data)
     order = DrillOrder(event.data["id"], wanted.kind, wanted.rank, run.attempt)
     await context.storage_call(RunDir(context.storage, run.id).order_drill, run.submission, order)
     return drills.drill(drills.Story(event), ())
@@ -88,7 +104,7 @@ async def get_drill(
 
 async def _stories(context: ApiContext, run: RunRow) -> list[drills.Story]:
     return drills.stories(
-        await context.database_call(context.events.of_kinds, run.id, drills.KINDS)
+        await context.database_call(context.events.of_kinds, run.id, drills.DRILL_KINDS)
     )
 
 
@@ -100,3 +116,214 @@ async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Dril
             context.events.after, run.id, after, drills.METRICS_MOST, frozenset({EventKind.METRICS})
         )
     return drills.drill(story, metrics)
+
+
+# ---------------------------------------------------------------- profiles
+
+# Routes of a run's profiles: request one, list them, download traces.
+
+profiles_router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
+
+GZIP: Final = "application/gzip"
+_CHUNK_BYTES: Final = 1 << 20
+
+ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `prof_…`.")]
+
+
+@profiles_router.post(
+    "",
+    status_code=202,
+    summary="Record some steps of a rank",
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=PROFILE_BODY,
+)
+async def request_profile(request: Request, run: ControlledRun, context: Context) -> Profile:
+    """Only for runs that are RUNNING. The rank records its next steps with torch's profiler; other
+    ranks and all results are unaffected. The list shows when the trace is ready."""
+    return await order_profile(run, context, await read_model(ProfileRequest, request))
+
+
+async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
+    """Request a profile. Raises 409 if the run is not training, 422 if it has no such rank."""
+    now = context.clock()
+    data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
+    event = await record(context, run, writer.PROFILE, now, data)
+    order = ProfileOrder(event.data["id"], wanted.rank, wanted.steps, run.attempt)
+    await context.storage_call(RunDir(context.storage, run.id).order_profile, run.submission, order)
+    return drills.profiles([event])[0]
+
+
+@profiles_router.get("", summary="Profiles of a run", responses=problem_answers(404))
+async def list_profiles(run: VisibleRun, context: Context) -> Page[Profile]:
+    """Oldest first."""
+    return Page(items=tuple(await _all(context, run)), next_cursor=None)
+
+
+@profiles_router.get("/{profile_id}", summary="One profile", responses=problem_answers(404))
+async def get_profile(run: VisibleRun, context: Context, profile_id: ProfileId) -> Profile:
+    for profile in await _all(context, run):
+        if profile.id == profile_id:
+            return profile
+    raise not_found(f"run {run.id} has no profile {profile_id[:40]!r}")
+
+
+@profiles_router.get(
+    "/{profile_id}/trace",
+    summary="Download a profile's trace",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}},
+        **problem_answers(404),
+    },
+)
+async def get_trace(
+    run: VisibleRun, context: Context, caller: Caller, profile_id: ProfileId
+) -> StreamingResponse:
+    """Gzipped JSON in Chrome's trace format, which https://ui.perfetto.dev opens."""
+    context.followers.require_room(caller)
+    profile = await get_profile(run, context, profile_id)
+    if profile.state is not ProfileState.DONE:
+        why = profile.problem or f"the profile is {profile.state}"
+        raise not_found(f"profile {profile.id} of run {run.id} has no trace: {why}")
+    trace = await context.storage_call(begun, _chunks(context, run.id, profile.id))
+    headers = {
+        "Content-Disposition": (
+            f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'
+        )
+    }
+    return download(context, caller, trace, GZIP, headers)
+
+
+def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:
+    run_dir = RunDir(context.storage, run_id)
+    with run_dir.files.open_read(run_dir.trace_path(profile_id)) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk
+
+
+async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
+    return drills.profiles(
+        await context.database_call(context.events.of_kinds, run.id, drills.PROFILE_KINDS)
+    )
+
+
+# ---------------------------------------------------------------- replays
+
+# Routes of a run's replays: submit one, list them.
+
+replays_router: Final = APIRouter(prefix="/v1/runs/{run_id}/replays", tags=["replays"])
+
+_NAME_CHARS: Final = 128
+
+
+@replays_router.post(
+    "",
+    status_code=201,
+    summary="Train steps of a run again, and compare them",
+    response_model=Run,
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=REPLAY_BODY,
+)
+async def create_replay(
+    request: Request, run: ControlledRun, context: Context, caller: CallerToConfirm
+) -> Response:
+    """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
+    nothing of this run. `replay_of` of the new run has the result once it has ended."""
+    wanted = await read_model(ReplayRequest, request)
+    raw = replay_spec(run, wanted, await trained_by(context, run))
+    made, _ = await submitted(context, caller, raw, None, partial(caller.confirm, context))
+    return as_json(made, 201, {"Location": f"/v1/runs/{made['id']}"})
+
+
+@replays_router.get("", summary="Replays of a run", responses=problem_answers(404))
+async def list_replays(run: VisibleRun, context: Context) -> Page[Run]:
+    """The newest hundred, newest first."""
+    found = await context.database_call(context.runs.replays_of, run.id)
+    return Page(items=tuple(await run_answers(context, found)), next_cursor=None)
+
+
+def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> dict[str, Any]:
+    """Return the spec of a replay: that of the run, but for what names, places and reports it."""
+    spec = RunSpec.model_validate(run.spec)
+    sizes = {each.world_size for each in trained if each.meets(wanted.from_step, wanted.to_step)}
+    workers = wanted.workers or max(sizes, default=spec.scaling.max_workers)
+    raw = spec.model_dump(mode="json")
+    raw["name"] = f"{spec.name[: _NAME_CHARS - 7]}-replay"
+    raw["replay"] = {
+        "run_id": run.id,
+        "from_step": wanted.from_step,
+        "to_step": wanted.to_step,
+        "max_workers": spec.full_size,
+    }
+    if wanted.from_step != begun_at(run):
+        raw["resume_from"] = None
+    # ``auto`` depends on the number of ranks, and decides the order in which gradients are summed.
+    raw["train"]["micro_batch_size"] = spec.micro_batch_size
+    raw["scaling"] |= {"min_workers": workers, "max_workers": workers}
+    raw["notify"] = None
+    return raw
+
+
+# ---------------------------------------------------------------- rank orders
+
+# Requests to a rank (drills, profiles): check the rank and record the request.
+
+
+async def record(
+    context: ApiContext, run: RunRow, order: writer.RankOrder, now: float, data: dict[str, Any]
+) -> EventRow:
+    """Record a request with its ``id`` and ``rank`` in ``data``. Raises TransitionConflict as
+    ``orders.record``; 422 for an unknown rank."""
+    if run.world_size is None:
+        raise writer.not_training(run, order)
+    if data["rank"] >= run.world_size:
+        raise invalid_request(
+            "rank", msg=f"run {run.id} has ranks 0 to {run.world_size - 1}, not {data['rank']}"
+        )
+    return await context.database_call(writer.record, context.database, run, order, data, now)
+
+
+# ---------------------------------------------------------------- stacks
+
+# Routes for what a run's ranks do now: ask for their stacks, and read them.
+
+MOST_REPORTS: Final = 20
+
+stacks_router: Final = APIRouter(prefix="/v1/runs/{run_id}/stacks", tags=["stacks"])
+
+
+@stacks_router.post(
+    "",
+    status_code=202,
+    summary="Ask what the ranks do now",
+    responses=problem_answers(400, 403, 404, 409),
+)
+async def request_stacks(run: ControlledRun, context: Context) -> StackReport:
+    """Only for runs that are RUNNING. Their ranks are not interrupted. The list has the stacks a
+    moment later."""
+    return await order_stacks(run, context)
+
+
+async def order_stacks(run: RunRow, context: ApiContext) -> StackReport:
+    """Request the stacks of a run's ranks. Raises 409 if it is not training."""
+    now = context.clock()
+    data = {"id": new_stacks_id(now)}
+    event = await context.database_call(
+        writer.record, context.database, run, writer.STACKS, data, now
+    )
+    order = StackOrder(event.data["id"], run.attempt)
+    await context.storage_call(RunDir(context.storage, run.id).order_stacks, run.submission, order)
+    return stack_reports([event])[0]
+
+
+@stacks_router.get("", summary="What the ranks did", responses=problem_answers(404))
+async def list_stacks(run: VisibleRun, context: Context) -> Page[StackReport]:
+    """The newest reports, newest first. The service adds one by itself when nothing has moved for a
+    minute."""
+    return Page(items=tuple(await newest_stacks(run, context)), next_cursor=None)
+
+
+async def newest_stacks(run: RunRow, context: ApiContext) -> list[StackReport]:
+    """Return the newest reports on what a run's ranks did, newest first."""
+    found = stack_reports(await context.database_call(context.events.of_kinds, run.id, STACK_KINDS))
+    return found[: -MOST_REPORTS - 1 : -1]

@@ -13,10 +13,10 @@ from typing import Final
 import structlog
 
 from everstep.wire import RunStatus
-from service.api import sse
+from service.api import streams
 from service.api.answers import event_answer
-from service.api.blocking_calls import BlockingCalls
-from service.api.followers import PIECE_BYTES, piece_of
+from service.api.blocking import BlockingCalls
+from service.api.streams import PIECE_BYTES, piece_of
 from service.db.errors import DatabaseUnavailable
 from service.db.events import EventStore
 from service.model.rows import EventRow
@@ -134,9 +134,9 @@ class EventFeed:
                     return
                 else:
                     try:
-                        await asyncio.wait_for(changed.wait(), sse.HEARTBEAT_S)
+                        await asyncio.wait_for(changed.wait(), streams.HEARTBEAT_S)
                     except TimeoutError:
-                        yield sse.HEARTBEAT
+                        yield streams.HEARTBEAT
         finally:
             self._detach(run_id, tail)
 
@@ -180,4 +180,4 @@ class EventFeed:
 
 
 def encode(row: EventRow) -> bytes:
-    return sse.frame(row.seq, event_answer(row).model_dump_json())
+    return streams.frame(row.seq, event_answer(row).model_dump_json())

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from everstep.wire import LogLine
 from service.api.answers import to_time
-from service.api.blocking_calls import BlockingCalls
+from service.api.blocking import BlockingCalls
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.rank_logs import LoggedLine, read_rank_logs

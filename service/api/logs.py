@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from everstep.wire import LogLine, Page
-from service.api import sse
+from everstep.wire import Failure, LogLine, Page, Verdict
+from service.api import streams
+from service.api.answers import Cursor, position, to_time
 from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
-from service.api.followers import piece_of
 from service.api.log_views import POLL_S, LogView
 from service.api.openapi import STREAM, problem_answers
-from service.api.paging import Cursor, position
+from service.api.streams import piece_of
 from storage.errors import StorageError
+from storage.logs.rank_logs import LoggedLine, last_rank_lines
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
 
@@ -50,7 +52,7 @@ async def get_logs(
         int, Query(ge=1, le=5000, description="Maximum lines per page; streams have no limit.")
     ] = 1000,
     cursor: Cursor = None,
-    last_event_id: sse.LastEventId = None,
+    last_event_id: streams.LastEventId = None,
 ) -> Page[LogLine] | Response:
     """Lines of every rank and of the driver over all attempts, by attempt and time; kept after
     their node is gone.
@@ -60,9 +62,9 @@ async def get_logs(
     after the last line of a run that has ended.
     """
     view = context.logs.view(run.id, rank, attempt)
-    if follow or sse.wanted(request):
-        start = sse.resume_after(last_event_id, position(cursor, after))
-        return sse.response(
+    if follow or streams.wanted(request):
+        start = streams.resume_after(last_event_id, position(cursor, after))
+        return streams.response(
             context, caller, _follow(context, run.id, view, start, until_ended=follow)
         )
     lines = await view.read(position(cursor, after), limit)
@@ -87,7 +89,7 @@ async def _follow(
             # the response has started: end it; the client reconnects with its Last-Event-ID
             return
         if lines:
-            frames = piece_of(sse.frame(line.seq, line.model_dump_json()) for line in lines)
+            frames = piece_of(streams.frame(line.seq, line.model_dump_json()) for line in lines)
             after, quiet_s = lines[len(frames) - 1].seq, 0.0
             piece = b"".join(frames)
             del lines, frames
@@ -97,6 +99,67 @@ async def _follow(
         else:
             await asyncio.sleep(POLL_S)
             quiet_s += POLL_S
-            if quiet_s >= sse.HEARTBEAT_S:
+            if quiet_s >= streams.HEARTBEAT_S:
                 quiet_s = 0.0
-                yield sse.HEARTBEAT
+                yield streams.HEARTBEAT
+
+
+# ---------------------------------------------------------------- last lines
+
+# The last log lines of the first failing rank, for a failure.
+
+_FAILURES: Final = 20
+
+
+async def with_last_lines(
+    context: ApiContext, run_id: str, failures: Sequence[Failure], limit: int
+) -> tuple[Failure, ...]:
+    """Return the failures, the newest 20 with at most ``limit`` last lines; without lines if the
+    storage does not respond."""
+    newest = failures[-_FAILURES:] if limit else ()
+    logged = await asyncio.gather(
+        *(_last_lines(context, run_id, failure, limit) for failure in newest)
+    )
+    completed = [
+        each.model_copy(update={"last_lines": lines})
+        for each, lines in zip(newest, logged, strict=True)
+    ]
+    return (*failures[: len(failures) - len(newest)], *completed)
+
+
+def _read(run_dir: RunDir, failure: Failure, limit: int) -> list[LoggedLine]:
+    if failure.first_rank is not None:
+        return last_rank_lines(
+            run_dir, failure.submission, failure.attempt, failure.first_rank, limit
+        )
+    # The lost driver is either the one that reports it, after it lost its controller, or the one of
+    # the previous submission.
+    before = failure.at.timestamp()
+    by_submission = [
+        last_rank_lines(run_dir, submission, failure.attempt, None, limit, before)
+        for submission in (failure.submission - 1, failure.submission)
+    ]
+    return [line for lines in by_submission for line in lines][-limit:]
+
+
+async def _last_lines(
+    context: ApiContext, run_id: str, failure: Failure, limit: int
+) -> tuple[LogLine, ...]:
+    if failure.first_rank is None and failure.verdict != Verdict.CONTROL_PLANE:
+        return ()
+    try:
+        found = await context.storage_call(_read, RunDir(context.storage, run_id), failure, limit)
+    except StorageError:
+        return ()
+    return tuple(
+        LogLine(
+            seq=0,
+            at=to_time(line.at),
+            submission=line.submission,
+            attempt=line.attempt,
+            rank=line.rank,
+            level=line.level,
+            message=line.message,
+        )
+        for line in found
+    )

@@ -16,11 +16,10 @@ from everstep.wire import Problem, RunChange
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.cluster import DrainOrder, NodeOrder
 from everstep.wire.deployment import CheckOrder
-from everstep.wire.drills import DrillRequest
-from everstep.wire.profiles import ProfileRequest
-from everstep.wire.replays import ReplayRequest
+from everstep.wire.drills import DrillRequest, ProfileRequest
+from everstep.wire.run import ReplayRequest
 from everstep.wire.team import ProjectRequest, TokenRequest
-from service.api import problems, sse
+from service.api import problems, streams
 
 _REF: Final = "#/components/schemas/{model}"
 
@@ -127,7 +126,7 @@ CreateProject = Annotated[
     Query(description="Create the project if it does not exist; otherwise that is an error."),
 ]
 
-STREAM: Final[dict[str, Any]] = {"content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}}}
+STREAM: Final[dict[str, Any]] = {"content": {streams.MEDIA_TYPE: {"schema": {"type": "string"}}}}
 """Second media type of a 200 response that may be a stream."""
 
 

@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from everstep.errors import FieldError, InvalidSpec
 from service.db.errors import DatabaseUnavailable, Unstorable
-from service.db.idempotency import IdempotencyConflict
+from service.db.lease import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
 from service.db.sweeps import SweepConflict
 from service.model.states import TransitionConflict

@@ -16,7 +16,7 @@ import structlog
 from everstep.wire import ClusterInfo, Readiness
 from service.db.engine import Database
 from service.db.errors import DatabaseError
-from service.storage_identity.gate import StorageGate
+from service.storage_identity import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage
 

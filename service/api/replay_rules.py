@@ -7,12 +7,12 @@ from everstep.spec.run_spec import RunSpec
 from service.api.context import ApiContext
 from service.model.run_rows import RunRow
 from service.projections import attempts
-from service.projections.replays import Stretch, begun_at, stretches, words
+from service.projections.drills import Stretch, begun_at, stretches, words
 
 
 async def trained_by(context: ApiContext, run: RunRow) -> list[Stretch]:
     """Return which steps of a run were trained by how many ranks."""
-    events = await context.database_call(context.events.of_kinds, run.id, attempts.KINDS)
+    events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
     return stretches(attempts.attempts(events), run.step)
 
 

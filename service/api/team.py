@@ -16,13 +16,12 @@ from everstep.wire.team import (
     Token,
     TokenRequest,
 )
-from service.api.answers import maybe_time, to_time
+from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
 from service.api.auth import EMBEDDED_TRUST, Administrator
+from service.api.bodies import read_model
 from service.api.context import ApiContext, Context
 from service.api.openapi import PROJECT_BODY, TOKEN_BODY, CreateProject, problem_answers
-from service.api.paging import Cursor, Limit, page_of, position
 from service.api.problems import invalid_request, not_found
-from service.api.spec_body import read_model
 from service.db.audit import note_target
 from service.db.projects import Usage, quotas_of
 from service.model.rows import AuditRow, ProjectRow, TokenRow

@@ -13,8 +13,7 @@ from pathlib import Path
 from everstep.options.model import SettingsError
 from everstep.options.serve import FLAGS
 from everstep.spec.plain_text import printable, printable_lines
-from service.backup.copies import create, restore
-from service.backup.database_copy import BackupError
+from service.backup.copies import BackupError, create, restore
 from service.db.errors import DatabaseError
 from service.process.home import HomeError
 from service.settings import Settings

@@ -15,11 +15,9 @@ from typing import Final
 from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
-from service.cluster.ray_answers import Job
-from service.cluster.ray_errors import RayUnavailable
-from service.cluster.ray_jobs import RayJobs
-from service.db.ids import new_check_id
-from storage.cluster.deployment_checks import read_report
+from service.cluster.ray_jobs import Job, RayJobs, RayUnavailable
+from service.db.lease import new_check_id
+from storage.cluster import read_report
 from storage.filesystem import Storage
 
 NAME: Final = "everstep-deployment-check"

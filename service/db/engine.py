@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import psycopg
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from pydantic_core import from_json, to_json
-from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy import Connection, Dialect, Engine, Table, create_engine, event, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
+from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from service.db import postgresql
 from service.db.errors import (
     BUSY_TIMEOUT_MS,
     DatabaseError,
@@ -83,15 +90,15 @@ class Database:
         self._current: ContextVar[Connection | None] = ContextVar("current", default=None)
         """Connection of the thread's current ``autocommit``; for a request in the event loop also
         of its writes."""
-        self._loop: postgresql.LoopConnections | None = None
+        self._loop: LoopConnections | None = None
         if self.is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
         else:
-            postgresql.try_out_idle(self._engine)
+            try_out_idle(self._engine)
 
     def _options(self) -> dict[str, Any]:
-        connect_args = {} if self.is_sqlite else postgresql.connect_args(BUSY_TIMEOUT_MS)
+        connect_args = {} if self.is_sqlite else postgresql_connect_args(BUSY_TIMEOUT_MS)
         return {
             "json_serializer": encoded,
             "json_deserializer": from_json,
@@ -203,7 +210,7 @@ class Database:
     def _transaction(self) -> AbstractContextManager[Connection]:
         of_loop = self._of_loop()
         if of_loop is not None:
-            return postgresql.transaction(of_loop)
+            return transaction(of_loop)
         return (
             self._engine.begin() if self._shared_commits is None else self._shared_commits.write()
         )
@@ -237,7 +244,7 @@ class Database:
             assert not writes, "a commit would hold up the event loop"
             return call()
         if self._loop is None:
-            self._loop = postgresql.LoopConnections(self.url, self._options())
+            self._loop = LoopConnections(self.url, self._options())
         with mapped_errors():
             return await self._loop.run(partial(self._call_on, call), writes=writes)
 
@@ -305,3 +312,135 @@ def _begin_sqlite(connection: Connection) -> None:
 def encoded(value: Any) -> str:
     """Return the JSON for a column; numbers that are not finite become null."""
     return to_json(value, inf_nan_mode="null").decode()
+
+
+# ---------------------------------------------------------------- postgresql
+
+# Connections to PostgreSQL: their settings, the check of idle ones, and the event loop's own
+# pool.
+
+LOOKS: Final = 6
+"""Maximum number of concurrent reads. With more, PostgreSQL's processes wait for one another and
+the tail latency grows."""
+WRITES: Final = 8
+CONNECT_TIMEOUT_S: Final = 5
+IDLE_S: Final = 1.0
+"""A connection that was idle for this long is checked before use."""
+
+
+def postgresql_connect_args(lock_timeout_ms: int) -> dict[str, Any]:
+    """Return the arguments of every connection."""
+    return {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        # Without it, a database with the encoding SQL_ASCII returns bytes for text.
+        "client_encoding": "utf8",
+        # TCP alone would wait for hours for a server that is cut off.
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 15_000,
+        # A replica that hangs inside a transaction must not keep its locks, and so the lease.
+        "options": f"-c lock_timeout={lock_timeout_ms} -c idle_in_transaction_session_timeout=4000",
+    }
+
+
+def try_out_idle(engine: Engine) -> None:
+    """Check this engine's connections before use if they were idle for a while."""
+    event.listen(engine, "checkin", _note_use)
+    event.listen(engine, "checkout", _try_out)
+
+
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _try_out(connection: Any, record: Any, _proxy: object) -> None:
+    """Check a connection that was idle for a while; the pool replaces a broken one.
+
+    One that was just used is not checked: that would add a round trip to each request.
+    """
+    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
+        return
+    alone = connection.autocommit
+    try:
+        connection.autocommit = True
+        cursor = connection.cursor()
+        cursor.execute("SELECT 1")
+        cursor.close()
+        connection.autocommit = alone
+    except psycopg.Error as exc:
+        raise DisconnectionError from exc
+
+
+class LoopConnections:
+    """A connection pool for one event loop, which serves requests in the order of arrival."""
+
+    def __init__(self, url: URL, options: Mapping[str, Any]) -> None:
+        """``options`` are those of an engine."""
+        self._engine = create_async_engine(
+            url,
+            pool_size=LOOKS + WRITES,
+            max_overflow=0,
+            # autocommit leaves nothing open outside of ``transaction``
+            pool_reset_on_return=None,
+            isolation_level="AUTOCOMMIT",
+            **options,
+        )
+        try_out_idle(self._engine.sync_engine)
+        self._looks, self._writes = asyncio.Semaphore(LOOKS), asyncio.Semaphore(WRITES)
+
+    async def run(self, call: Callable[[Connection], T], *, writes: bool) -> T:
+        """Run ``call``, which is written as if its connection blocked, and return its result."""
+        async with self._writes if writes else self._looks, self._engine.connect() as connection:
+            return await connection.run_sync(call)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+@contextmanager
+def transaction(connection: Connection) -> Iterator[Connection]:
+    """Open a transaction on such a connection: committed at the end of the block, rolled back if it
+    raises."""
+    connection.execution_options(isolation_level="READ COMMITTED")
+    try:
+        with connection.begin():
+            yield connection
+    finally:
+        if not connection.invalidated:
+            connection.execution_options(isolation_level="AUTOCOMMIT")
+
+
+# ---------------------------------------------------------------- conflicts
+
+# Inserts that may conflict with another replica: the database resolves them, and neither fails.
+
+
+def insert_missing(connection: Connection, table: Table, row: Mapping[str, Any]) -> bool:
+    """Insert a row unless its key exists; return whether it was inserted.
+
+    Waits for a transaction that inserts the same key, and respects its commit.
+    """
+    statement = insert_into(table, connection.dialect).values(dict(row)).on_conflict_do_nothing()
+    done = connection.execute(statement, execution_options={"preserve_rowcount": True})
+    return done.rowcount > 0
+
+
+def replace_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert a row, or replace the one with the same primary key. Of two at once, the later one
+    stays."""
+    statement = insert_into(table, connection.dialect).values(dict(row))
+    keys = [column.name for column in table.primary_key]
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=keys,
+            set_={name: statement.excluded[name] for name in row if name not in keys},
+        )
+    )
+
+
+def insert_into(table: Table, dialect: Dialect) -> PostgresInsert | SqliteInsert:
+    """Return an insert with conflict handling, in the database's dialect."""
+    if dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from sqlalchemy.exc import IntegrityError
 
 from service.db.engine import Database
 from service.db.errors import DatabaseError
-from service.db.tables import leases
+from service.db.run_lookup import find_run
+from service.db.tables import idempotency_keys, leases
+from service.model.run_rows import RunRow
 
 LEASE_S: Final = 5.0
 """A holder that has not renewed for this long can be replaced."""
@@ -92,3 +96,145 @@ class LeaseStore:
         return float(
             connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one()
         )
+
+
+# ---------------------------------------------------------------- idempotency
+
+# Idempotency keys: a repeated request creates no second run.
+
+
+class IdempotencyConflict(DatabaseError):
+    """The idempotency key was used before, with another body or for a deleted run."""
+
+
+@dataclass(frozen=True)
+class IdempotencyKey:
+    """A client's name for a request: the same key and body return the same run."""
+
+    scope: str
+    """Token id; keys of different tokens are independent."""
+    key: str
+    body_sha256: str
+
+
+def is_used(connection: Connection, idempotency: IdempotencyKey) -> bool:
+    """Return whether the key was used before."""
+    keys = idempotency_keys.c
+    query = select(keys.key).where(keys.scope == idempotency.scope, keys.key == idempotency.key)
+    return connection.execute(query).one_or_none() is not None
+
+
+def check_same_body(idempotency: IdempotencyKey, body_sha256: str) -> None:
+    """Raise IdempotencyConflict if the key was used with another body."""
+    if body_sha256 != idempotency.body_sha256:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used with another body; use a new key for a "
+            "new request"
+        )
+
+
+def known_run(connection: Connection, idempotency: IdempotencyKey | None) -> RunRow | None:
+    """Return the run that was created with this key, or None. Raise IdempotencyConflict."""
+    if idempotency is None:
+        return None
+    keys = idempotency_keys.c
+    query = select(keys.body_sha256, keys.run_id).where(
+        keys.scope == idempotency.scope, keys.key == idempotency.key
+    )
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        return None
+    check_same_body(idempotency, found.body_sha256)
+    run = find_run(connection, found.run_id)
+    if run is None:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {idempotency.key!r} was used for run {found.run_id}, which was "
+            "deleted; use a new key"
+        )
+    return run
+
+
+def remember(connection: Connection, idempotency: IdempotencyKey, run_id: str, now: float) -> None:
+    """Store that this key created a run."""
+    connection.execute(
+        insert(idempotency_keys).values(
+            scope=idempotency.scope,
+            key=idempotency.key,
+            body_sha256=idempotency.body_sha256,
+            run_id=run_id,
+            created_at=now,
+        )
+    )
+
+
+# ---------------------------------------------------------------- ids
+
+# Ids that sort by creation time.
+
+ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Crockford's base32 in lower case: in ASCII order, without letters that look like digits."""
+RUN_ID_PATTERN: Final = re.compile(r"run_[0-9a-hjkmnp-tv-z]{12}")
+SWEEP_ID_PATTERN: Final = re.compile(r"sweep_[0-9a-hjkmnp-tv-z]{12}")
+_EPOCH_S: Final = 1_704_067_200  # 2024-01-01; 41 bits of milliseconds reach to 2093
+_RANDOM_BITS: Final = 19
+
+
+def new_run_id(now: float) -> str:
+    """Return ``run_`` and 12 characters: 41 bits of milliseconds, then 19 random bits.
+
+    Two ids of one millisecond may collide (1 in 524,288); the primary key detects it, and the store
+    draws again.
+    """
+    return "run_" + _dated(now)
+
+
+def new_drill_id(now: float) -> str:
+    """Return ``drill_`` and 12 characters, as for a run."""
+    return "drill_" + _dated(now)
+
+
+def new_check_id(now: float) -> str:
+    """Return ``check_`` and 12 characters, as for a run."""
+    return "check_" + _dated(now)
+
+
+def new_profile_id(now: float) -> str:
+    """Return ``prof_`` and 12 characters, as for a run."""
+    return "prof_" + _dated(now)
+
+
+def new_stacks_id(now: float) -> str:
+    """Return ``stk_`` and 12 characters, as for a run."""
+    return "stk_" + _dated(now)
+
+
+def new_delivery_id(now: float) -> str:
+    """Return ``dlv_`` and 12 characters, as for a run."""
+    return "dlv_" + _dated(now)
+
+
+def new_alert_id(now: float) -> str:
+    """Return ``alr_`` and 12 characters, as for a run."""
+    return "alr_" + _dated(now)
+
+
+def new_sweep_id(now: float) -> str:
+    """Return ``sweep_`` and 12 characters, as for a run."""
+    return "sweep_" + _dated(now)
+
+
+def _dated(now: float) -> str:
+    milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
+    return _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)
+
+
+def new_token_id() -> str:
+    return "tok_" + _base32(secrets.randbits(60), 12)
+
+
+def new_user_id() -> str:
+    return "user_" + _base32(secrets.randbits(60), 12)
+
+
+def _base32(value: int, length: int) -> str:
+    return "".join(ALPHABET[value >> 5 * position & 31] for position in reversed(range(length)))

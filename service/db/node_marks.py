@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import delete, select, text, update
+from sqlalchemy import Connection, delete, func, select, text, update
 
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from service.db.conflicts import insert_missing, replace_row
-from service.db.engine import Database
-from service.db.tables import events, node_marks, runs
+from service.db.audit import note_target
+from service.db.engine import Database, insert_missing, replace_row
+from service.db.planner_hints import IS_LIVE
+from service.db.tables import events, node_marks, runs, storage_identity
 from service.model.rows import MarkState, NodeFailure, NodeMarkRow
-from storage.cluster.node_marks import NodeMark
+from storage.cluster import NodeMark, Owner
 
 GONE_KEPT_S: Final = 24 * 3600.0
 """How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
@@ -156,3 +159,114 @@ class NodeMarkStore:
             for row, one in ((row, Failure.of(row)) for row in found)
             if one.node_id and one.first_rank is not None
         ]
+
+
+# ---------------------------------------------------------------- storage identity
+
+# Which storage the database belongs to, and which runs have data there.
+
+_NAME: Final = "runs"
+_SELECT: Final = select(storage_identity).where(storage_identity.c.name == _NAME)
+
+
+@dataclass(frozen=True)
+class KnownStorage:
+    """The storage that the database belongs to."""
+
+    storage_id: str
+    was_seen: bool
+    """Whether its identity file ever existed."""
+    owner: Owner | None
+    """This database, as the storage is to name it; None before a service took the storage."""
+
+
+class StorageRecords:
+    """The row of the known storage. Every method is one transaction. ``clock`` returns unix
+    seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def get(self) -> KnownStorage | None:
+        """Return the known storage; None if there is none yet."""
+        with self._database.read() as connection:
+            return _known(connection)
+
+    def claim(self, storage_id: str) -> KnownStorage:
+        """Record an id if none is known. Return the known one: another replica may have been
+        first."""
+        with self._database.write() as connection:
+            row = {"name": _NAME, "storage_id": storage_id, "recorded_at": self._clock()}
+            insert_missing(connection, storage_identity, row)
+            known = _known(connection)
+        assert known is not None
+        return known
+
+    def seen(self, storage_id: str) -> None:
+        """Record that the file with this id exists: from now on a storage without it is a different
+        one."""
+        row = storage_identity.c
+        with self._database.write() as connection:
+            which = (row.name == _NAME, row.storage_id == storage_id, row.seen_at.is_(None))
+            connection.execute(update(storage_identity).where(*which).values(seen_at=self._clock()))
+
+    def take(self) -> Owner:
+        """Count a start of a service with this database, which then writes the result to the
+        storage. A storage is known."""
+        row = storage_identity.c
+        with self._database.write() as connection:
+            connection.execute(
+                update(storage_identity)
+                .where(row.name == _NAME)
+                .values(
+                    generation=row.generation + 1,
+                    database_id=func.coalesce(row.database_id, str(uuid.uuid4())),
+                )
+            )
+            known = _known(connection)
+        assert known is not None and known.owner is not None
+        return known.owner
+
+    def replace(self, storage_id: str) -> Owner:
+        """Replace the known storage, at an operator's request. Return this database under a new id,
+        which copies of it do not have."""
+        note_target(storage_id)
+        owner = Owner(str(uuid.uuid4()), 1)
+        with self._database.write() as connection:
+            now = self._clock()
+            row = {
+                "name": _NAME,
+                "storage_id": storage_id,
+                "recorded_at": now,
+                "seen_at": now,
+                "database_id": owner.database_id,
+                "generation": owner.generation,
+            }
+            replace_row(connection, storage_identity, row)
+        return owner
+
+    def submitted_runs(self, limit: int) -> list[str]:
+        """Return ids of runs that have a directory in the storage: live ones first, then the
+        newest."""
+        query = (
+            select(runs.c.id)
+            .where(runs.c.submission > 0)
+            .order_by(IS_LIVE.desc(), runs.c.created_at.desc())
+            .limit(limit)
+        )
+        with self._database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def run_ids(self) -> set[str]:
+        """Return the id of every run."""
+        with self._database.read() as connection:
+            return set(connection.execute(select(runs.c.id)).scalars())
+
+
+def _known(connection: Connection) -> KnownStorage | None:
+    row = connection.execute(_SELECT).one_or_none()
+    if row is None:
+        return None
+    owner = Owner(row.database_id, row.generation) if row.database_id else None
+    return KnownStorage(row.storage_id, row.seen_at is not None, owner)

@@ -13,14 +13,11 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
-from service.db.alert_tables import alerts
 from service.db.audit import note_target
-from service.db.conflicts import insert_missing
-from service.db.engine import Database
+from service.db.engine import Database, insert_missing
 from service.db.errors import DatabaseError
 from service.db.planner_hints import IS_LIVE
-from service.db.sweep_tables import sweeps
-from service.db.tables import projects, runs, tokens
+from service.db.tables import alerts, projects, runs, sweeps, tokens
 from service.model.rows import ProjectRow
 
 DEFAULT_PROJECT: Final = "default"

@@ -11,12 +11,20 @@ from sqlalchemy import bindparam, func, select
 from everstep.wire import RunStatus
 from service.db.engine import Database
 from service.db.planner_hints import IS_LIVE
-from service.db.run_lookup import EVERY_RUN, Place, RunFilter, counted, find_run, page_query
-from service.db.run_order import Place as OrderedPlace
-from service.db.run_order import RunOrder, ordered_page
-from service.db.status_changes import STATUS_CHANGES, changes_of
+from service.db.run_lookup import (
+    EVERY_RUN,
+    Place,
+    RunFilter,
+    RunOrder,
+    counted,
+    find_run,
+    ordered_page,
+    page_query,
+)
+from service.db.run_lookup import OrderPlace as OrderedPlace
 from service.db.tables import runs, transitions
 from service.db.tokens import CLAIM_HOLDS, Claim
+from service.db.writer import STATUS_CHANGES, changes_of
 from service.model.rows import TransitionRow
 from service.model.run_rows import ListedRun, RunHead, RunRow
 

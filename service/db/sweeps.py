@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from everstep.spec.run_spec import RunSpec
@@ -16,14 +16,12 @@ from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.audit import note_target
 from service.db.engine import Database, Guard
 from service.db.errors import DatabaseError
-from service.db.idempotency import IdempotencyKey, check_same_body
-from service.db.ids import new_sweep_id
+from service.db.events import SeriesStore
+from service.db.lease import IdempotencyKey, check_same_body, new_sweep_id
 from service.db.projects import ensure_project
 from service.db.run_lookup import Place
-from service.db.series import SeriesStore
-from service.db.sweep_tables import UNENDED, sweep_runs, sweeps
-from service.db.tables import runs
-from service.model.sweep_rows import SweepRow, TrialRow
+from service.db.tables import UNENDED, runs, sweep_runs, sweeps
+from service.model.rows import SweepRow, TrialRow
 
 _CREATE_ATTEMPTS: Final = 5
 _OF_RUN: Final = {
@@ -274,3 +272,37 @@ def _reason_columns(reason: SweepReason | None) -> dict[str, str | None]:
         "reason_code": reason.code.value if reason else None,
         "reason_message": reason.message if reason else None,
     }
+
+
+# ---------------------------------------------------------------- sweep places
+
+# The place of a run in its sweep: taken in the transaction that records the run, so that no place
+# gets two.
+
+
+class PlaceTaken(DatabaseError):
+    """The place has a run, or its sweep does not run any more: there is nothing to submit."""
+
+
+class SweepPlace(NamedTuple):
+    """A run's place: its sweep, and its number in it."""
+
+    sweep_id: str
+    number: int
+
+
+def check_place(connection: Connection, place: SweepPlace) -> None:
+    """Hold the sweep until the transaction ends. Raise PlaceTaken."""
+    sweep = select(sweeps.c.status).where(sweeps.c.id == place.sweep_id).with_for_update()
+    status = connection.execute(sweep).scalar_one_or_none()
+    run_id = select(sweep_runs.c.run_id).where(_is(place))
+    if status != SweepStatus.RUNNING or connection.execute(run_id).scalar_one() is not None:
+        raise PlaceTaken(f"run {place.number} of sweep {place.sweep_id} is not to be submitted")
+
+
+def fill_place(connection: Connection, place: SweepPlace, run_id: str) -> None:
+    connection.execute(update(sweep_runs).where(_is(place)).values(run_id=run_id))
+
+
+def _is(place: SweepPlace) -> ColumnElement[bool]:
+    return and_(sweep_runs.c.sweep_id == place.sweep_id, sweep_runs.c.number == place.number)

@@ -1,5 +1,6 @@
 """The database's tables. Times are unix seconds (float), sizes are bytes. migrations/ creates
-exactly these tables."""
+exactly these tables.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from sqlalchemy import (
     text,
 )
 
+from everstep.wire.sweep import SweepStatus
 from service.model.run_rows import RunRow
 
 _TYPES: Final = {str: Text, int: Integer, float: Double}
@@ -270,4 +272,111 @@ node_marks = Table(
     Column("at", Double, nullable=False),
     Column("deadline", Double),  # when a draining node will be removed
     Column("gone_since", Double),  # null: it was in the cluster at the last check
+)
+
+
+# ---------------------------------------------------------------- alert tables
+
+# The tables of alerts. Times are unix seconds (float).
+
+alerts = Table(
+    "alerts",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("when", String(16), nullable=False),
+    Column("more_than", Integer),
+    Column("stalled_s", Double),
+    Column("format", String(16), nullable=False),
+    Column("target", JSON, nullable=False),  # where to, with its secrets
+    Column("created_by", String(32), nullable=False),  # token id
+    Column("created_at", Double, nullable=False),
+    Index(None, "project"),
+)
+
+
+def _alert_key(*, primary_key: bool = False) -> Column[str]:
+    key = ForeignKey("alerts.id", ondelete="CASCADE")
+    return Column("alert_id", String(32), key, primary_key=primary_key, nullable=False)
+
+
+alert_incidents = Table(  # what was reported and not yet resolved
+    "alert_incidents",
+    metadata,
+    _alert_key(primary_key=True),
+    Column("run_id", RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
+    Column("subject", String(32), primary_key=True),
+    Column("opened_at", Double, nullable=False),
+    Index(None, "run_id"),
+)
+
+alert_deliveries = Table(
+    "alert_deliveries",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String(32), nullable=False),
+    _alert_key(),
+    Column("run_id", RUN_ID),  # null: a test; not a foreign key: sent even if the run is deleted
+    Column("incident", String(128), nullable=False),
+    Column("event", String(16), nullable=False),
+    Column("message", JSON, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("num_tries", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("next_at", Double, nullable=False),
+    Column("give_up_at", Double, nullable=False),
+    Column("finished_at", Double),
+    Column("status", Integer),
+    Column("answer", Text),
+    Column("error", Text),
+    UniqueConstraint("id"),
+    Index(None, "alert_id", "seq"),
+    Index(None, "state", "next_at"),
+)
+
+
+# ---------------------------------------------------------------- sweep tables
+
+# The tables of sweeps. Times are unix seconds (float).
+
+sweeps = Table(
+    "sweeps",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("name", String(128), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("reason_code", String(64)),
+    Column("reason_message", Text),
+    Column("spec", JSON, nullable=False),
+    Column("created_by", String(32), nullable=False),  # token id
+    Column("created_at", Double, nullable=False),
+    Column("finished_at", Double),
+    Column("idempotency_key", String(255)),
+    Column("body_sha256", String(64)),
+    UniqueConstraint("created_by", "idempotency_key"),
+    Index(None, "created_at", "id"),
+    Index(None, "project", "created_at", "id"),
+    Index(None, "status"),
+)
+
+UNENDED: Final = sweeps.c.status.in_(
+    sorted(status.value for status in SweepStatus if not status.terminal)
+)
+"""Condition on ``sweeps``: it submits runs, or stops them."""
+
+sweep_runs = Table(
+    "sweep_runs",
+    metadata,
+    Column("sweep_id", String(32), ForeignKey("sweeps.id", ondelete="CASCADE"), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("params", JSON, nullable=False),
+    Column("spec", JSON, nullable=False),  # of the run, as resolved
+    Column("run_id", RUN_ID),  # not a foreign key: outlives the run
+    Column("rung", Integer, nullable=False),
+    Column("results", JSON, nullable=False),
+    Column("best_value", Double),
+    Column("best_step", Integer),
+    Column("seen_step", Integer),
 )

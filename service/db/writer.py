@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 import structlog
-from sqlalchemy import Connection, Dialect, Insert, bindparam, insert, select, update
+from sqlalchemy import JSON, Column, Connection, Dialect, Insert, bindparam, insert, select, update
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
 from everstep.wire import Reason, RunStatus
 from everstep.wire.events import EventKind
-from service.db.alert_incidents import TELLING_KINDS, apply_alerts, failures_of
-from service.db.conflicts import insert_into
-from service.db.engine import encoded
-from service.db.notifications import Notification, notification_of, with_failure
+from service.db.alerts import TELLING_KINDS, apply_alerts, failures_of
+from service.db.audit import Notification, notification_of, with_failure
+from service.db.engine import Database, encoded, insert_into
 from service.db.tables import events, metrics, notifications, runs, transitions
-from service.model.rows import EventRow, MetricPoint
+from service.model.rows import EventRow, MetricPoint, TransitionRow
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
+from service.projections.attempts import BY_SWEEP, preempted
 from service.projections.changes import NO_WORKERS
-from service.projections.fitting import UNFIT
-from service.projections.goodput import TimeLedger
-from service.projections.reasons import BY_SWEEP, preempted
-from service.projections.work import WorkLedger
+from service.projections.goodput import TimeLedger, WorkLedger
+from service.projections.series import UNFIT
 
 logger = structlog.get_logger(__name__)
 
@@ -277,3 +278,149 @@ def _compiled(
     """Return the statement, and the order of its parameters if they are positional."""
     compiled = make(dialect).compile(dialect=dialect)
     return compiled.string, compiled.positiontup
+
+
+# ---------------------------------------------------------------- status changes
+
+# A run's transitions as one JSON value beside its row: separate rows would repeat the run, or need
+# a second query.
+
+
+class StatusChanges(FunctionElement[Any]):
+    """JSON of the transitions, unordered: arrays for ``changes_of``, or null if there are none."""
+
+    name = "status_changes"
+    inherit_cache = True
+    type = JSON()
+
+    def __init__(self, run_id: Column[str]) -> None:
+        super().__init__(run_id)
+
+
+STATUS_CHANGES: Final = StatusChanges(runs.c.id)
+
+
+@compiles(StatusChanges, "postgresql")
+def _in_postgresql(element: StatusChanges, compiler: SQLCompiler, **options: Any) -> str:
+    change = (
+        "json_build_array(c.seq, c.from_status, c.to_status, c.at, c.reason_code, c.reason_message)"
+    )
+    return (
+        f"(SELECT json_agg({change}) FROM transitions AS c WHERE c.run_id = "
+        f"{compiler.process(element.clauses, **options)})"
+    )
+
+
+@compiles(StatusChanges, "sqlite")
+def _in_sqlite(element: StatusChanges, compiler: SQLCompiler, **options: Any) -> str:
+    # SQLite's JSON keeps 15 digits of a number; a time has more.
+    change = (
+        "json_array(c.seq, c.from_status, c.to_status, printf('%!.17g', c.at), c.reason_code, "
+        "c.reason_message)"
+    )
+    changes = f"SELECT json_group_array({change}) FROM transitions AS c"
+    return f"({changes} WHERE c.run_id = {compiler.process(element.clauses, **options)})"
+
+
+def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[TransitionRow]:
+    """Return the rows for a value of STATUS_CHANGES, oldest first."""
+    rows = sorted(found or (), key=lambda change: int(change[0]))
+    return [
+        TransitionRow(run_id, seq, before, to, float(at), code, message)
+        for seq, before, to, at, code, message in rows
+    ]
+
+
+# ---------------------------------------------------------------- orders
+
+# Requests to the ranks of a run (drills, profiles, stacks): events of its history, without a table
+# of their own.
+
+TAKE_UP_S: Final = 15.0
+"""How long a request blocks another of its kind. A driver takes it up within about a second."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """A kind of request: its name, the event that records it, and the events that show that it was
+    taken up."""
+
+    name: str
+    requested: EventKind
+    taken_up: tuple[EventKind, ...]
+
+
+DRILL: Final = RankOrder(
+    "drill", EventKind.DRILL_REQUESTED, (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED)
+)
+PROFILE: Final = RankOrder(
+    "profile",
+    EventKind.PROFILE_REQUESTED,
+    (
+        EventKind.PROFILE_ORDERED,
+        EventKind.PROFILE_STARTED,
+        EventKind.PROFILE_DONE,
+        EventKind.PROFILE_FAILED,
+    ),
+)
+
+STACKS: Final = RankOrder(
+    "look at the stacks",
+    EventKind.STACKS_REQUESTED,
+    (EventKind.STACKS_ORDERED, EventKind.STACKS),
+)
+
+
+def record(
+    database: Database, run: RunRow, order: RankOrder, data: dict[str, Any], now: float
+) -> EventRow:
+    """Record a request to the ranks of ``run``, before it is sent.
+
+    Args:
+        database: the database.
+        run: the run as the caller saw it.
+        order: kind of request.
+        data: data of the event; its ``id`` names the request.
+        now: unix seconds.
+
+    Raises:
+        TransitionConflict: the run is not training, its ranks have changed, or its driver has not
+            yet taken up another request of the kind.
+    """
+    with database.write() as connection:
+        writer = RunWriter.lock(connection, run.id, now)
+        found = writer.run
+        if found.status != RunStatus.RUNNING or found.world_size is None:
+            raise not_training(found, order)
+        if (found.submission, found.attempt) != (run.submission, run.attempt):
+            raise TransitionConflict(run.id, found.status, "its ranks have just changed; try again")
+        waiting = _waiting(connection, run.id, order, since=now - TAKE_UP_S)
+        if waiting is not None:
+            raise TransitionConflict(
+                run.id,
+                found.status,
+                f"{order.name} {waiting} has not been taken up yet; wait for it",
+            )
+        event = writer.append(order.requested, now, data, attempt=found.attempt)
+        writer.save()
+    return event
+
+
+def not_training(run: RunRow, order: RankOrder) -> TransitionConflict:
+    """Return the error for a run that has no ranks."""
+    return TransitionConflict(run.id, run.status, f"a {order.name} needs a run that is RUNNING")
+
+
+def _waiting(connection: Connection, run_id: str, order: RankOrder, since: float) -> str | None:
+    """Return the id of the last request, if it was made after ``since`` and not taken up yet."""
+    kinds = (order.requested, *order.taken_up)
+    query = select(events.c.kind, events.c.at, events.c.data).where(
+        events.c.run_id == run_id, events.c.kind.in_(kinds)
+    )
+    newest: tuple[str, float] | None = None
+    for kind, at, data in connection.execute(query.order_by(events.c.seq)):
+        if kind == order.requested:
+            newest = data["id"], at
+        elif newest is not None and data["id"] == newest[0]:
+            newest = None
+    return newest[0] if newest is not None and newest[1] > since else None

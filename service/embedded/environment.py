@@ -17,7 +17,7 @@ _RANK_MODULES = (
     "ray.train.torch",
     "ray.train.v2._internal.execution.worker_group.worker",
     "train_fn.ray_train.worker_actor",
-    "train_fn.ray_train.rank_training",
+    "train_fn.ray_train.rank",
     "train_fn.loop.attempt",
 )
 _CONTROLLER_MODULES = (
@@ -30,8 +30,8 @@ _DRIVER_MODULES = (
     "train_fn.driver.command",
     "train_fn.driver.last_save",
     "train_fn.driver.replay",
-    "train_fn.ray_train.older_submissions",
-    "train_fn.ray_train.stale_placement_groups",
+    "train_fn.ray_train.journal_actor",
+    "train_fn.ray_train.placement",
     "train_fn.ray_train.trainer",
 )
 

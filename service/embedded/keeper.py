@@ -24,11 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from service.cluster.cluster_note import ClusterNote, NodeNote, read_note, write_note
-from service.embedded import cluster_parts
-from service.embedded.keeper_arguments import parse
-from service.embedded.node_returns import NodeReturns
-from service.embedded.patience import start_patiently
+from service.cluster.cluster_view import ClusterNote, NodeNote, read_note, write_note
+from service.embedded import cluster
+from service.embedded.patience import parse, start_patiently
 from service.embedded.precedence import SUBMISSION_S, Precedence
 from service.embedded.processes import (
     end_members,
@@ -39,6 +37,7 @@ from service.embedded.processes import (
     started_at,
     wait_for_end,
 )
+from service.embedded.supervisor import NodeReturns
 
 LOOK_INTERVAL_S = 10.0
 """Seconds between two checks of all processes, for ends that raise no event."""
@@ -173,12 +172,12 @@ class Keeper:
         write_note(self._note_path, self._note)
 
     def _start_fork_server(self) -> None:
-        pid = cluster_parts.start_fork_server(self._note.temp_dir)
+        pid = cluster.start_fork_server(self._note.temp_dir)
         self._note = replace(self._note, fork_server_pid=pid)
         self._publish()
 
     def _start_head(self) -> None:
-        self._note = cluster_parts.start_head(self._note, names_ports=self._was_late)
+        self._note = cluster.start_head(self._note, names_ports=self._was_late)
         self._publish()
 
     def _fill_first(self) -> None:
@@ -218,7 +217,7 @@ class Keeper:
         keep = tuple(pid for pid in (os.getpid(), self._note.fork_server_pid) if pid is not None)
         end_members(self._note.temp_dir, grace_s=0, without=keep)
         reap_children()
-        shutil.rmtree(Path(self._note.temp_dir) / cluster_parts.HEAD_DIR, ignore_errors=True)
+        shutil.rmtree(Path(self._note.temp_dir) / cluster.HEAD_DIR, ignore_errors=True)
         self._note = replace(
             self._note, address=None, dashboard_url=None, gcs_pid=None, dashboard_pid=None, nodes=()
         )
@@ -263,7 +262,7 @@ class Keeper:
         return None
 
     def _start_node(self, slot: int) -> NodeNote:
-        node = cluster_parts.start_node(self._note, slot, names_ports=self._was_late)
+        node = cluster.start_node(self._note, slot, names_ports=self._was_late)
         # Ranks inherit their priority from the raylet, so it keeps its own.
         self._precedence.give_way([pid for pid in node.pids if pid != node.raylet_pid])
         return node

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self, cast
+from urllib.parse import unquote, urlsplit
 
+from everstep.options.serve import SMTP_PORTS
 from service.model.rows import RANK, Role
 
 EVERYONE: Final = "*"
@@ -100,3 +102,55 @@ class ProviderRule:
     """Longest time between two log-ins."""
     label: str
     """Name of the provider on the log-in page."""
+
+
+# ---------------------------------------------------------------- mail server
+
+# The operator's mail server, from its URL.
+
+
+@dataclass(frozen=True)
+class MailServer:
+    """Where mail is handed in, and by whom."""
+
+    scheme: str
+    """``smtps``, ``smtp`` (with STARTTLS) or ``smtp+plain``."""
+    host: str
+    port: int
+    sender: str
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, url: str, sender: str) -> Self:
+        """Return the server of a URL that ``everstep.options`` has checked."""
+        parts = urlsplit(url)
+        return cls(
+            parts.scheme,
+            str(parts.hostname),
+            parts.port or SMTP_PORTS[parts.scheme],
+            sender,
+            unquote(parts.username or ""),
+            unquote(parts.password or ""),
+        )
+
+
+# ---------------------------------------------------------------- prices
+
+# What an hour of a resource costs.
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What an hour costs the operator's users; None is not priced."""
+
+    gpu_hour: float | None
+    cpu_hour: float | None
+    currency: str
+
+    @property
+    def any(self) -> bool:
+        return self.gpu_hour is not None or self.cpu_hour is not None
+
+
+NO_PRICES: Final = Prices(None, None, "")

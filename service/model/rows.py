@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from sqlalchemy import RowMapping, Select, Table, select
 
-from everstep.wire import ErrorKind
-from storage.cluster.node_marks import NodeMark
+from everstep.spec.sweep import SweepSpec
+from everstep.wire import ErrorKind, RunStatus
+from everstep.wire.alerts import AlertEvent, AlertFormat, AlertWhen, DeliveryState
+from everstep.wire.sweep import SweepStatus
+from storage.cluster import NodeMark
+from storage.run_control import Stop
 
 Role = Literal["viewer", "submitter", "admin"]
 RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
@@ -206,3 +210,116 @@ class NodeFailure:
     """Who submitted the run; None for a run of an older version."""
     archive: str | None = None
     """Digest of the user's code that the run executes; None for a built-in task."""
+
+
+# ---------------------------------------------------------------- alert rows
+
+# Rows of alerts: rules, and messages on their way. Times are unix seconds.
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRow(Row):
+    """A rule of a project, and where its messages go."""
+
+    id: str
+    project: str
+    name: str
+    when: AlertWhen
+    more_than: int | None
+    stalled_s: float | None
+    format: AlertFormat
+    target: dict[str, Any] = field(repr=False)
+    """``url``, ``routing_key`` or ``addresses``, as the format needs them; they may be secret."""
+    created_by: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryRow(Row):
+    """A message of an alert, and what became of it."""
+
+    seq: int
+    """Order of creation."""
+    id: str
+    alert_id: str
+    run_id: str | None
+    incident: str
+    event: AlertEvent
+    message: dict[str, Any]
+    """JSON of ``AlertMessage``, without links."""
+    state: DeliveryState
+    num_tries: int
+    created_at: float
+    next_at: float
+    """When it is tried next, while it is waiting."""
+    give_up_at: float
+    """A try that fails after this is the last."""
+    finished_at: float | None
+    status: int | None
+    answer: str | None
+    error: str | None
+
+
+# ---------------------------------------------------------------- sweep rows
+
+# Frozen rows of sweeps and their runs. Times are unix seconds.
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow(Row):
+    """A sweep."""
+
+    id: str
+    name: str
+    project: str
+    status: str
+    reason_code: str | None
+    reason_message: str | None
+    spec: dict[str, Any]
+    """The SweepSpec, with name, mode and seed filled in."""
+    created_by: str
+    """Token id."""
+    created_at: float
+    finished_at: float | None
+
+    @property
+    def state(self) -> SweepStatus:
+        return SweepStatus(self.status)
+
+    @property
+    def sweep_spec(self) -> SweepSpec:
+        """Return the spec as stored: checks that were added later do not refuse it."""
+        return SweepSpec.model_validate(self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRow(Row):
+    """A run of a sweep, with what its own row says now."""
+
+    sweep_id: str
+    number: int
+    params: dict[str, Any]
+    run_id: str | None
+    """None before it is submitted; the id stays when the run is deleted."""
+    rung: int
+    """Rungs of successive halving from which it went on."""
+    results: list[list[Any]]
+    """[step, value | None] for each rung that it has reached."""
+    best_value: float | None
+    best_step: int | None
+    seen_step: int | None
+    """Last step of the metric that ``best_value`` counts; None if the run never reported it."""
+    status: RunStatus | None
+    """None before it is submitted, and once its run is deleted."""
+    step: int | None
+    total_steps: int | None
+    stop_requested: Stop | None
+    row_version: int | None
+
+    def __post_init__(self) -> None:
+        if self.status is not None:
+            object.__setattr__(self, "status", RunStatus(self.status))
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.run_id is not None and self.status is None

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
+import structlog
 from fastapi import Depends, FastAPI
 
+from everstep.supported import RAY, problem_here
 from service.api import (
     alerts,
     checkpoints,
     cluster,
-    code,
-    deployment_checks,
     drills,
     goodput,
+    guard,
     health,
-    histories,
+    history,
     logs,
     openapi,
     problems,
-    profiles,
-    prometheus,
-    replays,
     runs,
-    series,
-    sessions,
-    stacks,
-    storage,
+    submission,
     sweeps,
     team,
-    tensorboard,
 )
+from service.api.bodies import HeadMiddleware, refuse_unknown_query
 from service.api.context import ApiContext
-from service.api.request_guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
-from service.api.request_shape import HeadMiddleware, refuse_unknown_query
+from service.api.guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
+from service.cluster.ray_jobs import RayError, RayJobs, RayRefused
+from service.db.engine import Database
+from service.db.errors import DatabaseError
+from service.db.node_marks import NodeMarkStore, StorageRecords
+from service.embedded.cluster import EmbeddedCluster
+from service.embedded.supervisor import ClusterSupervisor
+from service.settings import CannotStart, Settings
+from service.storage_identity import StorageGate, begin_with
+from service.submission_rules.packages import StorageRoots
 from service.web import dashboard
+from storage.errors import StorageError, StorageOwned
+from storage.filesystem import Storage, open_storage
 
 _DESCRIPTION = """Training that never loses a step.
 Every route but the health checks needs `Authorization: Bearer TOKEN`.
@@ -63,40 +72,38 @@ def create_app(context: ApiContext) -> FastAPI:
         generate_unique_id_function=openapi.operation_id,
     )
     app.state.context = context
-    app.state.figures = prometheus.Figures(context)
+    app.state.figures = health.Figures(context)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_upload_bytes=context.max_upload_bytes)
     app.add_middleware(AuditMiddleware, context=context)
     app.add_middleware(AddressMiddleware)
-    app.add_middleware(prometheus.LatencyMiddleware, figures=app.state.figures)
+    app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
     openapi.install(app)
     strict = [Depends(refuse_unknown_query)]
-    for module in (
-        runs,
-        sweeps,
-        histories,
-        goodput,
-        series,
-        tensorboard,
-        logs,
-        checkpoints,
-        drills,
-        profiles,
-        stacks,
-        replays,
-        code,
-        cluster,
-        deployment_checks,
-        team,
-        sessions,
-        alerts,
-        storage,
-        health,
-        prometheus,
+    for router in (
+        runs.router,
+        sweeps.router,
+        history.router,
+        goodput.router,
+        checkpoints.tensorboard_router,
+        logs.router,
+        checkpoints.router,
+        drills.router,
+        drills.profiles_router,
+        drills.stacks_router,
+        drills.replays_router,
+        submission.router,
+        cluster.router,
+        cluster.checks_router,
+        team.router,
+        guard.router,
+        alerts.router,
+        cluster.storage_router,
+        health.router,
+        runs.checks,
     ):
-        app.include_router(module.router, dependencies=strict)
-    app.include_router(runs.checks, dependencies=strict)
+        app.include_router(router, dependencies=strict)
     dashboard.install(app)
     return app
 
@@ -120,3 +127,104 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 await task
         await context.token_use.flush()
         await context.database.close_loop()
+
+
+# ---------------------------------------------------------------- backends
+
+# What a service stands on: its storage, its database and its Ray cluster, opened at the start.
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_S = 5.0
+
+log = structlog.get_logger("everstep")
+
+
+def opened(settings: Settings) -> tuple[Storage, Database]:
+    """Open and probe storage and database. Raises StorageError, DatabaseError, CannotStart."""
+    storage = open_storage(settings.storage_uri)
+    if problem := StorageRoots(settings.storage_roots).problem_of_storage(storage):
+        raise CannotStart(f"--storage {problem}; choose another, or add a --storage-root")
+    if not storage.creates_exclusively:
+        log.warning(
+            "the storage cannot create a file only where there is none, so that two processes may "
+            "both succeed in writing one name; see docs/checkpoints.md, Which storage promises "
+            "what",
+            storage=storage.uri,
+        )
+    try:
+        storage.probe()
+    except StorageError as exc:
+        raise CannotStart(f"{exc}; let this user write there, or choose another --storage") from exc
+    try:
+        database = Database(settings.database_url)
+        database.migrate()
+    except DatabaseError as exc:
+        raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
+    gate = StorageGate(storage, StorageRecords(database), service=str(settings.home))
+    try:
+        begin_with(gate, storage, NodeMarkStore(database), settings.adopt_storage)
+    except StorageOwned as exc:
+        raise CannotStart(str(exc)) from exc
+    except StorageError as exc:
+        # The service starts all the same: the storage may come back, or an operator may adopt the
+        # one that is there.
+        print(f"everstep serve: storage_unavailable: {exc}", file=sys.stderr)
+    return storage, database
+
+
+@contextlib.contextmanager
+def running_cluster(settings: Settings) -> Iterator[ClusterSupervisor | None]:
+    """Run the embedded cluster until a graceful end. Yield its supervisor before it is ready, or
+    None for an existing cluster."""
+    if not settings.embedded:
+        yield None
+        return
+    if problem := problem_here(f"this environment ({sys.prefix})", "ray", "torch"):
+        raise CannotStart(problem)
+    _check_loopback()
+    cluster = EmbeddedCluster(settings)
+    supervisor = ClusterSupervisor(cluster)
+    try:
+        cluster.begin()
+        yield supervisor
+    finally:
+        # A second signal must not interrupt the end of the cluster.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        cluster.stop()
+
+
+def _check_loopback() -> None:
+    """Check that processes of this machine can connect to each other. Raises CannotStart."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as exc:
+        raise CannotStart(
+            f"this machine cannot connect to itself at {LOOPBACK} ({exc}), as the embedded cluster "
+            "must; bring the interface up (ip link set lo up), or use --ray-address"
+        ) from exc
+
+
+async def reach(ray: RayJobs, settings: Settings) -> None:
+    """Check that the existing cluster answers with a Ray that Everstep runs on, or has answered
+    this home before.
+
+    Raises CannotStart.
+    """
+    try:
+        version = await ray.version()
+    except RayError as exc:
+        if not isinstance(exc, RayRefused) and settings.reached_before:
+            log.warning(
+                "the Ray cluster does not answer; runs wait until it does", problem=str(exc)
+            )
+            return
+        raise CannotStart(
+            f"{exc}; set --ray-address to the URL of a running cluster's dashboard, for example "
+            "http://head:8265 (`ray start --head --dashboard-host=0.0.0.0`)"
+        ) from exc
+    if problem := RAY.problem(version, f"the cluster at {settings.ray_address}"):
+        raise CannotStart(problem)
+    log.info("using an existing Ray cluster", dashboard=settings.ray_address, ray=version)
+    settings.reached_path.write_text(f"{settings.ray_address}\n")

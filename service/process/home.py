@@ -15,7 +15,7 @@ from typing import Self
 import structlog
 
 from service.settings import Settings
-from storage.files.draft import draft_beside
+from storage.files.protocol import draft_beside
 
 log = structlog.get_logger(__name__)
 

@@ -24,11 +24,11 @@ from everstep.spec.plain_text import printable_lines
 from everstep.text.words import count
 from service.db.errors import DatabaseError
 from service.embedded.cluster import ClusterError
-from service.process.arguments import settings_of
-from service.process.backends import opened, running_cluster
+from service.process.app import opened, running_cluster
 from service.process.home import HomeError, HomeLock
-from service.process.listener import check_tls, listening
+from service.process.http import check_tls, listening
 from service.process.logs import configure_logging
+from service.process.serving import settings_of
 from service.settings import CannotStart
 from storage.errors import StorageError
 

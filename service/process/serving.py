@@ -1,18 +1,22 @@
-"""API and reconciler of one service process, from their composition to a graceful end."""
+"""API and reconciler of one service process, from its arguments to a graceful end."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
+import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import structlog
 import uvloop
 
+from everstep.options.model import FlagValue
+from everstep.options.serve import FLAGS, help_of, is_list, is_switch
 from everstep.text.words import count
 from service.alerts.sender import AlertSender
 from service.api.auth import (
@@ -25,33 +29,29 @@ from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
 from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.db.alert_deliveries import DeliveryStore
-from service.db.alert_incidents import IncidentStore
+from service.db.alerts import DeliveryStore, IncidentStore
+from service.db.audit import NotificationStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
 from service.db.node_marks import NodeMarkStore
-from service.db.notifications import NotificationStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
 from service.embedded import worker_start
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
-from service.identity.provider import CALLBACK_PATH, Provider
-from service.process.api_server import ApiServer
-from service.process.app import create_app
-from service.process.backends import reach
+from service.identity import CALLBACK_PATH, Provider
+from service.process.app import create_app, reach
 from service.process.home import published_url
-from service.process.listener import base_url
-from service.reconciler.entrypoint import DRIVER, driver_entrypoint
-from service.reconciler.leadership import Leadership
-from service.reconciler.loop import Reconciler
+from service.process.http import ApiServer, base_url
+from service.reconciler.loop import Leadership, Reconciler
+from service.reconciler.nodes import CordonRule
+from service.reconciler.ray_poller import DRIVER, driver_entrypoint
 from service.reconciler.scrub import ScrubRule
-from service.reconciler.unhealthy import CordonRule
 from service.reconciler.webhook_sender import Notifier
 from service.settings import Settings
-from service.submission_rules.storage_roots import StorageRoots
+from service.submission_rules.packages import StorageRoots
 from storage.filesystem import Storage
 
 log = structlog.get_logger("everstep")
@@ -251,3 +251,34 @@ def announce(settings: Settings, url: str, link: str | None = None) -> None:
 def announce_cluster(num_nodes: int) -> None:
     """Print that the embedded cluster takes runs."""
     print(f"Ray cluster:       {count(num_nodes, 'node')} ready", flush=True)
+
+
+# ---------------------------------------------------------------- arguments
+
+# The settings of a service process from its arguments and its environment.
+
+
+def settings_of(argv: Sequence[str] | None) -> Settings:
+    """Return the settings. Raises SettingsError; argparse exits with code 2."""
+    return Settings.of_process(os.environ, flags_of(argv))
+
+
+def flags_of(argv: Sequence[str] | None) -> dict[str, FlagValue]:
+    """Return field name -> value of each flag that was given, still unchecked."""
+    parser = argparse.ArgumentParser(
+        prog="everstep serve",
+        description="Run the Everstep service, by default with a Ray cluster of its own on this "
+        "machine. It keeps its database, storage and tokens in EVERSTEP_HOME (default "
+        "~/.everstep).",
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, option in FLAGS.items():
+        text = help_of(name).replace("%", "%%")
+        if is_switch(name):
+            parser.add_argument(option.flag, dest=name, action="store_true", help=text)
+        else:
+            action = "append" if is_list(name) else "store"
+            parser.add_argument(
+                option.flag, dest=name, action=action, metavar=option.metavar, help=text
+            )
+    return vars(parser.parse_args(argv))

@@ -10,8 +10,8 @@ from everstep.spec.sections import CheckpointSpec
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow
-from storage.checkpoints.lineage import best_of, origin_of, restore_point, voided_by
-from storage.run_names import CheckpointName
+from storage.checkpoints.reader import best_of, origin_of, restore_point, voided_by
+from storage.run_dir import CheckpointName
 
 KINDS: Final = frozenset(
     {

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import fmean, stdev
 from typing import Any, Final
 
-from everstep.wire import RunStatus, Verdict
-from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
+from everstep.wire import Attempt, RunStatus, Verdict
+from everstep.wire.drills import (
+    AllReduce,
+    Drill,
+    DrillKind,
+    DrillParity,
+    DrillReport,
+    DrillState,
+    Profile,
+    ProfileState,
+    RankStack,
+    StackReport,
+)
 from everstep.wire.events import OWN_FILES, EventKind
+from everstep.wire.run import Replay
 from service.model.rows import EventRow
-from service.projections.parity import parity
+from service.model.run_rows import RunRow
+from service.projections.changes import Changes
 
-KINDS: Final = frozenset(
+DRILL_KINDS: Final = frozenset(
     {
         EventKind.DRILL_REQUESTED,
         EventKind.DRILL_STARTED,
@@ -214,3 +228,273 @@ def _verdict(failure: EventRow | None) -> Verdict | None:
 
 def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+# ---------------------------------------------------------------- profiles
+
+# Fold a run's history into its profiles.
+
+PROFILE_KINDS: Final = frozenset(
+    {
+        EventKind.PROFILE_REQUESTED,
+        EventKind.PROFILE_STARTED,
+        EventKind.PROFILE_DONE,
+        EventKind.PROFILE_FAILED,
+        EventKind.FAILURE,
+        EventKind.ATTEMPT_ENDED,
+        EventKind.SUBMISSION_STARTED,
+        EventKind.STATUS,
+    }
+)
+_OPEN: Final = (ProfileState.REQUESTED, ProfileState.STARTED)
+
+
+def profiles(events: Iterable[EventRow]) -> list[Profile]:
+    """Return a run's profiles, oldest first, from its events of KINDS."""
+    found: dict[str, Profile] = {}
+    for event in events:
+        if event.kind == EventKind.PROFILE_REQUESTED:
+            _lapse(found)  # it replaces a request that was not started
+            found[event.data["id"]] = _requested(event)
+        elif event.data.get("id") in found:
+            profile = found[event.data["id"]]
+            found[profile.id] = profile.model_copy(update=_update(event))
+        elif _ends_attempt(event):
+            _lapse(found, *_OPEN)
+    return list(found.values())
+
+
+def _requested(event: EventRow) -> Profile:
+    data = event.data
+    at = datetime.fromtimestamp(event.at, UTC)
+    return Profile(
+        id=data["id"], rank=data["rank"], steps=data["steps"], at=at, state=ProfileState.REQUESTED
+    )
+
+
+def _update(event: EventRow) -> dict[str, Any]:
+    data = event.data
+    match event.kind:
+        case EventKind.PROFILE_STARTED:
+            return {"state": ProfileState.STARTED, "first_step": data["step"]}
+        case EventKind.PROFILE_DONE:
+            all_reduces = tuple(AllReduce.model_validate(each) for each in data["all_reduces"])
+            return {
+                "state": ProfileState.DONE,
+                "steps": data["steps"],
+                "step_s": data["step_s"],
+                "size_bytes": data["size_bytes"],
+                "all_reduces": all_reduces,
+            }
+        case _:
+            return {"state": ProfileState.FAILED, "problem": str(data.get("problem"))}
+
+
+def _ends_attempt(event: EventRow) -> bool:
+    return (
+        event.kind != EventKind.STATUS
+        or RunStatus(event.data["to"]).terminal
+        or event.data["to"] == RunStatus.PAUSED
+    )
+
+
+def _lapse(found: dict[str, Profile], *states: ProfileState) -> None:
+    for profile in found.values():
+        if profile.state in (states or (ProfileState.REQUESTED,)):
+            found[profile.id] = profile.model_copy(update={"state": ProfileState.LAPSED})
+
+
+# ---------------------------------------------------------------- replays
+
+# Replays: which steps of a run were trained by how many ranks, and what came of a replay.
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that one number of ranks has trained: those after ``begin``, up to ``end``."""
+
+    begin: int
+    end: int
+    world_size: int
+
+    def meets(self, begin: int, end: int) -> bool:
+        """Return whether any of the steps after ``begin``, up to ``end``, is one of these."""
+        return max(self.begin, begin) < min(self.end, end)
+
+
+def stretches(attempts: Iterable[Attempt], last_step: int) -> list[Stretch]:
+    """Return which steps were trained by how many ranks, in order. Of steps that several attempts
+    trained, the newest counts.
+
+    Args:
+        last_step: steps done in the lineage.
+    """
+    found: list[Stretch] = []
+    for attempt in attempts:
+        begin = attempt.first_step
+        if begin is None:  # it never trained
+            continue
+        found = [
+            Stretch(each.begin, min(each.end, begin), each.world_size)
+            for each in found
+            if each.begin < begin
+        ]
+        if found and found[-1].world_size == attempt.world_size:
+            begin = found.pop().begin
+        found.append(Stretch(begin, last_step, attempt.world_size))
+    return [each for each in found if each.begin < each.end]
+
+
+def words(found: Sequence[Stretch]) -> str:
+    """Return stretches in words."""
+    return ", ".join(
+        f"steps {each.begin + 1} to {each.end} by {each.world_size} "
+        f"{'rank' if each.world_size == 1 else 'ranks'}"
+        for each in found
+    )
+
+
+def begun_at(run: RunRow) -> int:
+    """Return the steps done in the state that a run began with."""
+    origin = run.stored_spec.origin
+    return int(origin.step) if origin is not None else 0
+
+
+def compared(run: RunRow, event: EventRow) -> Changes:
+    """Return the change that the end of a replay makes."""
+    if run.replay_of is None:
+        return Changes()
+    return Changes({"replay_of": Replay.model_validate(event.data).model_dump(mode="json")})
+
+
+# ---------------------------------------------------------------- parity
+
+# Check that the loss continues after a recovery as before. ``everstep.wire.drills.DrillParity``
+# describes the comparison.
+
+NUM_STEPS: Final = 10
+"""Number of steps compared on each side of the recovery."""
+SAME_SIZE_TOLERANCE: Final = 1e-4
+OTHER_SIZE_TOLERANCE: Final = 1e-2
+"""Relative. Another number of ranks sums in another order, and the difference grows with repeated
+steps."""
+_SPREAD: Final = 3.0
+_SHARE: Final = 0.1
+
+Loss = float | None
+
+
+def parity(
+    metrics: Sequence[EventRow],
+    recovered: EventRow,
+    restored_step: int,
+    *,
+    over: bool,
+    samples_used_once: bool | None,
+) -> DrillParity:
+    """Compare losses around a recovery.
+
+    Args:
+        metrics: metrics events in order, from before the fault to after the recovery.
+        recovered: the ``recovered`` event. Steps beyond ``restored_step`` that its attempt or later
+            ones report come after it.
+        restored_step: steps done in the restored state.
+        over: whether no more steps will follow.
+        samples_used_once: result of the sample ledger for the first epoch that ended after the
+            recovery; None if there is none.
+    """
+    reported: dict[int, list[Loss]] = {}
+    later: dict[int, Loss] = {}
+    for event, step, loss in _losses(metrics):
+        reported.setdefault(step, []).append(loss)
+        if event.attempt >= recovered.attempt and step > restored_step:
+            later.setdefault(step, loss)
+    after = {step: later[step] for step in sorted(later)[:NUM_STEPS]}
+    before = {
+        step: reported[step][-1]
+        for step in sorted(step for step in reported if step <= restored_step)[-NUM_STEPS:]
+    }
+    looked_at = range(min(before, default=restored_step + 1), max(after, default=restored_step) + 1)
+    missing = tuple(step for step in looked_at if step not in before and step not in after)
+    data = recovered.data
+    same_size = data.get("world_size_before") == data.get("world_size_after")
+    tolerance = SAME_SIZE_TOLERANCE if same_size else OTHER_SIZE_TOLERANCE
+    conflicting = tuple(step for step in looked_at if _differ(reported.get(step, []), tolerance))
+    enough = over or len(after) == NUM_STEPS
+    goes_on = (
+        not missing
+        and not conflicting
+        and _keeps_trend(list(before.values()), list(after.values()))
+    )
+    return DrillParity(
+        in_parity=goes_on and samples_used_once is not False if enough else None,
+        num_steps_after=len(after),
+        missing_steps=missing,
+        conflicting_steps=conflicting,
+        loss_before=_mean(list(before.values())) if len(before) > 1 else None,
+        loss_after=_mean(list(after.values())),
+        samples_used_once=samples_used_once,
+    )
+
+
+def _losses(metrics: Sequence[EventRow]) -> Iterator[tuple[EventRow, int, Loss]]:
+    for event in metrics:
+        for point in event.data["points"]:
+            if "loss" in point["values"]:
+                yield event, int(point["step"]), point["values"]["loss"]
+
+
+def _differ(losses: Sequence[Loss], tolerance: float) -> bool:
+    """Return whether one step has two different losses."""
+    finite = [loss for loss in losses if loss is not None]
+    if len(finite) < len(losses):
+        return bool(finite)
+    return bool(finite) and max(finite) - min(finite) > tolerance * max(map(abs, finite))
+
+
+def _keeps_trend(before: Sequence[Loss], after: Sequence[Loss]) -> bool:
+    """Return whether the mean after is finite and exceeds the mean before by no more than losses
+    vary from step to step."""
+    mean_after = _mean(after)
+    known = [loss for loss in before if loss is not None]
+    if mean_after is None:
+        return False
+    if len(known) < 2:
+        return True  # the fault came in the first steps: there is no trend to compare with
+    return mean_after <= fmean(known) + max(_SPREAD * stdev(known), _SHARE * abs(fmean(known)))
+
+
+def _mean(losses: Sequence[Loss]) -> float | None:
+    finite = [loss for loss in losses if loss is not None]
+    return fmean(finite) if finite and len(finite) == len(losses) else None
+
+
+# ---------------------------------------------------------------- stacks
+
+# Fold a run's history into its reports on what ranks do.
+
+STACK_KINDS: Final = frozenset({EventKind.STACKS_REQUESTED, EventKind.STACKS})
+
+
+def stack_reports(events: Iterable[EventRow]) -> list[StackReport]:
+    """Return a run's reports, oldest first, from its events of KINDS."""
+    found: list[StackReport] = []
+    for event in events:
+        data, at = event.data, datetime.fromtimestamp(event.at, UTC)
+        if event.kind == EventKind.STACKS_REQUESTED:
+            found.append(StackReport(id=data["id"], at=at, attempt=event.attempt, complete=False))
+            continue
+        found = [each for each in found if each.id is None or each.id != data["id"]]
+        found.append(
+            StackReport(
+                id=data["id"],
+                at=at,
+                attempt=event.attempt,
+                complete=True,
+                quiet_s=data.get("quiet_s"),
+                step=data.get("step"),
+                summary=data.get("summary"),
+                ranks=tuple(RankStack.model_validate(each) for each in data.get("ranks") or ()),
+            )
+        )
+    return found

@@ -9,7 +9,7 @@ from typing import Final
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
-from service.projections import attempt_changes, checkpoint_changes, metric_changes, replays
+from service.projections import changes, drills
 from service.projections.changes import Changes
 
 
@@ -23,23 +23,23 @@ def project(run: RunRow, event: EventRow) -> Changes:
 
 
 _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
-    EventKind.ATTEMPT_STARTED: attempt_changes.attempt_started,
-    EventKind.RESTORED: checkpoint_changes.restored,
-    EventKind.TRAINING_STARTED: attempt_changes.training_started,
-    EventKind.SNAPSHOTS: attempt_changes.snapshots,
-    EventKind.METRICS: metric_changes.metrics,
-    EventKind.RANK_USE: metric_changes.rank_use,
-    EventKind.GPU_USE: metric_changes.gpu_use,
-    EventKind.EVALUATED: metric_changes.evaluated,
-    EventKind.EPOCH_COMPLETED: metric_changes.epoch_completed,
-    EventKind.CHECKPOINT_COMMITTED: checkpoint_changes.checkpoint_committed,
-    EventKind.CHECKPOINT_DELETED: checkpoint_changes.checkpoint_gone,
-    EventKind.CHECKPOINT_CORRUPT: checkpoint_changes.checkpoint_gone,
-    EventKind.CHECKPOINT_FAILED: checkpoint_changes.checkpoint_failed,
-    EventKind.FAILURE: attempt_changes.failure,
-    EventKind.RECOVERED: attempt_changes.recovered,
-    EventKind.WAITING: attempt_changes.waiting,
-    EventKind.ATTEMPT_ENDED: attempt_changes.attempt_ended,
-    EventKind.REPLAY_COMPARED: replays.compared,
-    EventKind.FINISHED: attempt_changes.finished,
+    EventKind.ATTEMPT_STARTED: changes.attempt_started,
+    EventKind.RESTORED: changes.restored,
+    EventKind.TRAINING_STARTED: changes.training_started,
+    EventKind.SNAPSHOTS: changes.snapshots,
+    EventKind.METRICS: changes.metrics,
+    EventKind.RANK_USE: changes.rank_use,
+    EventKind.GPU_USE: changes.gpu_use,
+    EventKind.EVALUATED: changes.evaluated,
+    EventKind.EPOCH_COMPLETED: changes.epoch_completed,
+    EventKind.CHECKPOINT_COMMITTED: changes.checkpoint_committed,
+    EventKind.CHECKPOINT_DELETED: changes.checkpoint_gone,
+    EventKind.CHECKPOINT_CORRUPT: changes.checkpoint_gone,
+    EventKind.CHECKPOINT_FAILED: changes.checkpoint_failed,
+    EventKind.FAILURE: changes.failure,
+    EventKind.RECOVERED: changes.recovered,
+    EventKind.WAITING: changes.waiting,
+    EventKind.ATTEMPT_ENDED: changes.attempt_ended,
+    EventKind.REPLAY_COMPARED: drills.compared,
+    EventKind.FINISHED: changes.finished,
 }

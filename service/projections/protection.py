@@ -1,13 +1,32 @@
-"""Say which failures a run would survive now, and how many steps each would cost."""
+"""How a run stands now: which failures it would survive and at what cost, who is slow, how far
+it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from everstep.wire import Loss, Protection
-from service.model.run_rows import ListedRun, RunRow
+from everstep.wire import (
+    EpochSamples,
+    GpuUse,
+    Loss,
+    NodeTimes,
+    Protection,
+    RankTimes,
+    RunStatus,
+    SampleOrigin,
+    Samples,
+    Straggler,
+    StragglerReport,
+)
+from everstep.wire.events import EventKind
+from service.model.provider_rule import Prices
+from service.model.rows import EventRow
+from service.model.run_rows import ListedRun, RunRow, RunSummary
+from service.projections.goodput import WorkLedger
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
     {
@@ -67,3 +86,163 @@ def protection(run: RunRow | ListedRun) -> Protection:
         node_loss=node_loss,
         message=message,
     )
+
+
+# ---------------------------------------------------------------- stragglers
+
+# Fold a run's history into its stragglers: ranks that slow their peers down.
+
+GPU_EVENTS: Final = 512
+"""Number of newest ``gpu_use`` events that are searched: two for each rank of a large run."""
+STRAGGLER_KINDS: Final = frozenset(
+    {EventKind.STRAGGLER, EventKind.ATTEMPT_STARTED, EventKind.ATTEMPT_ENDED}
+)
+
+
+def stragglers(
+    events: Iterable[EventRow], newest: EventRow | None, gpu_use: Iterable[EventRow] = ()
+) -> StragglerReport:
+    """Return every rank that was found slow, oldest first, and the last reported step times.
+
+    Args:
+        events: The history, only kinds in KINDS.
+        newest: The last ``rank_times`` event; None if there is none.
+        gpu_use: The last ``gpu_use`` events, newest first.
+    """
+    found: list[dict[str, Any]] = []
+    open_ones: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.kind != EventKind.STRAGGLER:
+            _end(open_ones.values(), event.at)
+            open_ones.clear()
+        elif event.data["slow"]:
+            open_ones[event.data["rank"]] = {
+                **event.data,
+                "at": _time(event.at),
+                "attempt": event.attempt,
+                "ended_at": None,
+            }
+            found.append(open_ones[event.data["rank"]])
+        else:
+            _end([open_ones.pop(event.data["rank"], {})], event.at)
+    stragglers = tuple(Straggler.model_validate(each) for each in found)
+    gpus = _gpus(gpu_use)
+    if newest is None:
+        return StragglerReport(
+            at=None,
+            attempt=None,
+            step=None,
+            step_s=None,
+            ranks=(),
+            nodes=(),
+            stragglers=stragglers,
+            gpus=gpus,
+        )
+    ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
+    return StragglerReport(
+        at=_time(newest.at),
+        attempt=newest.attempt,
+        step=newest.data["step"],
+        step_s=newest.data["step_s"],
+        ranks=ranks,
+        nodes=_by_node(ranks),
+        stragglers=stragglers,
+        gpus=gpus,
+    )
+
+
+def _end(open_ones: Iterable[dict[str, Any]], at: float) -> None:
+    for each in open_ones:
+        if each:
+            each["ended_at"] = max(_time(at), each["at"])
+
+
+def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
+    """Return the last report of each rank of the newest attempt."""
+    found: dict[int, GpuUse] = {}
+    attempt = None
+    for event in newest_first:
+        attempt = event.attempt if attempt is None else attempt
+        if event.attempt == attempt and event.data["rank"] not in found:
+            found[event.data["rank"]] = GpuUse.model_validate({**event.data, "at": _time(event.at)})
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _by_node(ranks: Iterable[RankTimes]) -> tuple[NodeTimes, ...]:
+    """Return the means over each node's ranks, in the order of their first rank."""
+    nodes: dict[str, list[RankTimes]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.node_id, []).append(rank)
+    return tuple(
+        NodeTimes(
+            node_id=node_id,
+            ranks=tuple(rank.rank for rank in found),
+            own_s=sum(rank.own_s for rank in found) / len(found),
+            wait_s=sum(rank.wait_s for rank in found) / len(found),
+            skew=sum(rank.skew for rank in found) / len(found),
+        )
+        for node_id, found in nodes.items()
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+# ---------------------------------------------------------------- progress
+
+# How far a run is and what it has cost, as the API shows it.
+
+
+def progress_of(run: RunSummary, now: float) -> dict[str, Any]:
+    """Return the JSON of ``wire.Progress`` at ``now`` (unix seconds)."""
+    total, pace = run.total_steps, None
+    if run.status is RunStatus.RUNNING and run.work_ledger is not None:
+        pace = WorkLedger.load(run.work_ledger).steps_per_s(now)
+    return {
+        "fraction": min(1.0, run.step / total) if total else None,
+        "steps_per_s": pace,
+        "eta_s": max(0, total - run.step) / pace if total and pace else None,
+        "elapsed_s": max(
+            0.0, (now if run.finished_at is None else run.finished_at) - run.created_at
+        ),
+    }
+
+
+def usage_of(run: RunSummary, now: float, prices: Prices) -> dict[str, Any]:
+    """Return the JSON of ``wire.Usage`` at ``now`` (unix seconds)."""
+    if run.work_ledger is None:
+        return {"gpu_h": None, "cpu_h": None, "cost": None, "currency": None}
+    gpu_h, cpu_h = WorkLedger.load(run.work_ledger).hours(now)
+    cost = gpu_h * (prices.gpu_hour or 0.0) + cpu_h * (prices.cpu_hour or 0.0)
+    return {
+        "gpu_h": gpu_h,
+        "cpu_h": cpu_h,
+        "cost": cost if prices.any else None,
+        "currency": prices.currency if prices.any else None,
+    }
+
+
+# ---------------------------------------------------------------- samples
+
+# Fold a run's history into its sample counts, epoch by epoch, over the committed lineage.
+
+SAMPLE_KINDS: Final = frozenset({EventKind.EPOCH_COMPLETED, EventKind.RESTORED})
+
+
+def samples(events: Iterable[EventRow]) -> Samples:
+    """Return the counts of each completed epoch. A restore before its end removes them: the epoch
+    will end again."""
+    ended: dict[int, EpochSamples] = {}
+    origin: SampleOrigin | None = None
+    for event in events:
+        if event.kind == EventKind.EPOCH_COMPLETED:
+            counts = EpochSamples.model_validate(event.data)
+            ended[counts.epoch] = counts
+        elif event.kind == EventKind.RESTORED:
+            ended = {
+                epoch: counts for epoch, counts in ended.items() if epoch < event.data["epoch"]
+            }
+            if event.data.get("origin"):
+                origin = SampleOrigin.model_validate(event.data["origin"])
+    return Samples(epochs=tuple(ended[epoch] for epoch in sorted(ended)), origin=origin)

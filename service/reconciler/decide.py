@@ -23,21 +23,24 @@ from typing import Final
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.model.states import LIVE
-from service.reconciler.decisions import (
+from service.reconciler.facts import (
     ChangeStatus,
     Decision,
     DeliverLimit,
     DeliverStop,
     EndJob,
+    Facts,
     Grow,
+    JobFact,
     Preempt,
+    RunFacts,
     SetReason,
     Shrink,
     Start,
     SubmitClaimed,
+    TailFact,
     submission_id,
 )
-from service.reconciler.facts import Facts, JobFact, RunFacts, TailFact
 from service.reconciler.schedule import plan
 from storage.run_control import Stop
 

@@ -1,25 +1,28 @@
 """The execution of decisions. The process may die at any line: the next one finds what was done,
-and does the rest."""
+and does the rest.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
 import structlog
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.cluster.ray_errors import JobNotFound, RayError
-from service.cluster.ray_jobs import RayJobs
+from service.cluster.ray_jobs import JobNotFound, RayError, RayJobs
 from service.db.runs import RunStore
 from service.figures import RunFigures
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
-from service.reconciler.decisions import (
+from service.reconciler.facts import (
     ChangeStatus,
     Decision,
+    Delivered,
     DeliverLimit,
     DeliverStop,
     EndJob,
@@ -31,11 +34,9 @@ from service.reconciler.decisions import (
     SubmitClaimed,
     submission_id,
 )
-from service.reconciler.entrypoint import Entrypoint, crash_point
-from service.reconciler.facts import Delivered
-from service.reconciler.pace import in_pieces
-from service.storage_identity.gate import StorageGate
-from storage.cluster.identity import KNOWN_VARIABLE, Known
+from service.reconciler.ray_poller import Entrypoint, crash_point
+from service.storage_identity import StorageGate
+from storage.cluster import KNOWN_VARIABLE, Known
 from storage.errors import StorageError
 from storage.filesystem import Storage
 from storage.run_control import Stop
@@ -281,3 +282,28 @@ def _run_id(decision: Decision) -> str:
         if isinstance(decision, EndJob)
         else decision.run_id
     )
+
+
+# ---------------------------------------------------------------- pace
+
+# Long work in pieces, so that requests are answered between them: computing threads block the
+# interpreter.
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PAUSE_FACTOR: Final = 2.0
+"""Length of the pause after work, in lengths of the work."""
+PIECE: Final = 64
+
+
+async def in_pieces(do: Callable[[Sequence[T]], R], items: Sequence[T]) -> list[R]:
+    """Call ``do`` in a thread for one piece of the items after another, with pauses. Return the
+    results."""
+    results = []
+    for start in range(0, len(items), PIECE):
+        began = time.monotonic()
+        results.append(await asyncio.to_thread(do, items[start : start + PIECE]))
+        if start + PIECE < len(items):
+            await asyncio.sleep(PAUSE_FACTOR * (time.monotonic() - began))
+    return results

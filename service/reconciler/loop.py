@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
+from sqlalchemy import Connection
 
 from service.alerts.sender import AlertSender
 from service.cluster.ray_jobs import RayJobs
-from service.control_files.kept_checkpoints import KeptSteps
-from service.control_files.node_marks import MarksFile
+from service.control_files import KeptSteps, MarksFile
 from service.db.errors import DatabaseError
 from service.db.events import EventStore
-from service.db.lease import LeaseLost
+from service.db.lease import Lease, LeaseLost, LeaseStore
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
 from service.figures import RunFigures
-from service.reconciler.background import Background
 from service.reconciler.decide import decide
-from service.reconciler.decisions import Decision
-from service.reconciler.entrypoint import Entrypoint, driver_entrypoint
-from service.reconciler.execute import Executor
-from service.reconciler.leadership import RENEW_S, Leadership
-from service.reconciler.node_care import NodeCare
+from service.reconciler.execute import PAUSE_FACTOR, Executor
+from service.reconciler.facts import Decision
+from service.reconciler.nodes import DEFAULT_RULE, CordonRule, NodeCare
 from service.reconciler.observe import Observer
-from service.reconciler.pace import PAUSE_FACTOR
+from service.reconciler.ray_poller import Entrypoint, driver_entrypoint
 from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
 from service.reconciler.scrub import Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
-from service.reconciler.unhealthy import DEFAULT_RULE, CordonRule
 from service.reconciler.webhook_sender import Notifier
-from service.storage_identity.gate import StorageGate
+from service.storage_identity import StorageGate
 from service.sweeps.driver import INTERVAL_S as SWEEP_INTERVAL_S
 from service.sweeps.driver import SweepDriver
 from storage.errors import StorageError
@@ -247,3 +246,109 @@ class Reconciler:
                 wait.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await wait
+
+
+# ---------------------------------------------------------------- leadership
+
+# The lease that lets one process at a time reconcile a database. Each write checks its fence.
+
+LEASE_NAME: Final = "reconciler"
+RENEW_S: Final = 1.0
+"""Seconds between two renewals, and between two tries of a standby."""
+
+
+class Leadership:
+    """Whether this process reconciles."""
+
+    def __init__(self, leases: LeaseStore) -> None:
+        self._leases = leases
+        self._holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"[:128]
+        self._lease: Lease | None = None
+        self._asked_at = float("-inf")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process holds the lease."""
+        return self._lease is not None
+
+    def check(self, connection: Connection) -> None:
+        """Guard a write of this process's reconciler. Raises LeaseLost if another process leads."""
+        if self._lease is None:
+            raise LeaseLost(f"{LEASE_NAME}: another process leads")
+        self._lease.check(connection)
+
+    async def hold(self) -> bool:
+        """Take the lease, or renew it if due. Return whether this process leads.
+
+        Raises DatabaseError.
+        """
+        asked_at = time.monotonic()
+        if asked_at - self._asked_at < RENEW_S:
+            return self.leads
+        self._asked_at = asked_at
+        led = self.leads
+        self._lease = await asyncio.to_thread(self._leases.take, LEASE_NAME, self._holder)
+        if self.leads != led:
+            log.info(
+                "this process reconciles now"
+                if self.leads
+                else "another process reconciles now; standing by"
+            )
+        return self.leads
+
+    async def renew(self) -> None:
+        """Renew the lease in the middle of a tick.
+
+        If another process has held it since, it is lost, even if it is free again: the facts of
+        this tick are out of date. Raises DatabaseError.
+        """
+        held = self._lease
+        if held is None:
+            return
+        found = await asyncio.to_thread(self._leases.take, LEASE_NAME, self._holder)
+        if self._lease is held and found != held:
+            self._lease = None
+            log.info("another process has reconciled meanwhile; dropping this tick's work")
+
+    async def release(self) -> None:
+        """Give the lease back, so that another process takes over at once."""
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        try:
+            await asyncio.to_thread(self._leases.release, lease)
+        except DatabaseError as exc:
+            log.warning("the lease could not be given back; it expires by itself", problem=str(exc))
+
+
+# ---------------------------------------------------------------- background
+
+# Work that repeats beside the reconciler's ticks, one run at a time. If it hangs, ticks go on.
+
+
+class Background:
+    """Repeats ``work`` every ``interval_s`` seconds, from start to start."""
+
+    def __init__(self, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        self._interval_s = interval_s
+        self._work = work
+        self._task: asyncio.Future[None] | None = None
+        self._began_at = float("-inf")
+
+    def tick(self) -> None:
+        """Start the work if it is due. Raises the error of the previous time."""
+        if self._task is not None:
+            if not self._task.done():
+                return
+            task, self._task = self._task, None
+            task.result()
+        if time.monotonic() - self._began_at >= self._interval_s:
+            self._began_at = time.monotonic()
+            self._task = asyncio.ensure_future(self._work())
+
+    async def close(self) -> None:
+        """Cancel running work. The next process may repeat any part of it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None

@@ -1,5 +1,6 @@
 """The observation of rows, jobs, journals and nodes, in the order that makes facts safe to act
-on."""
+on.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +8,28 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from everstep.wire import RunStatus
+from everstep.wire import Reason, ReasonCode, RunStatus
 from service.cluster.ray_jobs import RayJobs
 from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
-from service.reconciler.drains import Drains
+from service.reconciler.capacity import amounts
+from service.reconciler.execute import in_pieces
 from service.reconciler.facts import (
+    NOTHING_DELIVERED,
     Delivered,
     Facts,
     JobFact,
     RunFacts,
     TailFact,
 )
-from service.reconciler.pace import in_pieces
+from service.reconciler.nodes import Drains
 from service.reconciler.ray_poller import JobKey, RayPoller, job_key
-from service.reconciler.row_facts import facts_of
 from service.reconciler.tail import JournalTail
-from service.storage_identity.gate import StorageGate
+from service.storage_identity import StorageGate
+from storage.run_dir import CheckpointName
 
 
 class Observer:
@@ -140,3 +143,85 @@ class Observer:
         """Return the facts of a waiting run, from the last look if its row is unchanged."""
         seen = self._waiting.get(row.id)
         return seen[1] if seen is not None and seen[0] is row else facts_of(row)
+
+
+# ---------------------------------------------------------------- row facts
+
+# The facts in a run's row.
+
+
+def facts_of(
+    row: RunRow,
+    delivered: Delivered = NOTHING_DELIVERED,
+    job: JobFact = JobFact.UNKNOWN,
+    tail: TailFact = TailFact.BEHIND,
+) -> RunFacts:
+    """Return the facts of a row, with what is known about its job and its journal."""
+    scaling, deadline_s = row.stored_spec.scaling, row.stored_spec.recovery.deadline_s
+    shrunk = row.shrunk or {}
+    return RunFacts(
+        id=row.id,
+        status=row.status,
+        created_at=row.created_at,
+        project=row.project,
+        priority=row.priority,
+        reason=row.reason,
+        stop=row.stop_requested,
+        stop_at=row.stop_requested_at,
+        stop_delivered=row.stop_requested is not None
+        and (row.id, row.submission, row.stop_requested) in delivered.stops,
+        submission=row.submission,
+        job_recorded=row.ray_job_id is not None,
+        submitted_at=row.submitted_at,
+        fruitless=row.submission - _last_fruitful(row),
+        job=job,
+        tail=tail,
+        deadline_at=None if deadline_s is None else row.created_at + deadline_s,
+        steps_done=row.total_steps is not None and row.step >= row.total_steps,
+        min_workers=scaling.min_workers,
+        max_workers=scaling.max_workers,
+        workers_limit=row.workers_limit,
+        shrunk_to=shrunk.get("to"),
+        shrunk_by=shrunk.get("by"),
+        shrunk_at=shrunk.get("at"),
+        shrink_delivered=row.shrunk is not None
+        and (row.id, row.submission, row.shrunk["to"]) in delivered.limits,
+        world_size=row.world_size,
+        node_ids=tuple(worker["node_id"] for worker in row.workers),
+        worker=scaling.resources_per_worker,
+        use_gpu=scaling.use_gpu,
+        placement_strategy=scaling.placement_strategy,
+        accelerator_type=scaling.accelerator_type,
+    )
+
+
+def _last_fruitful(row: RunRow) -> int:
+    """Return the newest submission that committed a checkpoint, or 0."""
+    name = CheckpointName.parse(row.latest_checkpoint["name"]) if row.latest_checkpoint else None
+    return name.submission if name else 0
+
+
+# ---------------------------------------------------------------- reasons
+
+# The reasons that a queued run shows while it waits.
+
+
+def infeasible(run: RunFacts, needs: Mapping[str, float], all_room: int) -> Reason:
+    missing = run.min_workers - all_room
+    more = amounts({name: amount * missing for name, amount in needs.items()})
+    message = (
+        f"min_workers {run.min_workers} of {amounts(needs)} each ({run.placement_strategy}) can "
+        "never fit: the whole cluster has "
+        f"room for {all_room}; {more} more are missing. Add nodes, or lower scaling.min_workers "
+        "or scaling.resources_per_worker."
+    )
+    return Reason(code=ReasonCode.INFEASIBLE, message=message)
+
+
+def waiting(run: RunFacts, needs: Mapping[str, float], why: str) -> Reason:
+    message = f"waits for room for {run.min_workers} workers of {amounts(needs)} each; {why}"
+    return Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message=message)
+
+
+def quota_reason(why: str) -> Reason:
+    return Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message=why)

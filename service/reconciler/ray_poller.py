@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
+import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire import RunStatus
-from service.cluster.ray_answers import Job
-from service.cluster.ray_errors import JobNotFound, RayError
-from service.cluster.ray_jobs import RayJobs
+from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
 from service.db.node_marks import NodeMarkStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
-from service.reconciler.decisions import submission_id
-from service.reconciler.facts import JobFact, NodeFacts, StrayJob
+from service.reconciler.facts import JobFact, NodeState, StrayJob, submission_id
 
 POLL_INTERVAL_S: Final = 2.0
 """Seconds between two requests while runs are live and unchanged. Each wakes up four
@@ -40,7 +40,7 @@ class RayAnswer:
     """Ray's answer to one poll."""
 
     jobs: Mapping[JobKey, JobFact]
-    nodes: tuple[NodeFacts, ...] | None
+    nodes: tuple[NodeState, ...] | None
     """Live nodes, if a run waits for them or may grow again."""
     problem: str | None
     """Why a part of the answer is missing, or None."""
@@ -139,7 +139,7 @@ class RayPoller:
             problem = str(exc)
         return RayAnswer(jobs, nodes, problem, strays)
 
-    async def _nodes(self) -> tuple[NodeFacts, ...]:
+    async def _nodes(self) -> tuple[NodeState, ...]:
         """Return the live nodes with their marks.
 
         Marks are read last, so that an acknowledged mark counts from the next start on.
@@ -148,7 +148,7 @@ class RayPoller:
         rows = await asyncio.to_thread(self._node_marks.all)
         marks = {node_id: row.mark for node_id, row in rows.items()}
         return tuple(
-            NodeFacts(
+            NodeState(
                 node.node_id,
                 node.resources,
                 mark.state if (mark := marks.get(node.node_id)) else None,
@@ -229,3 +229,42 @@ def _is_stray(submission: int, row: RunRow) -> bool:
 
 def job_key(row: RunRow) -> JobKey:
     return row.id, row.submission, row.ray_job_id is not None
+
+
+# ---------------------------------------------------------------- entrypoint
+
+# The command of a submission's Ray job, and the points at which tests kill this process.
+
+CRASH_POINT_VARIABLE = "EVERSTEP_CRASH_POINT"
+
+Entrypoint = Callable[[str, int], str]
+"""(run id, submission) -> the shell command of its Ray job."""
+
+
+DRIVER = ("python", "-m", "train_fn.driver")
+"""The driver, with the ``python`` of the nodes."""
+
+
+def driver_entrypoint(storage_uri: str, program: Sequence[str] = DRIVER) -> Entrypoint:
+    """Return the command that starts a submission's driver. The embedded cluster has a ``program``
+    of its own for that."""
+
+    def command(run_id: str, submission: int) -> str:
+        words = [
+            *program,
+            "--storage",
+            storage_uri,
+            "--run-id",
+            run_id,
+            "--submission",
+            str(submission),
+        ]
+        return shlex.join(words)
+
+    return command
+
+
+def crash_point(name: str) -> None:
+    """Kill this process if EVERSTEP_CRASH_POINT is ``name``. Tests try each line of a start so."""
+    if os.environ.get(CRASH_POINT_VARIABLE) == name:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Final
 import httpx
 import structlog
 
-from service.alerts.http_post import (
+from service.alerts.sender import (
     DELIVERY_HEADER,
     SIGNATURE_HEADER,
     client,
@@ -19,8 +19,8 @@ from service.alerts.http_post import (
     retry_pause_s,
     signature,
 )
-from service.db.notifications import Notification, NotificationStore
-from service.submission_rules.webhooks import NotifyRule
+from service.db.audit import Notification, NotificationStore
+from service.submission_rules.packages import NotifyRule
 
 GIVE_UP_S: Final = 24 * 3600.0
 

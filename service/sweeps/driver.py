@@ -15,25 +15,25 @@ from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.errors import DatabaseError
 from service.db.projects import QuotaExceeded, UnknownProject
 from service.db.runs import RunStore
-from service.db.sweep_places import PlaceTaken, SweepPlace
-from service.db.sweeps import SweepStore
+from service.db.sweeps import PlaceTaken, SweepPlace, SweepStore
+from service.model.rows import SweepRow, TrialRow
 from service.model.states import TransitionConflict
-from service.model.sweep_rows import SweepRow, TrialRow
-from service.projections.reasons import cancelled_by_sweep, paused_by_sweep
-from service.sweeps import reasons
+from service.projections.attempts import cancelled_by_sweep, paused_by_sweep
+from service.sweeps import decide as reasons
 from service.sweeps.decide import (
     Action,
     Cancel,
     End,
     GoOn,
+    Look,
     Outcome,
     Pause,
     Submit,
     SweepFacts,
+    TrialFacts,
     decide,
+    rung_step,
 )
-from service.sweeps.halving import TrialFacts, rung_step
-from service.sweeps.reasons import Look
 
 INTERVAL_S: Final = 1.0
 _POINTS: Final = 5000

@@ -1,21 +1,27 @@
 """Static files: read and compressed once, with their hash in the URL so that browsers can cache
-them for ever."""
+them for ever.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from everstep.spec.json_schema import spec_schema
+from everstep.spec.run_spec import spec_schema
+from service.api.context import ApiContext
 from service.api.problems import not_found
+from service.model.run_rows import RunRow
+from storage.errors import StorageError
+from storage.run_dir import RunDir
 
 router: Final = APIRouter(include_in_schema=False)
 
@@ -114,3 +120,27 @@ def asset_response(found: Asset, request: Request, *, is_final: bool) -> Respons
             headers=headers | {"Content-Encoding": "gzip"},
         )
     return Response(found.body, media_type=found.media_type, headers=headers)
+
+
+# ---------------------------------------------------------------- wandb link
+
+# Where a run is recorded at Weights & Biases, for its page.
+
+
+async def wandb_place(context: ApiContext, run: RunRow) -> dict[str, Any] | None:
+    """Return what the run's driver has noted: ``url``, ``files`` and ``problem``; None if the run
+    is not recorded there, or nothing is noted yet."""
+    if run.stored_spec.wandb is None:
+        return None
+    run_dir = RunDir(context.storage, run.id)
+    try:
+        data = await context.storage_call(run_dir.files.read, run_dir.wandb_path("run.json"))
+        noted = json.loads(data)
+    except (StorageError, ValueError):
+        return None
+    if not isinstance(noted, dict):
+        return None
+    url = str(noted.get("url") or "")
+    # User code can write the file: nothing but an address of the web becomes a link.
+    shown = url if url.startswith(("https://", "http://")) else None
+    return {"url": shown, "files": noted.get("files"), "problem": noted.get("problem")}

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from everstep.text import failure
 from everstep.wire import Failure
-from everstep.wire.events import EventKind
-from everstep.wire.metric_names import PREFIX, system_figure, system_name
+from everstep.wire.events import PREFIX, EventKind, system_figure, system_name
 from service.model.rows import EventRow
 
 MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})

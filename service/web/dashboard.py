@@ -7,22 +7,15 @@ from starlette.exceptions import HTTPException
 
 from service.api.problems import problem_of_request, problem_response
 from service.web import (
-    account_page,
-    alerts_page,
+    account,
     assets,
-    cluster_pages,
-    compare_page,
-    curve_table,
-    events_page,
-    log_in_page,
-    log_page,
-    new_run_page,
-    ray_pages,
-    reference,
+    cluster,
+    compare,
+    log_in,
+    logs,
+    new_run,
     run_list,
-    run_pages,
-    selected_runs,
-    single_sign_on,
+    run_page,
     sweep_pages,
 )
 from service.web.rendering import problem_page
@@ -30,26 +23,20 @@ from service.web.rendering import problem_page
 
 def install(app: FastAPI) -> None:
     """Add every page. Pages are not part of the API in OpenAPI."""
-    for module in (
-        assets,
-        reference,
-        log_in_page,
-        single_sign_on,
-        account_page,
-        run_list,
-        sweep_pages,
-        selected_runs,
-        compare_page,
-        curve_table,
-        events_page,
-        log_page,
-        new_run_page,
-        run_pages,
-        cluster_pages,
-        alerts_page,
-        ray_pages,
+    for router in (
+        assets.router,
+        new_run.router,
+        log_in.router,
+        account.router,
+        run_list.router,
+        sweep_pages.router,
+        compare.router,
+        logs.router,
+        run_page.router,
+        cluster.router,
+        account.alerts_router,
     ):
-        app.include_router(module.router)
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _answer_unserved)
 
 

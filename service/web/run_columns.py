@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from everstep.spec.yaml_text import value_at
-from everstep.text.differences import differences, leaves
+from everstep.text.words import differences, leaves
 from everstep.wire import Run
 from service.api.problems import invalid_request
-from service.db.run_order import RunOrder
+from service.db.run_lookup import RunOrder
 
 MOST_COLUMNS: Final = 24
 _MOST_FIELDS: Final = 300

@@ -1,24 +1,31 @@
 """The page *runs*: a live list with search, filters, a choice of columns and an order. Its URL
-contains all of them."""
+contains all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
 
 from everstep.text import words as cli_words
 from everstep.wire import Run, RunStatus
+from service.api import runs
+from service.api.answers import MOST_CURSOR_CHARS
+from service.api.auth import Principal, controlled_run, visible_run
 from service.api.context import ApiContext, Context
-from service.api.paging import MOST_CURSOR_CHARS
-from service.api.run_list import found_runs, parse_order, parse_tag
-from service.db.run_lookup import RunFilter
-from service.db.run_order import RunOrder
+from service.api.problems import ProblemError, as_problem, invalid_request
+from service.api.runs import found_runs, parse_order, parse_tag
+from service.db.audit import begin_entry, current_entry
+from service.db.errors import DatabaseUnavailable
+from service.db.run_lookup import RunFilter, RunOrder
 from service.web import run_columns
-from service.web.formatting import STATUS_GROUPS, progress_share
-from service.web.rendering import PageRoute, page
-from service.web.session import WebCaller
+from service.web.rendering import STATUS_GROUPS, PageRoute, page, progress_share
+from service.web.session import CheckedFields, WebCaller, local_path
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -102,3 +109,66 @@ def _written(columns: tuple[run_columns.Column, ...]) -> str:
 def _address(values: dict[str, Any]) -> str:
     query = urlencode({name: value for name, value in values.items() if value})
     return f"/runs?{query}" if query else "/runs"
+
+
+# ---------------------------------------------------------------- selected runs
+
+# What is done with several runs of the list at once: compare, cancel, delete.
+
+_ACTIONS: Final[Mapping[str, Callable[..., Awaitable[Any]]]] = {
+    "cancel": runs.cancel_run,
+    "delete": runs.delete_run,
+}
+
+
+@router.post("/runs/selected")
+async def post_selected(
+    request: Request, context: Context, caller: WebCaller, fields: CheckedFields
+) -> Response:
+    """Do the same with each run of the list that was ticked; tell those with which it failed."""
+    given = dict(fields)
+    ids = list(dict.fromkeys(value for name, value in fields if name == "run"))
+    action, back = given.get("action", ""), local_path(given.get("back"))
+    if action == "compare":
+        query = urlencode([("run", run_id) for run_id in ids])
+        return RedirectResponse(f"/compare?{query}" if ids else "/compare", 303)
+    if action not in _ACTIONS:
+        raise invalid_request("action", msg="choose compare, cancel or delete")
+    caller.require("submitter")
+    refused = await _each(context, caller, action, ids)
+    if not refused:
+        return RedirectResponse(back, 303)
+    return page(
+        request,
+        "selected.html",
+        caller,
+        409,
+        action=action,
+        refused=refused,
+        num_done=len(ids) - len(refused),
+        back=back,
+    )
+
+
+async def _each(
+    context: ApiContext, caller: Principal, action: str, ids: list[str]
+) -> list[tuple[str, str]]:
+    """Do it with each run; return those with which it failed, and why. Each has an entry of its own
+    in the audit log."""
+    refused, call = [], current_entry()
+    for run_id in ids:
+        if call is not None:
+            begin_entry(replace(call, target=run_id, seq=None, written_as=None))
+        try:
+            run = await controlled_run(await visible_run(run_id, context, caller), caller)
+            await _ACTIONS[action](run, context)
+        except DatabaseUnavailable:
+            raise
+        except Exception as exc:
+            problem: ProblemError = as_problem(exc)
+            if problem.status >= 500 and not isinstance(exc, ProblemError):
+                raise
+            refused.append((run_id, problem.detail))
+        finally:
+            begin_entry(call)
+    return refused

@@ -20,9 +20,9 @@ from fastapi.security import HTTPAuthorizationCredentials
 from starlette.requests import HTTPConnection
 
 from service.api.auth import Principal, admitted, controlled_run, principal, visible_run
+from service.api.bodies import MAX_BODY_BYTES
 from service.api.context import ApiContext, Context
 from service.api.problems import ProblemError
-from service.api.spec_body import MAX_BODY_BYTES
 from service.db.sessions import LASTS_S
 from service.db.tokens import sha256_of
 from service.model.run_rows import RunRow

@@ -12,11 +12,10 @@ from everstep.wire import RunStatus
 from everstep.wire.sweep import Sweep, SweepRun, best_first
 from service.api import sweeps
 from service.api.context import Context
-from service.api.sweep_answers import run_of_sweep
-from service.model.sweep_rows import SweepRow
-from service.web import parallel
-from service.web.formatting import progress_share
-from service.web.rendering import PageRoute, page
+from service.api.sweeps import run_of_sweep
+from service.model.rows import SweepRow
+from service.web import compare
+from service.web.rendering import PageRoute, page, progress_share
 from service.web.session import CheckedForm, WebCaller
 
 router: Final = APIRouter(prefix="/sweeps", route_class=PageRoute, include_in_schema=False)
@@ -95,14 +94,14 @@ async def post_action(
     return RedirectResponse(f"/sweeps/{row.id}", 303)
 
 
-def _parallel(sweep: Sweep, ranked: Sequence[SweepRun]) -> parallel.Picture | None:
+def _parallel(sweep: Sweep, ranked: Sequence[SweepRun]) -> compare.Picture | None:
     """Return parallel coordinates of the runs with a value, the best one drawn last, on top."""
     runs = [run for run in ranked if run.value is not None and run.run_id is not None][::-1]
-    paths = list(ranked[0].params)[: parallel.MOST_AXES - 1]
+    paths = list(ranked[0].params)[: compare.MOST_AXES - 1]
     columns = [(path, [run.params[path] for run in runs]) for path in paths]
     columns.append((sweep.metric, [run.value for run in runs]))
     names = [(str(run.run_id), f"run {run.number}") for run in runs]
-    return parallel.drawn(columns, names, len(ranked[0].params) - len(paths))
+    return compare.drawn(columns, names, len(ranked[0].params) - len(paths))
 
 
 def _has_curve(run: SweepRun) -> bool:

@@ -21,9 +21,9 @@ from pydantic import (
 )
 
 from everstep.spec import plain_text
-from everstep.wire import relative_names
+from everstep.wire import base
 from storage.errors import CorruptFile
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName
 
 SCHEMA_VERSION = 3
 """Version 1 had SHA-256 digests of files; 1 and 2 had neither ``writer`` nor the attempt in the
@@ -38,7 +38,7 @@ MAX_MANIFEST_BYTES = 8 << 20
 def check_file_name(name: str) -> str:
     """Return the name of a checkpoint's file, relative to its directory. Raises ValueError for an
     invalid name."""
-    if fault := relative_names.fault_of(name):
+    if fault := base.fault_of(name):
         raise ValueError(f"the file name {name[:200]!r} {fault}")
     if name == MANIFEST:
         raise ValueError(f"the file name {name!r} is reserved for the manifest: use another name")

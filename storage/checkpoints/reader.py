@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import builtins
+import heapq
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import IO, TypeVar, cast
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast
 
-from storage.checkpoints.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from everstep.wire.events import BEGINNINGS, lookup
+from storage.checkpoints.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
 from storage.checkpoints.tar_stream import Archive, file_blocks
-from storage.checkpoints.verified_file import VerifiedFile
 from storage.errors import (
     CorruptCheckpoint,
     CorruptFile,
     InvalidStorage,
+    StorageError,
     StorageNotFound,
     StorageUnreadable,
+    mapped,
 )
 from storage.files.protocol import Files
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, Origin, RunDir
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 T = TypeVar("T")
 
@@ -170,3 +183,255 @@ class CheckpointReader:
 def named(entries: Iterable[str]) -> list[CheckpointName]:
     """Return those of these directories that have a checkpoint's name, oldest first."""
     return sorted(filter(None, map(CheckpointName.parse, entries)))
+
+
+# ---------------------------------------------------------------- verified file
+
+# A checkpoint's file that is verified while a reader loads it into memory.
+
+_SMALL_BYTES = 16 << 10
+"""Shorter reads are copied and compared later, because readers seek for them: a zip file's
+directory is at its end."""
+_BLOCK_BYTES = 512 << 10
+"""Hashed in blocks that are still in the processor's cache."""
+
+
+class VerifiedFile(io.RawIOBase):
+    """A file for use in a ``with``. Trust what was read only after the block ended without an
+    exception.
+
+    Every byte is read once and hashed in the reader's buffer. This requires large reads at
+    increasing offsets, as torch.load does. ``came_back`` is True if a reader seeked back and got
+    bytes that were not verified.
+    """
+
+    def __init__(self, stream: io.FileIO, checkpoint: str, relpath: str, entry: FileEntry) -> None:
+        super().__init__()
+        self._stream, self._checkpoint, self._relpath, self._entry = (
+            stream,
+            checkpoint,
+            relpath,
+            entry,
+        )
+        self._hash = entry.new_hash()
+        self._at = 0
+        """Offset of the reader."""
+        self._hashed_bytes = 0
+        """Everything before this offset is hashed."""
+        self._ahead: list[tuple[int, bytes]] = []
+        """Data read beyond that offset: a heap of (offset, bytes)."""
+        self._scratch = bytearray(_BLOCK_BYTES)
+        self._problem: StorageError | None = None
+        self.came_back = False
+        size_bytes = stream.seek(0, io.SEEK_END)
+        if size_bytes != entry.size_bytes:
+            stream.close()
+            raise CorruptCheckpoint(
+                checkpoint, relpath, f"{entry.size_bytes} bytes", f"{size_bytes} bytes"
+            )
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = (
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size_bytes}[whence]
+        )
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._entry.size_bytes - self._at)]
+        try:
+            if self._at < self._hashed_bytes:
+                self.came_back = True
+                self._fill(view, self._at)
+            elif len(view) < _SMALL_BYTES:
+                self._fill(view, self._at)
+                heapq.heappush(self._ahead, (self._at, bytes(view)))
+            else:
+                self._hash_up_to(self._at)
+                for start in range(0, len(view), _BLOCK_BYTES):
+                    block = view[start : start + _BLOCK_BYTES]
+                    self._fill(block, self._hashed_bytes)
+                    self._take(block)
+        except StorageError as exc:
+            self._problem = exc
+            raise
+        self._at += len(view)
+        return len(view)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Compare the digest. Raises StorageError; CorruptCheckpoint, also in place of a reader's
+        error that damaged bytes caused."""
+        try:
+            if kind is not None and not issubclass(kind, Exception):
+                return
+            if self._problem is not None:
+                raise self._problem from exc  # readers in C++ only report that a read failed
+            self._hash_up_to(self._entry.size_bytes)
+            if (found := self._entry.digest_of(self._hash)) != self._entry.digest:
+                raise self._corrupt(self._entry.digest, found) from exc
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+    def _hash_up_to(self, offset: int) -> None:
+        while (missing := offset - self._hashed_bytes) > 0:
+            block = memoryview(self._scratch)[:missing]
+            self._fill(block, self._hashed_bytes)
+            self._take(block)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        with mapped("read", str(self._stream.name)):
+            self._stream.seek(offset)
+            while view:
+                count = self._stream.readinto(view)
+                if not count:
+                    raise self._corrupt(f"{self._entry.size_bytes} bytes", "fewer")
+                view = view[count:]
+
+    def _take(self, block: memoryview) -> None:
+        """Hash the next bytes of the file, and compare them with parts that were read before."""
+        self._hash.update(block)
+        begin, end = self._hashed_bytes, self._hashed_bytes + len(block)
+        while self._ahead and self._ahead[0][0] < end:
+            offset, data = heapq.heappop(self._ahead)
+            if data[: end - offset] != block[offset - begin : offset - begin + len(data)]:
+                raise self._corrupt("the same bytes on every read", "different ones")
+            if offset + len(data) > end:
+                heapq.heappush(self._ahead, (end, data[end - offset :]))
+        self._hashed_bytes = end
+
+    def _corrupt(self, expected: str, found: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(self._checkpoint, self._relpath, expected, found)
+
+
+# ---------------------------------------------------------------- lineage
+
+# Rules for which checkpoints are in the committed lineage, and which of them is the best.
+#
+# Pure: storage, ranks and the service share these rules.
+#
+# States from which a newer attempt did not continue are void (invariant I1). An attempt's restore
+# point is its ``restored`` event, which is durable before the attempt takes a step. An older
+# attempt that was slow rather than dead may commit checkpoints after that; they are beyond the
+# restore point and are ignored.
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """Where an attempt started."""
+
+    step: int
+    """Steps done; older states beyond it do not count."""
+    fresh: bool
+    """It started from scratch, or from another run's checkpoint: no older state counts."""
+
+
+class Scored(Protocol):
+    """A checkpoint with the metrics of its evaluation: a manifest, or a record of the service."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def submission(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+S = TypeVar("S", bound=Scored)
+
+
+def restore_point(data: Mapping[str, Any]) -> RestorePoint:
+    """Return the restore point in the data of a ``restored`` event."""
+    return RestorePoint(int(data["step"]), data.get("source") in BEGINNINGS)
+
+
+def in_lineage(
+    names: Iterable[CheckpointName], restore_points: Mapping[Origin, RestorePoint]
+) -> list[CheckpointName]:
+    """Return the names in the committed lineage, oldest first.
+
+    Args:
+        restore_points: by (submission, attempt). Attempts without one have not restored yet and
+            void nothing.
+    """
+    return sorted(name for name in names if voided_by(name, restore_points) is None)
+
+
+def voided_by(
+    name: CheckpointName, restore_points: Mapping[Origin, RestorePoint]
+) -> RestorePoint | None:
+    """Return the restore point that voids a state: a fresh one if there is any, else the lowest;
+    None if the state counts.
+
+    A state counts if every newer attempt started at its step or beyond, and none started from
+    scratch.
+    """
+    voiding = [
+        point
+        for origin, point in restore_points.items()
+        if is_newer(origin, name) and (point.fresh or name.step > point.step)
+    ]
+    return min(voiding, key=lambda point: (not point.fresh, point.step), default=None)
+
+
+def is_newer(origin: Origin, name: CheckpointName) -> bool:
+    """Return whether an attempt comes after the one that wrote a state.
+
+    A name from an older version has no attempt; then no attempt of its own submission is newer.
+    """
+    return origin > name.origin if name.attempt else origin[0] > name.submission
+
+
+def is_better(value: float, best: float | None, mode: Literal["min", "max"]) -> bool:
+    """Return whether a metric's value is better than the best so far (None: there is none). Equal
+    values and NaN are not."""
+    if value != value:
+        return False
+    return best is None or (value > best if mode == "max" else value < best)
+
+
+def best_of(found: Iterable[S], metric: str, mode: Literal["min", "max"]) -> S | None:
+    """Return the checkpoint with the best value of a validation metric; None if none has it.
+
+    Of equal values the lowest step wins, as during training; of one step the newest attempt.
+    """
+    best: tuple[float, S] | None = None
+    for each in sorted(found, key=_earliest_step_newest_attempt):
+        value = lookup(each.metrics, metric)
+        if value is not None and is_better(value, best[0] if best else None, mode):
+            best = value, each
+    return best[1] if best else None
+
+
+def origin_of(checkpoint: Scored) -> Origin:
+    """Return the submission and attempt that wrote a checkpoint. The attempt is 0 if the name has
+    none: from an older version, or a user's function."""
+    parsed = CheckpointName.parse(checkpoint.name)
+    return parsed.origin if parsed else (checkpoint.submission, 0)
+
+
+def _earliest_step_newest_attempt(checkpoint: Scored) -> tuple[int, int, int]:
+    submission, attempt = origin_of(checkpoint)
+    return checkpoint.step, -submission, -attempt

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
-from storage.checkpoints.holds import SeenHolds, held_checkpoints
-from storage.checkpoints.journal_records import RestorePoints
-from storage.checkpoints.lineage import best_of, in_lineage
+from everstep.spec import plain_text
+from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
-from storage.checkpoints.reader import CheckpointReader, named
-from storage.checkpoints.replacement import put_back
-from storage.checkpoints.writer import BEGUN, TRASH
+from storage.checkpoints.reader import (
+    CheckpointReader,
+    RestorePoint,
+    best_of,
+    in_lineage,
+    named,
+    restore_point,
+)
+from storage.checkpoints.writer import BEGUN, TRASH, put_back
 from storage.claims import successor
-from storage.errors import CorruptCheckpoint, StorageNotFound
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName, Origin
+from storage.errors import CorruptCheckpoint, CorruptFile, StorageError, StorageNotFound
+from storage.logs.journal import read_journal
+from storage.run_dir import CheckpointName, Origin, RunDir
 
 BestBy = tuple[str, Literal["min", "max"]]
 """Metric and mode by which a checkpoint is the best."""
@@ -236,3 +245,156 @@ def _commit_order(manifest: Manifest) -> tuple[int, int, int]:
     Within an attempt steps only increase.
     """
     return manifest.submission, manifest.attempt, manifest.step
+
+
+# ---------------------------------------------------------------- holds
+
+# Holds: renewable leases that keep retention from deleting a checkpoint while it is read.
+
+HOLD_S = 300.0
+"""A hold that was not renewed for this long has expired: its holder died."""
+_RENEW_S = 60.0
+_MAX_BYTES = 4096
+
+SeenHolds = dict[str, tuple[bytes, float]]
+"""By file name: content of a hold, and since when, by this process's monotonic clock."""
+
+
+class CheckpointHold:
+    """A reader's hold on a checkpoint. If the storage cannot store it (full, read-only), reading
+    continues without."""
+
+    def __init__(self, run_dir: RunDir, name: str) -> None:
+        """Take the hold at once: a checkpoint that exists afterwards stays."""
+        self._files = run_dir.files
+        self._path = run_dir.holds_path(f"{name}.{secrets.token_hex(6)}")
+        self._renewed_at = float("-inf")
+        self._num_renewals = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Renew the hold if due. Call it often while reading; most calls do nothing."""
+        now = time.monotonic()
+        if now - self._renewed_at >= _RENEW_S:
+            self._renewed_at = now
+            self._num_renewals += 1
+            # Ranks of older versions compare "until" with their own clock.
+            content = {"until": time.time() + HOLD_S, "renewals": self._num_renewals}
+            with suppress(StorageError):
+                self._files.write(self._path, json.dumps(content).encode())
+
+    def release(self) -> None:
+        with suppress(StorageError):  # it expires by itself
+            self._files.delete_file(self._path)
+
+
+def held_checkpoints(run_dir: RunDir, seen: SeenHolds) -> set[str]:
+    """Return the names of checkpoints with a hold, and delete expired holds. Raises StorageError.
+
+    A hold expires when its file has not changed for HOLD_S by this process's monotonic clock.
+    Reader and deleter are on different hosts, whose clocks may differ by more than that.
+
+    Args:
+        seen: state of the caller's earlier calls; updated here.
+    """
+    found: set[str] = set()
+    before, now = dict(seen), time.monotonic()
+    seen.clear()
+    for entry in run_dir.files.list(run_dir.holds_path()):
+        name = entry.name.rpartition(".")[0]
+        path = run_dir.holds_path(entry.name)
+        if CheckpointName.parse(name) is None:
+            continue  # a hold that is being written
+        try:
+            content = run_dir.files.read(path, _MAX_BYTES)
+        except StorageNotFound:
+            continue  # released since it was listed
+        except CorruptFile:
+            content = b""  # a FIFO or the like
+        known, since = before.get(entry.name, (content, now))
+        if known != content:
+            since = now
+        if _is_hold(content) and now - since < HOLD_S:
+            found.add(name)
+            seen[entry.name] = content, since
+        else:
+            run_dir.files.delete_file(path)
+    return found
+
+
+def _is_hold(content: bytes) -> bool:
+    try:
+        float(plain_text.parse_json(content)["until"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- journal records
+
+# What a run's journals record about checkpoints: where each attempt started, and what was
+# committed.
+
+_BATCH = 5000
+
+
+class RestorePoints:
+    """Where each attempt of a run started, by (submission, attempt). Attempts that never trained
+    are left out."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._cursors: dict[int, str] = {}
+        self.found: dict[Origin, RestorePoint] = {}
+
+    def update(self) -> dict[Origin, RestorePoint]:
+        """Read new events of all journals since the last call, and return all restore points.
+        Raises StorageError."""
+        for submission in self._run_dir.submissions():
+            while True:
+                cursor = self._cursors.get(submission)
+                events, self._cursors[submission] = read_journal(
+                    self._run_dir,
+                    submission,
+                    cursor,
+                    _BATCH,
+                    (EventKind.RESTORED,),
+                    past_damage=True,
+                )
+                for event in events:
+                    # the first one stays the first
+                    self.found.setdefault((submission, event.attempt), restore_point(event.data))
+                if not events:
+                    break
+        return self.found
+
+
+def attempt_starts(run_dir: RunDir) -> dict[Origin, RestorePoint]:
+    """Return where each attempt of the run started. Reads all journals."""
+    return RestorePoints(run_dir).update()
+
+
+def reported_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
+    """Return the checkpoints that the journals report as committed and not as deleted. A listing of
+    the storage should contain them.
+
+    Reads all journals. An older checkpoint may still be missing, if the process that deleted it
+    died before it could report that.
+    """
+    kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
+    reported: set[CheckpointName] = set()
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(
+                run_dir, submission, cursor, _BATCH, kinds, past_damage=True
+            )
+            for event in events:
+                name = CheckpointName.parse(str(event.data.get("name")))
+                if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
+                    reported.add(name)
+                elif name is not None:
+                    reported.discard(name)
+            if not events:
+                break
+    return reported

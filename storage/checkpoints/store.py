@@ -7,16 +7,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from storage.checkpoints.journal_records import RestorePoints
-from storage.checkpoints.lineage import in_lineage
 from storage.checkpoints.manifest import MANIFEST, Manifest
-from storage.checkpoints.reader import CheckpointReader, named
-from storage.checkpoints.replacement import begin_checkpoint
-from storage.checkpoints.retention import BestBy, Retention
-from storage.checkpoints.writer import CheckpointWriter
+from storage.checkpoints.reader import CheckpointReader, in_lineage, named
+from storage.checkpoints.retention import BestBy, RestorePoints, Retention
+from storage.checkpoints.writer import CheckpointWriter, begin_checkpoint
 from storage.errors import CorruptCheckpoint, StorageNotFound, StorageUnavailable
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName, Origin
+from storage.run_dir import CheckpointName, Origin, RunDir
 
 T = TypeVar("T")
 

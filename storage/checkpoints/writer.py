@@ -1,32 +1,36 @@
 """Write one checkpoint: first its files, hashed as they are written, then the manifest, which
-commits."""
+commits.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from everstep.wire import relative_names
-from storage.checkpoints.hashed_file import CheckpointFile
-from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from everstep.wire import base
+from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, new_hash
 from storage.errors import (
+    CheckpointExists,
     CheckpointReplaced,
     InvalidStorage,
     StorageError,
     StorageNotFound,
     StorageUnreadable,
 )
-from storage.files.protocol import Files
+from storage.files.protocol import Files, WriteStream
 from storage.process_nonce import process_nonce
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 BEGUN, TRASH = ".begun-", ".trash-"
 """Name prefixes of directories that are being written, or were set aside. The checkpoint's name and
@@ -76,7 +80,7 @@ class CheckpointWriter:
 
         Raises InvalidStorage for an invalid path, CheckpointReplaced.
         """
-        if fault := relative_names.fault_of(relpath):
+        if fault := base.fault_of(relpath):
             raise InvalidStorage(
                 f"{relpath!r} is not a valid path in a checkpoint's directory: it {fault}"
             )
@@ -259,3 +263,194 @@ def read_or_empty(files: Files, relpath: str) -> bytes:
         return files.read(relpath)
     except (StorageNotFound, StorageUnreadable):
         return b""
+
+
+# ---------------------------------------------------------------- hashed file
+
+# A file of a checkpoint, hashed and counted while it is written.
+
+_BESIDE_BYTES = 1 << 20
+"""Blocks of at least this size are hashed in parallel to their write; for smaller ones the
+hand-over costs more than it saves."""
+
+
+_BUFFER_BYTES = 1 << 20
+
+
+class _HashedStream(io.RawIOBase):
+    """Hashes and counts a file's bytes on their way to the storage. Writes after a failed one are
+    dropped."""
+
+    def __init__(self, stream: WriteStream, hasher: Executor, on_write: Callable[[], None]) -> None:
+        super().__init__()
+        self._stream = stream
+        self._hash = new_hash()
+        self._hasher = hasher
+        self._on_write = on_write
+        self._size_bytes = 0
+        self.spoilt = False
+        """Whether some written bytes did not reach the storage."""
+        self.problem: StorageError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        if self.spoilt:
+            return len(view)
+        # Hash a large block while it is written: both release the interpreter lock. Both must be
+        # done on return, since neither copies the caller's memory.
+        hashed = (
+            self._hasher.submit(self._hash.update, view) if len(view) >= _BESIDE_BYTES else None
+        )
+        try:
+            self._stream.write(view)
+        except BaseException as exc:
+            self.spoilt = True
+            self.problem = exc if isinstance(exc, StorageError) else None
+            raise
+        finally:
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self._hash.update(view)
+        self._size_bytes += len(view)
+        self._on_write()
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._stream.close()
+        except BaseException:
+            self.spoilt = True
+            raise
+        finally:
+            super().close()
+
+    def entry(self) -> FileEntry:
+        return FileEntry(size_bytes=self._size_bytes, blake3=self._hash.hexdigest())
+
+
+class CheckpointFile(io.BufferedWriter):
+    """A binary file, hashed and counted as it is written. It is complete and durable once closed
+    without an exception.
+
+    Small writes are buffered: torch writes five per tensor, and their overhead was a third of a
+    small save.
+    """
+
+    def __init__(
+        self,
+        stream: WriteStream,
+        closed_whole: Callable[[FileEntry], None],
+        hasher: Executor,
+        on_write: Callable[[], None],
+    ) -> None:
+        self._bytes = _HashedStream(stream, hasher, on_write)
+        self._closed_whole = closed_whole
+        super().__init__(self._bytes, _BUFFER_BYTES)
+
+    def close(self) -> None:
+        """Make the file durable. After a StorageError it is not part of the checkpoint."""
+        if self.closed:
+            return
+        super().close()
+        if not self._bytes.spoilt:
+            self._closed_whole(self._bytes.entry())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._bytes.spoilt = True
+        with suppress(StorageError):  # the current exception says more
+            self.close()
+        problem = self._bytes.problem
+        if problem is not None and exc is not problem:
+            raise problem from exc  # torch.save only reports that a write failed
+
+
+# ---------------------------------------------------------------- replacement
+
+# Start a checkpoint in place of what an earlier writer left under its name.
+
+
+def begin_checkpoint(
+    run_dir: RunDir, name: CheckpointName, is_sound: Callable[[], bool]
+) -> CheckpointWriter:
+    """Remove what an earlier writer left under this name, and start to write.
+
+    Args:
+        is_sound: returns whether the checkpoint of this name is committed and verifies; only called
+            if there is a manifest.
+
+    Raises:
+        CheckpointExists: it does.
+        CheckpointReplaced: on an object store, another process has started it.
+    """
+    files, directory = run_dir.files, run_dir.checkpoints_path(str(name))
+    manifest = f"{directory}/{MANIFEST}"
+    if not files.can_append:
+        writer = ObjectCheckpointWriter(run_dir, name)
+        is_there = files.exists(manifest)
+        if is_there and is_sound():
+            writer.release()
+            raise CheckpointExists(str(name))
+        writer.clear_leavings(is_corrupt=is_there)
+        return writer
+    # after this a slow writer cannot commit
+    for entry in files.list(run_dir.checkpoints_path()):
+        if entry.name.startswith(f"{BEGUN}{name}-"):
+            _clear(run_dir, name, run_dir.checkpoints_path(entry.name))
+    judged = read_or_empty(files, manifest)
+    if judged and is_sound():
+        raise CheckpointExists(str(name))
+    # Rename before deleting, and check what was renamed: another writer may have committed since.
+    aside = _aside(run_dir, name)
+    if files.set_aside(directory, aside):
+        if read_or_empty(files, f"{aside}/{MANIFEST}") != judged:
+            put_back(run_dir, aside, str(name))
+            raise CheckpointExists(str(name))
+        files.delete_file(f"{aside}/{MANIFEST}")
+        files.delete_dir(aside)
+    return CheckpointWriter(run_dir, name)
+
+
+def put_back(run_dir: RunDir, aside: str, name: str) -> bool:
+    """Move a committed checkpoint that was set aside back to its place, if that is free.
+
+    Return whether it is a committed checkpoint. If so, do not delete it, even if its place was
+    taken meanwhile.
+    """
+    files = run_dir.files
+    if CheckpointName.parse(name) is None or not files.exists(f"{aside}/{MANIFEST}"):
+        return False
+    directory = run_dir.checkpoints_path(name)
+    if files.exists(f"{directory}/{MANIFEST}"):
+        return False
+    with suppress(StorageError):
+        files.set_aside(aside, directory)
+    return True
+
+
+def _clear(run_dir: RunDir, name: CheckpointName, begun: str) -> None:
+    """Fence off another writer, and remove what it wrote."""
+    aside = _aside(run_dir, name)
+    if run_dir.files.set_aside(begun, aside):
+        run_dir.files.delete_file(f"{aside}/{MANIFEST}")  # it was about to commit
+        run_dir.files.delete_dir(aside)
+
+
+def _aside(run_dir: RunDir, name: CheckpointName) -> str:
+    return run_dir.checkpoints_path(f"{TRASH}{name}-{secrets.token_hex(6)}")

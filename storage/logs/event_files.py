@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from storage.errors import StorageNotFound, mapped
-from storage.files.regular_file import open_regular
+from storage.files.protocol import open_regular
 from storage.run_dir import RunDir
 
 PART_BYTES = 1 << 20

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import zlib
 from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
 
+from everstep.spec import plain_text
 from everstep.wire.events import EventKind
 from storage.errors import CorruptFile
-from storage.logs.append_log import log_stamp, read_log
-from storage.logs.journal_damage import Damage, not_an_event
-from storage.logs.journal_line import KIND_BYTES, JournalEvent, decode
-from storage.logs.line_checksum import has_checksum
-from storage.logs.log_lines import LogCursor
+from storage.logs.growing_log import MAX_LINE_BYTES, LogCursor, TimedLine, log_stamp, read_log
 from storage.run_dir import RunDir
 
 _BATCH_BYTES = 32 << 20
@@ -105,3 +108,246 @@ def may_be_cut(before: str | None, after: str) -> bool:
     if end.segment:
         return end.segment > begin.segment + 1  # a cursor does not tell the length of a segment
     return end.offset_bytes - begin.offset_bytes >= _BATCH_BYTES
+
+
+# ---------------------------------------------------------------- journal line
+
+# A line of a journal: an event or a mark, with its encoding and decoding.
+
+_MARK_PREFIX = b'{"mark":'
+KIND_BYTES = 120
+"""The kind is within this many bytes of the start of a line."""
+_MOST, _MOST_SECONDS = 2**31 - 1, 1e11
+"""Largest number that a database column can hold, and a time some thousand years from now."""
+_LONG_TEXT_CHARS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEvent:
+    """An event of a submission."""
+
+    kind: EventKind
+    at: float
+    """Unix seconds, by the clock of the reporting host."""
+    submission: int
+    attempt: int = 0
+    """Attempt that it belongs to; 0 for none."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """JSON; everstep/wire/events.py describes it for each kind. Floats that are not finite are
+    written as null."""
+    source: str
+    """Process that reports it: "driver.5f0c93ab", "rank-0.a003.9d1e44c0". The random part gives a
+    restarted process a new name, since its ``source_n`` starts again."""
+    source_n: int
+    """Position among that source's events, increasing from 1."""
+    n: int = 0
+    """Position in the journal, from 1, without gaps. Assigned by JournalWriter; 0 before."""
+
+
+def is_rank(source: str) -> bool:
+    """Return whether a source is a rank of an attempt, not the driver or the controller."""
+    return source.startswith("rank-")
+
+
+def _check_types(event: JournalEvent) -> None:
+    """Raise ValueError for a field that no writer writes: user code can write lines, too."""
+    numbers = (event.submission, event.attempt, event.source_n, event.n)
+    if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
+        raise ValueError("submission, attempt, source_n and n must be whole numbers from 0")
+    if type(event.at) not in (int, float) or not 0 <= event.at <= _MOST_SECONDS:
+        raise ValueError("at must be unix seconds")
+    if not isinstance(event.source, str) or not isinstance(event.data, dict):
+        raise ValueError("source must be text, and data a mapping")
+
+
+def is_mark(line: bytes) -> bool:
+    return line.startswith(_MARK_PREFIX)
+
+
+def encode(event: JournalEvent) -> bytes:
+    """Return the event's line. Long texts are cut if the line would be too long for readers."""
+    fields = {
+        "n": event.n,
+        "at": event.at,
+        "kind": event.kind.value,
+        "submission": event.submission,
+        "attempt": event.attempt,
+        "source": event.source,
+        "source_n": event.source_n,
+        "data": event.data,
+    }
+    line = dump(fields)
+    if len(line) > MAX_LINE_BYTES - CHECKSUM_BYTES:
+        line = dump({**fields, "data": _cut(event.data)})
+    if len(line) > MAX_LINE_BYTES - CHECKSUM_BYTES:
+        line = dump({**fields, "data": {"left_out_bytes": len(line)}})
+    return with_checksum(line)
+
+
+def _cut(value: Any) -> Any:
+    """Return the value with every text cut to what a person would read."""
+    if isinstance(value, str):
+        return (
+            value
+            if len(value) <= _LONG_TEXT_CHARS
+            else f"{value[:_LONG_TEXT_CHARS]}… ({len(value)} characters)"
+        )
+    if isinstance(value, dict):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(item) for item in value]
+    return value
+
+
+def dump(value: dict[str, Any]) -> bytes:
+    try:
+        return _to_json(value)
+    except ValueError:
+        return _to_json(_finite(value))
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of an array library as a number, anything else as text. An event that cannot
+    be encoded would be resent for ever."""
+    return (
+        value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else str(value)
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for every float that JSON cannot represent."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def decode(line: TimedLine, is_whole: bool) -> JournalEvent | None:
+    """Return the event in a line; None for a mark. Raises ValueError for anything else.
+
+    Text that cannot be stored or sent on (lone surrogates, as in some error messages) is escaped.
+
+    Args:
+        is_whole: whether it has a matching checksum; lines of older versions have none.
+    """
+    if is_mark(line.data):
+        if not is_whole:
+            plain_text.parse_json(line.data)  # two lines that ran together start like a mark
+        return None
+    try:
+        raw = plain_text.loads(line.data)
+        if (raw.pop(FIELD, None) is not None) != is_whole:
+            raise ValueError("its checksum is damaged")
+        event = JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
+        _check_types(event)
+        return event
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ValueError(f"it is not an event: {exc!r}") from exc
+
+
+# ---------------------------------------------------------------- journal damage
+
+# Damaged lines of a journal, and the events that stand for what was lost.
+
+_MOST_LOST = 1000
+"""Maximum number of events reported as lost in one place; a larger gap is not from a writer."""
+_MAX_LISTED = 20
+
+
+class Damage:
+    """Damaged lines until the next sound line, which shows how many events were lost."""
+
+    def __init__(self, run_dir: RunDir, submission: int, *, knows_last: bool) -> None:
+        self._run_dir, self._submission = run_dir, submission
+        self._last: JournalEvent | None = None
+        self._last_n = 0 if knows_last else None
+        self._lines: list[int] = []
+        self._problem = ""
+        self.end: LogCursor | None = None
+        """Cursor after the last of them; None if there are none."""
+
+    def add(self, line: TimedLine, problem: Exception) -> None:
+        self._lines.append(line.end.num_lines)
+        self._problem = self._problem or str(problem)
+        self.end = line.end
+
+    def before(self, event: JournalEvent | None) -> list[JournalEvent]:
+        """Return the events that replace those lost before ``event``, or before the journal's end
+        if None; often none."""
+        lost: list[JournalEvent] = []
+        if self.end is not None:
+            count = len(self._lines)
+            if event is not None and self._last_n is not None:
+                # If lines ran together, or a mark was damaged, this differs from the number of
+                # lines.
+                count = min(event.n - self._last_n - 1, _MOST_LOST)
+            first = event.n - count if event is not None else (self._last_n or 0) + 1
+            lost = [
+                self._event(first + index, event or self._last) for index in range(max(0, count))
+            ]
+            self._lines, self._problem, self.end = [], "", None
+        if event is not None:
+            self._last, self._last_n = event, event.n
+        return lost
+
+    def _event(self, n: int, beside: JournalEvent | None) -> JournalEvent:
+        data = {
+            "file": _path(self._run_dir, self._submission),
+            "lines": self._lines[:_MAX_LISTED],
+            "problem": self._problem[:500],
+        }
+        return JournalEvent(
+            kind=EventKind.JOURNAL_DAMAGED,
+            at=beside.at if beside else 0.0,
+            submission=self._submission,
+            attempt=beside.attempt if beside else 0,
+            data=data,
+            source="storage",
+            source_n=n,
+            n=n,
+        )
+
+
+def _path(run_dir: RunDir, submission: int) -> str:
+    stem = run_dir.files.path(run_dir.journal_stem(submission))
+    return f"{stem}.jsonl" if run_dir.files.can_append else stem
+
+
+def not_an_event(
+    run_dir: RunDir, submission: int, line: TimedLine, problem: Exception
+) -> CorruptFile:
+    where = f"journal line {line.end.num_lines} of {_path(run_dir, submission)}"
+    return CorruptFile(f"{where} is damaged ({problem}): {line.data[:80]!r}")
+
+
+# ---------------------------------------------------------------- line checksum
+
+# A checksum at the end of a JSON line: ``{…}`` becomes ``{…,"crc":"1a2b3c4d"}``.
+
+CHECKSUM_BYTES = 17
+"""Number of bytes that it adds to a line."""
+FIELD = "crc"
+_SUFFIX = re.compile(rb',"crc":"([0-9a-f]{8})"}\Z')
+
+
+def with_checksum(line: bytes) -> bytes:
+    """Return a JSON object's line with the CRC-32 of its bytes as its last field."""
+    return b'%s,"crc":"%08x"}' % (line[:-1], zlib.crc32(line))
+
+
+def has_checksum(line: bytes) -> bool:
+    """Return whether the line has a checksum; lines of older versions have none. Raises ValueError
+    for a wrong one."""
+    found = _SUFFIX.search(line, max(0, len(line) - CHECKSUM_BYTES - 1))
+    if found is None:
+        return False
+    if zlib.crc32(b"}", zlib.crc32(line[: found.start()])) != int(found[1], 16):
+        raise ValueError("its checksum does not match")
+    return True

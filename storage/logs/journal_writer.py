@@ -9,11 +9,17 @@ from dataclasses import dataclass, field, replace
 from everstep.spec import plain_text
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
-from storage.logs.append_log import open_log
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent, dump, encode, is_mark, is_rank
-from storage.logs.line_checksum import has_checksum, with_checksum
-from storage.logs.log_lines import LogWriter
+from storage.logs.growing_log import LogWriter, open_log
+from storage.logs.journal import (
+    JournalEvent,
+    dump,
+    encode,
+    has_checksum,
+    is_mark,
+    is_rank,
+    read_journal,
+    with_checksum,
+)
 from storage.run_dir import RunDir
 
 

@@ -12,10 +12,8 @@ from itertools import groupby, islice
 
 from everstep.spec import plain_text
 from storage.errors import CorruptFile, StorageError
-from storage.logs.append_log import open_log, read_end, read_log
-from storage.logs.log_lines import LogCursor, LogWriter
-from storage.run_dir import DRIVER_ATTEMPT, RunDir
-from storage.run_names import RankLog
+from storage.logs.growing_log import LogCursor, LogWriter, open_log, read_end, read_log
+from storage.run_dir import DRIVER_ATTEMPT, RankLog, RunDir
 
 PART_BYTES = 32 << 20
 """About the size of one part of a log."""

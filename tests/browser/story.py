@@ -10,8 +10,8 @@ from typing import Any
 
 from everstep.wire import Node, NodeState, Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db import orders
-from storage.logs.journal_line import JournalEvent
+from service.db import writer as orders
+from storage.logs.journal import JournalEvent
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal

@@ -33,10 +33,11 @@ from storage.errors import StorageUnavailable
 from storage.run_control import Stop
 from train_fn.checkpoints.commit import Committer
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt, boundary
+from train_fn.loop import attempt
+from train_fn.loop import attempt as boundary
 from train_fn.loop import restore as restoring
 from train_fn.loop import training as preparing
-from train_fn.loop.parts import Parts
+from train_fn.loop.build import Parts
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader

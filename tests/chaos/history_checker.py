@@ -152,7 +152,7 @@ def _time(run: RunHandle) -> Iterator[str]:
 
 
 def _moved_at(event: Event) -> float | None:
-    """Until when training moved, by one event; as train_fn.recovery.progress has it, written anew
+    """Until when training moved, by one event; as train_fn.recovery.hang has it, written anew
     to be held against it."""
     if event.kind == "metrics":
         return max((point["at"] for point in event.data["points"]), default=None)

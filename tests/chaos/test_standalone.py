@@ -18,8 +18,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageNotFound
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 

@@ -13,8 +13,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
-from train_fn.standalone.place import place_alone
-from train_fn.standalone.process import join, set_up
+from train_fn.standalone.rank import join, place_alone, set_up
 from train_fn.step.nccl import begin_attempt
 
 COLLECTIVE_TIMEOUT_S = 60.0

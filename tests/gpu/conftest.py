@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from train_fn.recovery.environment import NCCL_ENV
+from train_fn.recovery.settings import NCCL_ENV
 from train_fn.step.peers import end_process_group
 
 HERE = Path(__file__).parent

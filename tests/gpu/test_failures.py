@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from everstep.wire import ErrorKind
 from train_fn.errors import PeersGone
-from train_fn.node.gpu_memory import memory_summary
-from train_fn.recovery.error_kinds import kind_of
-from train_fn.recovery.rank_error import describe_error
+from train_fn.node.memory import memory_summary
+from train_fn.recovery.evidence import describe_error, kind_of
 from train_fn.step import nccl as nccl_abort
 
 

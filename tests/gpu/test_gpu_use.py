@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from train_fn.node.gpu_use import sample_gpu
+from train_fn.node.usage import sample_gpu
 
 
 def test_a_gpu_that_works_is_busy_and_its_memory_is_counted() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from train_fn.step.step_clock import StepClock
+from train_fn.step.timing import StepClock
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.samples.loader import KeyedDataset, Loader
 from train_fn.samples.sampler import MicroBatch
-from train_fn.standalone.local import run_local
+from train_fn.standalone.command import run_local
 from train_fn.state.tensor_tree import copy_to_cpu
 
 

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from everstep.wire.events import EventKind
-from everstep.wire.history import Event
-from storage.run_names import CheckpointName
+from everstep.wire.events import Event, EventKind
+from storage.run_dir import CheckpointName
 from tests.hosts.compose_file import is_possible
 from tests.hosts.deployment import Deployment
 from tests.hosts.network import apart, deaf

@@ -12,9 +12,8 @@ from torch import nn
 from everstep.wire.drills import DrillKind
 from tests.integration.trainees import Regression
 from train_fn.loop import audit, replica
-from train_fn.loop.bit_flip import BitFlips
-from train_fn.step.audit_rules import Computed
-from train_fn.step.pass_record import PassRecord
+from train_fn.loop.audit import BitFlips
+from train_fn.step.fingerprints import Computed, PassRecord
 
 FAULTY_RANK, FAULTY_FROM = 1, 4
 
@@ -43,9 +42,9 @@ def moving() -> None:
 def faulty_rank() -> None:
     """One rank computes every gradient wrongly in one bit, from a step on."""
     moving()
-    plain, begin, begun = PassRecord.computed, audit.Audit.begin, list[None]()
+    plain, begin, begun = PassRecord.computed, audit.StepAudit.begin, list[None]()
 
-    def counted(self: audit.Audit) -> None:
+    def counted(self: audit.StepAudit) -> None:
         begun.append(None)
         begin(self)
 
@@ -54,7 +53,7 @@ def faulty_rank() -> None:
         is_wrong = len(begun) > FAULTY_FROM and dist.get_rank() == FAULTY_RANK
         return found._replace(gradient=found.gradient ^ 1) if is_wrong else found
 
-    audit.Audit.begin = counted  # type: ignore[method-assign]
+    audit.StepAudit.begin = counted  # type: ignore[method-assign]
     PassRecord.computed = computed  # type: ignore[method-assign]
 
 
@@ -68,17 +67,17 @@ class OnlySums(BitFlips):
 def flipped_sums() -> None:
     """A drill flips a bit of the summed gradient, also in a step that is audited."""
     moving()
-    init, flip = audit.Audit.__init__, BitFlips.flip
+    init, flip = audit.StepAudit.__init__, BitFlips.flip
 
     def flipped(self: BitFlips, replica: Any, *, is_audited: bool) -> None:
         flip(self, replica, is_audited=False)
 
-    def begun(self: audit.Audit, ctx: Any, *args: Any) -> None:
+    def begun(self: audit.StepAudit, ctx: Any, *args: Any) -> None:
         init(self, ctx, *args)
         self._flips = OnlySums(ctx)
 
     BitFlips.flip = flipped  # type: ignore[method-assign]
-    audit.Audit.__init__ = begun  # type: ignore[method-assign,assignment]
+    audit.StepAudit.__init__ = begun  # type: ignore[method-assign,assignment]
 
 
 class Counting(Moving):

@@ -16,8 +16,7 @@ import psutil
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from tests.integration.ray_cluster import REPOSITORY, RayCluster
 from train_fn.node.node_dir import shared_memory_root

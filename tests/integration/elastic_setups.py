@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.integration import moving_buffers, trainees
 from tests.integration.model_kinds import clip_task
 from train_fn.elastic import exchange
-from train_fn.elastic.slices import CollectiveSlices, MessageSlices
+from train_fn.elastic.message import CollectiveSlices, MessageSlices
 from train_fn.loop import first_pass, replica
-from train_fn.state.numerics import Numerics
+from train_fn.state.sound_state import Numerics
 
 KILLED_RANK, KILLED_STEP = 1, 3
 

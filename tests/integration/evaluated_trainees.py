@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
 from train_fn.context import WorkerContext
-from train_fn.loop import replica, reporter, training
+from train_fn.loop import replica, report, training
+from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.loop.replica import Replica
-from train_fn.loop.validation_batches import MIN_MICRO_BATCH
 from train_fn.snapshots.publisher import Publisher
 
 NUM_STREAMED = MIN_MICRO_BATCH + 16
@@ -189,5 +189,5 @@ class SlowHook(Regression):
 
 
 def slow_hook() -> None:
-    reporter.time = Shifted  # type: ignore[assignment]
+    report.time = Shifted  # type: ignore[assignment]
     replica.build_task = lambda spec: SlowHook()

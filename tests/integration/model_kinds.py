@@ -18,8 +18,7 @@ from tests.integration.moving_buffers import (
     Rows,
 )
 from train_fn.loop import replica
-from train_fn.samples.randomness import key
-from train_fn.samples.sampler import Sampler
+from train_fn.samples.sampler import Sampler, key
 
 
 class LazyTask:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.spec.run_spec import RunSpec
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
 from tests.integration.ray_cluster import RayCluster

@@ -23,8 +23,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.moving_buffers import SPEC as BASE
 from train_fn.loop import replica
-from train_fn.samples.randomness import key
-from train_fn.samples.sampler import Sampler
+from train_fn.samples.sampler import Sampler, key
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_STEPS = 53, 12, 11
 """The fifth global batch of an epoch has five samples: two ranks share them as three and two, and a

@@ -232,7 +232,7 @@ def prepare_process(job: Job) -> None:
 
     from tests.gpu.shared_gpu import share_gpu
     from tests.support.silent_backend import claim_cpu
-    from train_fn.recovery.environment import device_env, take_environment
+    from train_fn.recovery.settings import device_env, take_environment
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -323,11 +323,11 @@ def build_ahead_of(job: Job) -> None:
 def _follow_restores(journal: ListJournal) -> None:
     """Let the journal know at which step its rank began, which only the loop knows."""
     from train_fn.loop import attempt
-    from train_fn.loop.training import Progress, Training
+    from train_fn.loop.training import RankProgress, Training
 
     prepare = getattr(attempt.prepare, "unfollowed", attempt.prepare)
 
-    def prepare_and_tell(ctx: WorkerContext, progress: Progress) -> Training:
+    def prepare_and_tell(ctx: WorkerContext, progress: RankProgress) -> Training:
         training = prepare(ctx, progress)
         state = training.replica.state
         journal.step, journal.steps_done = state.step, lambda: state.step

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.evidence import StepFailed, describe_error
 
 
 def train(ctx: WorkerContext) -> Stop | None:

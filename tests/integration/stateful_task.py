@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.integration.moving_buffers import GLOBAL_BATCH, MICRO_BATCH, NUM_SAMPLES, SPEC, Rows
 from train_fn.loop import replica
-from train_fn.samples.randomness import key
-from train_fn.samples.sampler import Sampler
+from train_fn.samples.sampler import Sampler, key
 
 
 class Annealed:

@@ -116,10 +116,10 @@ def fail_by_itself() -> None:
 def flip_a_kept_bit() -> None:
     """In the weights that this process keeps, as if it had been wrong when the rank left."""
     from train_fn.loop import survivor
-    from train_fn.loop.bit_flip import flip_low_bit
-    from train_fn.snapshots import process_slot
+    from train_fn.loop.audit import flip_low_bit
+    from train_fn.snapshots import store
 
-    stay: Any = process_slot.take()
+    stay: Any = store.take()
     state = stay.parts.state
     flip_low_bit(next(state.model.parameters()).data)
     survivor.keep(stay.parts, stay.ctx, state.state_dict())

@@ -15,7 +15,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.support.service_process import free_port
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 HERE = "tests.integration.builders"
 

@@ -7,8 +7,7 @@ import pytest
 
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
 from tests.support.digits_run import digits, wait_for_step
 from tests.support.service_process import ServiceProcess, wait_for

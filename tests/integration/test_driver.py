@@ -20,13 +20,13 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal import read_journal
 from storage.logs.rank_logs import read_rank_logs
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName
 from tests.integration.driven_run import DrivenRun, spec
 from tests.integration.ray_cluster import RayCluster
 from tests.support.small_disk import mounted_small_disk
 from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.state.event_tail import NUM_POINTS
+from train_fn.state.train_state import NUM_POINTS
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from service.cluster.cluster_note import ClusterNote
+from service.cluster.cluster_view import ClusterNote
 from service.embedded.cluster import ClusterError, EmbeddedCluster
 from service.embedded.precedence import CONTROL_NICENESS
 from service.embedded.processes import lives, members

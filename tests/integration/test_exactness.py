@@ -17,7 +17,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.evidence import StepFailed, describe_error
 
 STEPS_PER_EPOCH = 15
 """Of 1,437 samples in global batches of 100: the last one has 37."""

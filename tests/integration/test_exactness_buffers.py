@@ -23,8 +23,8 @@ from tests.integration.moving_buffers import (
 )
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same
-from train_fn.recovery.rank_error import StepFailed
-from train_fn.samples.randomness import key
+from train_fn.recovery.evidence import StepFailed
+from train_fn.samples.sampler import key
 
 SETUP = "tests.integration.moving_buffers:moving_task"
 

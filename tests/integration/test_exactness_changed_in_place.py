@@ -17,7 +17,7 @@ from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_hostile import HalvedCopies, Rows
 from tests.integration.test_exactness_small_batches import small_spec
 from train_fn.loop import replica
-from train_fn.step.determinism import BITWISE_WHERE_POSSIBLE, FLOAT_TOLERANCE
+from train_fn.step.precision import BITWISE_WHERE_POSSIBLE, FLOAT_TOLERANCE
 
 HERE = "tests.integration.test_exactness_changed_in_place"
 

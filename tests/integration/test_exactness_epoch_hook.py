@@ -15,8 +15,8 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_changed_in_place import Task
 from tests.integration.test_exactness_small_batches import small_spec
 from train_fn.loop import replica
-from train_fn.loop.epoch_hook import TORN
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.loop.commit import TORN
+from train_fn.recovery.evidence import StepFailed
 
 HERE = "tests.integration.test_exactness_epoch_hook"
 

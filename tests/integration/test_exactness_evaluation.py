@@ -12,9 +12,8 @@ from tests.integration.evaluated_trainees import HOOK_S, NUM_HELD_OUT, NUM_STREA
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_exactness_precision import own_task_spec
-from train_fn.loop.validation_batches import MIN_MICRO_BATCH
-from train_fn.recovery.hang import HangWatch
-from train_fn.recovery.progress import ProgressTracker
+from train_fn.loop.evaluate import MIN_MICRO_BATCH
+from train_fn.recovery.hang import HangWatch, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
 
 TRAINEES = "tests.integration.evaluated_trainees"

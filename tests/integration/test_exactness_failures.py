@@ -22,7 +22,7 @@ from tests.integration.test_exactness import (
 from tests.integration.test_exactness_precision import TRAINEES, own_task_spec
 from tests.support.storage_places import record_restored
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 
 
 def errors_of(outcomes: list[Outcome]) -> list[RankError]:

@@ -12,7 +12,7 @@ from everstep.wire.events import EventKind
 from tests.integration.own_steps_task import NUM_STEPS, SPEC, plain_run, weights_of
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.support.silent_backend import SilentOptions
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 MODULE = "tests.integration.own_steps_task"
 GAN, QUIET = f"{MODULE}:gan", f"{MODULE}:quiet"

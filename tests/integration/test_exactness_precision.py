@@ -17,7 +17,7 @@ from tests.integration.test_exactness import (
     make_spec,
     merged_losses,
 )
-from train_fn.state.packed_moments import unpacked
+from train_fn.state.optim import unpacked
 
 TRAINEES = "tests.integration.trainees"
 

@@ -17,7 +17,7 @@ from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_failures import errors_of
 from tests.support.small_batches import Normed, Spoilt
 from train_fn.loop import replica
-from train_fn.recovery.rank_error import ErrorKind
+from train_fn.recovery.evidence import ErrorKind
 from train_fn.samples.sampler import Sampler
 
 HERE = "tests.integration.test_exactness_small_batches"

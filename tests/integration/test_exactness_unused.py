@@ -19,9 +19,8 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import make_spec
 from tests.integration.test_exactness_precision import TRAINEES
 from tests.integration.trainees import FIRST_KIND, HeadsByKind, RareHeads, TwoHeads
-from train_fn.recovery.rank_error import ErrorKind, describe_error
-from train_fn.samples.randomness import key
-from train_fn.samples.sampler import Sampler
+from train_fn.recovery.evidence import ErrorKind, describe_error
+from train_fn.samples.sampler import Sampler, key
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 0.01
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 320, 32, 8

@@ -16,9 +16,8 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from tests.integration.ranks import Job, make_run_dir, train_to_end
-from train_fn.models.mini_resnet import MiniResNet
-from train_fn.samples.randomness import key
-from train_fn.samples.sampler import Sampler
+from train_fn.models import MiniResNet
+from train_fn.samples.sampler import Sampler, key
 
 SCRIPT = Path(__file__).with_name("independent_ddp.py")
 NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SEED = 1797, 128, 32, 2, 7

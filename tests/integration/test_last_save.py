@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.code.pack import pack
+from everstep.code import pack
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from tests.integration import straight_line
 from tests.integration.driven_run import DrivenRun

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.code.pack import pack
+from everstep.code import pack
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.logs.rank_logs import read_rank_logs
 from storage.run_control import StackOrder
@@ -21,7 +21,7 @@ from tests.integration.driven_run import DrivenRun
 from tests.integration.own_code_runs import begin, cluster, started
 from tests.integration.ray_cluster import RayCluster
 from tests.support.code_archives import tar_gz
-from train_fn.ray_train.user_checkpoints import MANIFEST
+from train_fn.ray_train.ray_checkpoints import MANIFEST
 
 __all__ = ["cluster", "started"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.code.pack import pack
+from everstep.code import pack
 from everstep.wire.events import EventKind
 from storage.logs.rank_logs import read_rank_logs
 from tests.integration.driven_run import DrivenRun

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.code.pack import pack
+from everstep.code import pack
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from tests.integration.driven_run import DrivenRun
 from tests.integration.own_code_runs import begin, cluster, started
@@ -25,7 +25,7 @@ from tests.integration.ray_cluster import REPOSITORY, RayCluster
 from tests.support.code_archives import tar_gz
 from tests.support.gallery import finished, finished_in
 from tests.support.rank_processes import run_id_for
-from train_fn.protect.guarantees import EXACT, LOADER_RESTORED
+from train_fn.protect.protected import EXACT, LOADER_RESTORED
 
 __all__ = ["cluster", "started"]
 
@@ -36,7 +36,7 @@ TRAINER_STEPS_PER_EPOCH = 9
 TRAINER_STEPS = 180
 STEPS_PER_EPOCH = 29
 """Of 1,797 samples in global batches of 64."""
-LIKE_A_RUN = """from train_fn.user_code.torchvision_ops import declare_missing_ops
+LIKE_A_RUN = """from train_fn.user_code.modules import declare_missing_ops
 
 declare_missing_ops()
 """

@@ -12,7 +12,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_control import Distrust
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 STEPS = 80
 FLIPPED_AT = 70

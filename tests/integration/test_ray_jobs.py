@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.cluster_note import ClusterNote
-from service.cluster.ray_answers import Job, JobStatus
-from service.cluster.ray_errors import JobNotFound, RayRefused, RayUnavailable
-from service.cluster.ray_jobs import RayEndpoint, RayJobs
+from service.cluster.cluster_view import ClusterNote
+from service.cluster.ray_jobs import (
+    Job,
+    JobNotFound,
+    JobStatus,
+    RayEndpoint,
+    RayJobs,
+    RayRefused,
+    RayUnavailable,
+)
 from service.embedded.cluster import EmbeddedCluster
 from service.settings import Settings
 

@@ -256,7 +256,7 @@ def test_a_task_that_counts_its_calls_is_found(tmp_path: Path) -> None:
         ),
         pytest.param(
             # samplers are seeded alike on all ranks, and nobody compares
-            "from train_fn.protect.batch_marks import EqualBatches\n"
+            "from train_fn.protect.batches import EqualBatches\n"
             "from train_fn.protect.protected import Protected\n"
             "EqualBatches.note = lambda self, marks: None\n",
             {"data": OWN_LOADER.format(sampler="sampler = list(range(24))")},

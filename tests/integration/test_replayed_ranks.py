@@ -8,7 +8,7 @@ from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end

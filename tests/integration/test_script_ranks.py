@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from everstep.spec.run_spec import RunSpec
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import Journal
 from train_fn.context import WorkerContext
-from train_fn.ray_train import user_train_fn
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.ray_train import user_function
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -75,13 +75,13 @@ def rank_main(rank: int, storage: str, digest: str, mode: str, port: int) -> Non
         report_checkpoint=lambda name, metrics: None,
     )
     found = SimpleNamespace(checkpoint=None, report_call_index=0, report=lambda *_: None)
-    user_train_fn.get_train_context = lambda: found
+    user_function.get_train_context = lambda: found
     where = Path(storage, f"ended-{rank}")
     Path(storage, f"pid-{rank}").write_text(str(os.getpid()))
     if (Path(storage) / "stop").exists() and rank == 0:
         journal.stop_requested = "cancel"  # only rank 0 hears of it
     try:
-        where.write_text(f"ended {user_train_fn.train(ctx)}")
+        where.write_text(f"ended {user_function.train(ctx)}")
     except StepFailed as exc:
         where.write_text(f"failed {exc.error.kind}")
 

@@ -21,7 +21,7 @@ from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
 from train_fn.loop import state_broadcast
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots.store import node_snapshots
 from train_fn.state.tensor_tree import TensorShape
 from train_fn.step.peers import Peers

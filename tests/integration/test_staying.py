@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
+from everstep.spec.code import RuntimeEnvSpec
 from everstep.spec.run_spec import RunSpec
-from everstep.spec.user_code import RuntimeEnvSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
@@ -31,7 +31,7 @@ from tests.integration.test_exactness_unused import heads_spec
 from tests.support.descriptors import more_than, open_descriptors
 from tests.support.silent_backend import SilentOptions
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.recovery.rank_error import RankError, StepFailed
+from train_fn.recovery.evidence import RankError, StepFailed
 
 MOVING = "tests.integration.elastic_setups:measured_task"
 """A task whose forward passes change, replace and create buffers, and that measures its own
@@ -195,9 +195,9 @@ def test_ranks_hand_over_to_more_or_fewer_without_a_checkpoint(
 
 
 def model_here() -> int:
-    from train_fn.snapshots import process_slot
+    from train_fn.snapshots import store
 
-    held: Any = process_slot._stay
+    held: Any = store._stay
     return id(held.parts.state.model)
 
 
@@ -246,9 +246,9 @@ def test_survivors_wait_with_one_that_joins_for_the_packages_of_the_run(
 
 
 def kept_here() -> int | None:
-    from train_fn.snapshots import process_slot
+    from train_fn.snapshots import store
 
-    return process_slot.kept_step()
+    return store.kept_step()
 
 
 def test_a_second_death_while_the_ranks_meet_costs_nothing(
@@ -290,9 +290,9 @@ def test_a_kept_state_can_be_left_for_new_processes(ranks: StayingRanks, tmp_pat
 
 
 def leave_here() -> str | None:
-    from train_fn.snapshots import process_slot
+    from train_fn.snapshots import store
 
-    return process_slot.leave_kept_state()
+    return store.leave_kept_state()
 
 
 def fp16() -> RunSpec:

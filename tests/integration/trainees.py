@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from train_fn.context import WorkerContext
-from train_fn.loop import parts, replica
-from train_fn.node.debug_level import take_debug_level
+from train_fn.loop import build, replica
+from train_fn.node.network import take_debug_level
 from train_fn.samples.sampler import Sampler
-from train_fn.step import stragglers
+from train_fn.step import timing
 
 NUM_SAMPLES = 90
 
@@ -133,7 +133,7 @@ def overflowing_scaler() -> None:
     def build_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, init_scale=2.0**20, growth_interval=3)
 
-    parts.build_scaler = build_scaler
+    build.build_scaler = build_scaler
 
 
 def too_little_shared_memory() -> None:
@@ -254,7 +254,7 @@ class SlowSecondRank(Regression):
 
 
 def slow_second_rank() -> None:
-    stragglers.WINDOW_S = 0.5
+    timing.WINDOW_S = 0.5
     replica.build_task = lambda spec: SlowSecondRank()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep import Client
 from everstep.errors import EverstepError
-from everstep.kubernetes.notices import OURS
+from everstep.kubernetes.watcher import OURS
 from everstep.wire import Node
 from scripts.check_kubernetes import Manifest, charted, pods_of
 from tests.kubernetes.api_server import ApiServer

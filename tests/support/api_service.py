@@ -21,9 +21,9 @@ from service.api.context import ApiContext
 from service.model.rows import Role
 from service.model.run_rows import RunRow
 from service.process.app import create_app
-from service.process.listener import UNREAD_S, drop_who_reads_nothing
+from service.process.http import UNREAD_S, drop_who_reads_nothing
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from tests.support.prepared_database import prepared_database
 
 NOON = 1_780_000_000.0

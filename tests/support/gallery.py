@@ -151,7 +151,7 @@ def events(run_dir: RunDir, kind: EventKind) -> list[dict[str, Any]]:
 
 def main(script: str, directory: str, *runs: str) -> int:
     """Run the script as each of ``runs``, ``RUN`` alone or ``RUN=KILLED``."""
-    from train_fn.user_code.torchvision_ops import declare_missing_ops
+    from train_fn.user_code.modules import declare_missing_ops
 
     declare_missing_ops()
     import_libraries_of(Path(script))

@@ -13,7 +13,7 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import TASK, tar_gz
@@ -21,7 +21,7 @@ from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
 from train_fn.loop.attempt import train
 from train_fn.node.node_dir import snapshots_dir
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 from train_fn.user_code import modules as own_code
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.new_run import new_row
+from service.db.runs import new_row
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from tests.support.api_service import NOON, spec

@@ -32,7 +32,7 @@ def whole_ticks(patience: SetPatience, monkeypatch: pytest.MonkeyPatch) -> None:
     for interval in (
         "ray_poller.POLL_INTERVAL_S",
         "ray_poller.SWEEP_INTERVAL_S",
-        "leadership.RENEW_S",
+        "loop.RENEW_S",
     ):
         monkeypatch.setattr(f"service.reconciler.{interval}", 0.0)
 

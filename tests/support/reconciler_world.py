@@ -22,10 +22,9 @@ from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
 from service.model.run_rows import RunRow
 from service.reconciler import execute, ray_poller
-from service.reconciler.leadership import Leadership
-from service.reconciler.loop import Reconciler
+from service.reconciler.loop import Leadership, Reconciler
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay

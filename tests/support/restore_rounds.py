@@ -25,13 +25,12 @@ from torch import nn
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName, Origin
+from storage.run_dir import CheckpointName, Origin, RunDir
 from tests.support.saves import make_context
 from tests.support.storage_places import record_restored
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.state.tensor_tree import take_apart
 from train_fn.state.train_state import TrainState
 

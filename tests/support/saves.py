@@ -16,8 +16,8 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
+from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.state.train_state import TrainState
 

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from everstep.client.client import Client
-from everstep.client.follow import Patience
-from everstep.client.timing import Timing
+from everstep.client.streams import Patience
+from everstep.client.transport import Timing
 
 RUN_ID = "run_0123456789ab"
 Answer = Callable[["Handler"], None]

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.support.storage_crash import run_until_it_survives
 from train_fn.snapshots.store import Label, SnapshotStore
-from train_fn.state.digest import digest
+from train_fn.state.tensor_tree import digest
 from train_fn.state.train_state import TrainState
 
 NUM_STEPS = 4

@@ -15,10 +15,9 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageNotFound, StorageUnavailable
-from storage.files.protocol import Entry
-from storage.files.regular_file import READ_LIMIT_BYTES, read_whole
+from storage.files.protocol import READ_LIMIT_BYTES, Entry, read_whole
 from storage.filesystem import Storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 

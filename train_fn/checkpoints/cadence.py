@@ -1,16 +1,28 @@
 """Decide when the next checkpoint is due: by steps, by time, or from the cost of a save and the
-risk of a failure."""
+risk of a failure.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from everstep.spec.sections import CheckpointSpec
-from train_fn.checkpoints.past_failures import ObservedFailures
+from everstep.wire import Verdict
+from everstep.wire.events import EventKind
+from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.retention import reported_checkpoints
+from storage.errors import StorageError
+from storage.logs.journal import read_journal
+from storage.run_control import Stop
+from storage.run_dir import CheckpointName, RunDir
+from train_fn import clock as head_clock
+from train_fn.context import WorkerContext
 
 STEPS_KEPT = 64
 """Steps whose seconds are compared to estimate how much background writing slows them."""
@@ -182,3 +194,203 @@ class SaveCadence:
         return max(0.0, statistics.median(self._busy_s) - statistics.median(self._quiet_s)) * len(
             self._busy_s
         )
+
+
+# ---------------------------------------------------------------- save events
+
+# Report a run's saves to the journal, including those whose rank died before it could report
+# them.
+
+
+def committed_data(
+    manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0
+) -> dict[str, Any]:
+    """Return the data of the event that reports a committed checkpoint."""
+    return {
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "name": manifest.name,
+        "size_bytes": manifest.size_bytes,
+        "digest": manifest.digest,
+        "metrics": manifest.metrics,
+        "stall_s": round(stall_s, 6),
+        "write_s": round(write_s, 6),
+    }
+
+
+class SaveEvents:
+    """Report saves on rank 0, the rank that saves. The saver's threads call this."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._has_caught_up = (ctx.submission, ctx.attempt) == (1, 1)
+
+    def committed(self, manifest: Manifest, stall_s: float = 0.0, write_s: float = 0.0) -> None:
+        """Report a committed checkpoint. ``stall_s`` is the time for which the copy blocked
+        training, ``write_s`` that of the write, both in seconds."""
+        self._ctx.journal.emit(
+            EventKind.CHECKPOINT_COMMITTED, committed_data(manifest, stall_s, write_s)
+        )
+
+    def deleted(self, names: Sequence[str]) -> None:
+        """Report checkpoints that were deleted."""
+        for name in names:
+            parsed = CheckpointName.parse(name)
+            assert parsed is not None
+            self._ctx.journal.emit(
+                EventKind.CHECKPOINT_DELETED, {"step": parsed.step, "name": name}
+            )
+
+    def failed(self, step: int, error: str, failures: dict[str, Any]) -> None:
+        """Report a save that failed, with ``SaveFailures.facts``."""
+        self._ctx.journal.emit(
+            EventKind.CHECKPOINT_FAILED, {"step": step, "error": error, **failures}
+        )
+
+    def cadence(self, step: int, chosen: dict[str, Any]) -> None:
+        """Report an interval that ``every_steps: auto`` chose."""
+        self._ctx.journal.emit(EventKind.CHECKPOINT_CADENCE, {"step": step, **chosen})
+
+    def catch_up(self) -> None:
+        """Report, once in an attempt, checkpoints that earlier attempts committed or deleted but
+        did not report. Their rank may have died first.
+
+        Call this before this attempt saves. Raise StorageError if journals or checkpoints cannot be
+        read; the next call tries again.
+        """
+        if self._has_caught_up:
+            return
+        store, reported = self._ctx.checkpoints, reported_checkpoints(self._ctx.run_dir)
+        for manifest in store.lineage():
+            if CheckpointName.parse(manifest.name) not in reported:
+                self.committed(manifest)
+        self.deleted(store.missing(reported))
+        self._has_caught_up = True
+
+
+# ---------------------------------------------------------------- save failures
+
+# Decide after failed saves when to retry, and when the storage counts as unavailable.
+
+RETRY_S = 1.0
+"""Pause in seconds after the first failure. Each further one doubles it."""
+RETRY_MAX_S = 60.0
+
+
+class SaveFailures:
+    """Count consecutive failures. Times are seconds on a monotonic clock. Not thread-safe."""
+
+    def __init__(self, spec: CheckpointSpec) -> None:
+        self._spec = spec
+        self._retry_at = float("-inf")
+        self.in_a_row = 0
+        self.stop: Stop | None = None
+        """``pause`` if the spec asks for it and the storage counts as unavailable."""
+
+    @property
+    def retry_s(self) -> float:
+        """Return the pause in seconds after the last failure."""
+        return (
+            min(RETRY_MAX_S, RETRY_S * 2.0 ** min(self.in_a_row - 1, 16)) if self.in_a_row else 0.0
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the count of failures, its limit, and the pause, for an event."""
+        return {
+            "failed_in_a_row": self.in_a_row,
+            "max_failed_saves": self._spec.max_failed_saves,
+            "retry_s": self.retry_s,
+        }
+
+    def failed(self, now: float) -> None:
+        self.in_a_row += 1
+        if self.in_a_row >= self._spec.max_failed_saves and self._spec.on_failed_saves == "pause":
+            self.stop = "pause"
+        self._retry_at = now + self.retry_s
+
+    def succeeded(self) -> None:
+        self.in_a_row, self._retry_at, self.stop = 0, float("-inf"), None
+
+    def may_try(self, now: float) -> bool:
+        """Return whether the pause after the last failure is over."""
+        return now >= self._retry_at
+
+
+# ---------------------------------------------------------------- past failures
+
+# Read from a run's journals how often it failed, to estimate the time between failures.
+
+ASSUMED_MTBF_S = 24 * 3600.0
+"""Mean seconds between failures that are assumed before the first one. It weighs as much as one
+observed failure."""
+READ_BATCH = 5000
+
+_NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
+"""Failures that more frequent checkpoints do not help against: code that raises again, and moves
+to other nodes, which save first."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ObservedFailures:
+    """Hold a run's failures and training time so far."""
+
+    num_failures: int = 0
+    trained_s: float = 0.0
+    """Seconds in which a worker group existed, over all attempts."""
+
+    def mtbf_s(self) -> float:
+        """Return the estimated mean seconds between failures: those observed, together with one
+        failure in ASSUMED_MTBF_S."""
+        return (self.trained_s + ASSUMED_MTBF_S) / (self.num_failures + 1)
+
+
+def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
+    """Return the failures and seconds of training in the run's journals. ``now`` is Unix time in
+    seconds. Raise StorageError if they cannot be read."""
+    num_failures, trained_s, began = 0, 0.0, None
+    for submission in run_dir.submissions():
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
+            for event in events:
+                if event.kind is EventKind.ATTEMPT_STARTED:
+                    began = event.at
+                elif (
+                    event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None
+                ):
+                    trained_s, began = trained_s + max(0.0, event.at - began), None
+                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in _NO_RISK:
+                    num_failures += 1
+            if not events:
+                break
+    if began is not None:
+        trained_s += max(0.0, now - began)
+    return ObservedFailures(num_failures, trained_s)
+
+
+class PastFailures:
+    """Return a run's failures and training time until now, and read the journals only once: the
+    present attempt has had no failure yet."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._read: tuple[float, ObservedFailures] | None = None
+
+    def observed(self) -> ObservedFailures:
+        """Return the failures so far; none if the journals cannot be read. The next call then tries
+        again."""
+        now = head_clock.now()
+        if self._read is None:
+            try:
+                self._read = (now, observed_failures(self._run_dir, now))
+            except StorageError as exc:
+                logger.warning(
+                    "cannot read the run's failures from its journals; the next save tries again: "
+                    "%s",
+                    exc,
+                )
+                return ObservedFailures()
+        at, past = self._read
+        return replace(past, trained_s=past.trained_s + now - at)

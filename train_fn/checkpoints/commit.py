@@ -11,16 +11,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.store import CheckpointStore
+from storage.checkpoints.writer import CheckpointWriter
 from storage.claims import successor
 from storage.errors import CheckpointExists, CorruptCheckpoint, StorageError, StorageNotFound
 from storage.process_nonce import process_nonce
-from train_fn.checkpoints.files import manifest_facts, write_files
+from storage.run_control import Distrust, struck_by
+from storage.run_dir import RunDir
 from train_fn.checkpoints.save_slot import Save
+from train_fn.checkpoints.torch_file import safetensors_name, save, write_safetensors
 from train_fn.context import WorkerContext
 from train_fn.errors import FOUND_WITHIN, Replaced
 
@@ -135,3 +143,108 @@ class Committer:
         except StorageError:
             logger.exception("old checkpoints could not be deleted; the next save tries again")
             return ()
+
+
+# ---------------------------------------------------------------- files
+
+# Write a state as the files of a checkpoint, and return its facts for the manifest. Both a rank's
+# saver and a run's last save use this.
+
+MODEL_FILE = "model.pt"
+"""The model's plain ``state_dict`` on the CPU, without the frozen parameters that the run leaves
+out."""
+EMA_FILE = "model_ema.pt"
+"""The same with averaged weights, if the run keeps them."""
+STATE_FILE = "train_state.pt"
+"""Everything else of TrainState."""
+
+
+def write_files(
+    writer: CheckpointWriter,
+    state: Mapping[str, Any],
+    *,
+    safetensors: bool,
+    on_write: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the files of ``state``, a complete ``TrainState.state_dict`` on the CPU.
+
+    Args:
+        on_write: called whenever the storage has taken bytes.
+    """
+    rest = dict(state)
+    model, ema = rest.pop("model"), rest.pop("ema")
+    files = {MODEL_FILE: model, STATE_FILE: rest}
+    if ema is not None:
+        files[EMA_FILE] = {**model, **ema}
+    for name, content in files.items():
+        with writer.write_file(name, on_write) as file:
+            save(content, file)
+        if name != STATE_FILE and safetensors:
+            with writer.write_file(safetensors_name(name), on_write) as file:
+                write_safetensors(content, file)
+        on_write()
+
+
+def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about ``state`` for the manifest, as arguments of
+    ``CheckpointWriter.commit``."""
+    return {
+        "epoch": state["epoch"],
+        "parent": state["parent"],
+        "sample_digest": state["ledger"]["chain"],
+        "chain": state.get("chain"),
+        "parameters": "trainable" if state.get("frozen") else None,
+        # otherwise the metrics belong to other weights
+        "metrics": state["metrics"] if state["evaluated_step"] == state["step"] else {},
+    }
+
+
+# ---------------------------------------------------------------- reading
+
+# Load a checkpoint's state from storage. Files are read once and verified while they are read.
+
+_LOADED = (MODEL_FILE, STATE_FILE, EMA_FILE)
+
+
+def load_trusted(
+    run_dir: RunDir, manifest: Manifest, distrusted: Iterable[Distrust]
+) -> dict[str, Any]:
+    """Like ``load_checkpoint``, but raise CorruptCheckpoint also for a state that may hold wrong
+    bits.
+
+    Args:
+        distrusted: ``RunDir.distrusted``.
+    """
+    entry = struck_by(distrusted, (manifest.submission, manifest.attempt), manifest.step)
+    if entry is not None:
+        raise CorruptCheckpoint(
+            manifest.name, STATE_FILE, "a state from before ranks went apart", entry.problem
+        )
+    return load_checkpoint(run_dir, manifest)
+
+
+def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+    """Return the state in a checkpoint, on the CPU, for ``TrainState.load_state_dict``.
+
+    Files are read in parallel. Those that are not loaded are verified, too. Raise CorruptCheckpoint
+    if a file does not match the manifest, StorageNotFound, or StorageError.
+    """
+
+    store = CheckpointStore(run_dir)
+
+    def read(file: str) -> Any:
+        if file not in _LOADED:
+            return store.verify_file(manifest.name, file)
+        return store.load_file(
+            manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True)
+        )
+
+    files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
+    with ThreadPoolExecutor(len(_LOADED)) as pool:
+        trees = dict(zip(files, pool.map(read, files), strict=True))
+    return {
+        **trees[STATE_FILE],
+        "model": trees[MODEL_FILE],
+        "ema": trees.get(EMA_FILE),
+        "parent": manifest.name,
+    }

@@ -11,17 +11,16 @@ import torch
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ResumeFrom
-from storage.checkpoints.lineage import best_of
 from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.reader import best_of
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
-from train_fn.checkpoints.reading import load_trusted
+from train_fn.checkpoints.commit import load_trusted
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
-from train_fn.state.contents import few
-from train_fn.state.frozen_part import other_base, sums_of
-from train_fn.state.packed_moments import unpacked
+from train_fn.state.contents import few, other_base, sums_of
+from train_fn.state.optim import unpacked
 from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
 

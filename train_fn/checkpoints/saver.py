@@ -13,13 +13,16 @@ from concurrent.futures import Future, wait
 from storage.checkpoints.manifest import Manifest
 from storage.errors import StorageError
 from storage.run_control import Stop
-from train_fn.checkpoints.cadence import SaveCadence
+from train_fn.checkpoints.cadence import PastFailures, SaveCadence, SaveEvents, SaveFailures
 from train_fn.checkpoints.commit import Committer
-from train_fn.checkpoints.past_failures import PastFailures
-from train_fn.checkpoints.save_events import SaveEvents
-from train_fn.checkpoints.save_failures import SaveFailures
-from train_fn.checkpoints.save_slot import Save, SaveSlot, stalled_error
-from train_fn.checkpoints.state_copy import Boundary, BoundaryCopies, boundary_of
+from train_fn.checkpoints.save_slot import (
+    Boundary,
+    BoundaryCopies,
+    Save,
+    SaveSlot,
+    boundary_of,
+    stalled_error,
+)
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.state.kept_state import KeptState

@@ -9,15 +9,19 @@ can read a file without checksums: other zip readers verify them.
 from __future__ import annotations
 
 import io
+import json
 import struct
+import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from isal.isal_zlib import crc32
+
+from train_fn.errors import BadTask
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -150,3 +154,71 @@ def _layout_is_known() -> bool:
             return archive.testzip() is None
     except (zipfile.BadZipFile, struct.error, RuntimeError):
         return False
+
+
+# ---------------------------------------------------------------- safetensors file
+
+# Write weights as a safetensors file, tensor by tensor, without joining all of it in memory.
+#
+# Format: https://huggingface.co/docs/safetensors, "Format". The file has eight bytes with the
+# length of the header, the header as JSON, and the bytes of the tensors in sequence, all little-
+# endian.
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+def safetensors_name(file: str) -> str:
+    """Return ``model.safetensors`` for ``model.pt``."""
+    return file.removesuffix(".pt") + ".safetensors"
+
+
+def require_safetensors(state: Mapping[str, Any]) -> None:
+    """Raise BadTask for values that the format cannot hold, and name them. Otherwise the first save
+    would fail."""
+    odd = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES
+    ]
+    if odd:
+        raise BadTask(
+            f"checkpoint.safetensors is set, but the format does not hold {', '.join(odd[:5])} of "
+            "the model; set it to false"
+        )
+    assert sys.byteorder == "little"
+
+
+def write_safetensors(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> None:
+    """Write a ``state_dict`` with tensors on the CPU. Tensors with the widest elements come first,
+    so that all are aligned."""
+    ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        flat = tensor.detach().contiguous().reshape(-1)
+        if flat.numel():
+            file.write(flat.view(torch.uint8).numpy().data)

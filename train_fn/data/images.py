@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from train_fn.data.augment import Images, flip, shift
+from train_fn.node.node_dir import cache_root, once_a_node
+from train_fn.samples.sampler import uniform
 
 ImageBatch = tuple[torch.Tensor, torch.Tensor]
 """Images [n, channels, height, width], float32 and normalised or uint8; labels int64 [n]."""
@@ -95,3 +100,69 @@ class InMemoryImages(Dataset[ImageBatch]):
             .sub_(self.pixels.offset)
         )
         return normalised, torch.from_numpy(self.labels[indices])
+
+
+# ---------------------------------------------------------------- augment
+
+# Augmentation of whole micro-batches, keyed by (seed, epoch, sample index): the same on any rank,
+# in any order.
+
+Images = NDArray[np.uint8]
+"""[n, channels, height, width]"""
+
+
+def shift(images: Images, seed: int, epoch: int, indices: NDArray[np.int64], pixels: int) -> Images:
+    """Move each image by up to ``pixels`` in both directions, the full way half as often as any
+    other; what moves in is zero."""
+    num, _, height, width = images.shape
+    padded = np.pad(images, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)))
+    windows = sliding_window_view(padded, (height, width), axis=(2, 3))
+    rows = np.rint(uniform(seed, epoch, indices, "shift-y") * 2 * pixels).astype(np.intp)
+    columns = np.rint(uniform(seed, epoch, indices, "shift-x") * 2 * pixels).astype(np.intp)
+    return windows[np.arange(num), :, rows, columns]
+
+
+def flip(images: Images, seed: int, epoch: int, indices: NDArray[np.int64]) -> Images:
+    """Mirror half of the images left to right, in place."""
+    chosen = uniform(seed, epoch, indices, "flip") < 0.5
+    images[chosen] = images[chosen][..., ::-1]
+    return images
+
+
+# ---------------------------------------------------------------- cache
+
+# Decode data once per node: the first process decodes under a lock, all others map the result into
+# memory.
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+def decoded_once(name: str, sources: Iterable[Path], decode: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays of ``decode``, memory-mapped from this node's cache. Call it only if the
+    cache does not have them.
+
+    Args:
+        name: of the data set.
+        sources: files that are decoded. If the size or time of one changes, they are decoded
+            again.
+    """
+    stamps = [
+        f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sources
+    ]
+    return cached(name, hashlib.sha256(repr(stamps).encode()).hexdigest()[:16], decode)
+
+
+def cached(name: str, key: str, decode: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays that this node's cache has under ``name`` and ``key``, memory-mapped. Fill
+    the cache from ``decode`` if it has none."""
+    directory = cache_root() / "data" / f"{name}-{key}"
+    once_a_node(directory, lambda temporary: _write(temporary, decode()))
+    return {
+        path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
+        for path in sorted(directory.glob("*.npy"))
+    }
+
+
+def _write(directory: Path, arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        np.save(directory / f"{name}.npy", array, allow_pickle=False)

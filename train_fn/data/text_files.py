@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from everstep.spec.text_task import TextFilesArgs
-from train_fn.data.cache import Arrays, decoded_once
+from everstep.spec.tasks import TextFilesArgs
+from train_fn.data.images import Arrays, decoded_once
 from train_fn.errors import DataMissing
 
 Tokens = NDArray[np.uint16]

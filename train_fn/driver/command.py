@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from storage.cluster.identity import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
+from storage.cluster import EXIT_STORAGE, KNOWN_VARIABLE, STORAGE_WORDS, Known, check_known
 from storage.errors import StorageError, StorageMismatch
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from train_fn.driver.supervision import TRAIN, Driver
 from train_fn.driver.watch import EXIT_REPLACED, require_newest
 from train_fn.errors import Replaced
-from train_fn.journal.rank_logging import RankLog
+from train_fn.journal.rank_log import RankLog
 from train_fn.recovery.settings import RecoverySettings
 
 EXIT_TERMINATED = 143

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
-from train_fn.checkpoints.save_events import committed_data
+from train_fn.checkpoints.cadence import committed_data
 from train_fn.journal.client import ActorJournalClient
-from train_fn.ray_train.left_states import LeftStates
+from train_fn.ray_train.group_end import LeftStates
 from train_fn.recovery.history import History
-from train_fn.recovery.launch import Outcome
-from train_fn.snapshots.last_save import LastSave, newest_durable
+from train_fn.recovery.launch import ControllerOutcome
+from train_fn.snapshots.election import LastSave, newest_durable
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def save_newest(
     run_dir: RunDir,
     submission: int,
     spec: RunSpec,
-    outcome: Outcome,
+    outcome: ControllerOutcome,
     client: ActorJournalClient,
     read: Callable[[], History],
 ) -> tuple[LastSave | None, LeftStates | None]:

@@ -6,11 +6,11 @@ import logging
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
-from train_fn.checkpoints.files import MODEL_FILE
+from train_fn.checkpoints.commit import MODEL_FILE
 from train_fn.driver.submission_journal import FINAL_FLUSH_S
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.step_records import StepRecords, compare

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
+from everstep.spec.run_spec import WANDB_KEY, RunSpec
 from everstep.wire.events import EventKind
 from storage.claims import newest_attempt
 from storage.run_dir import RunDir
+from train_fn.errors import SecretMissing
 from train_fn.journal.client import ActorJournalClient
+from train_fn.node.secrets import read_secrets
 from train_fn.ray_train.journal_actor import deliver_to, start_journal
-from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.history import History, read_history
-from train_fn.recovery.launch import Outcome
+from train_fn.recovery.launch import ControllerOutcome
+from train_fn.recovery.marks import DriverProcess
 
 BEAT_S = 5.0
 """How often a driver without events calls the journal, from which it needs nothing."""
@@ -54,7 +60,7 @@ def history_so_far(run_dir: RunDir, submission: int, client: ActorJournalClient)
 
 
 def close_journal(
-    client: ActorJournalClient, outcome: Outcome, name: str, reason: dict[str, Any] | None
+    client: ActorJournalClient, outcome: ControllerOutcome, name: str, reason: dict[str, Any] | None
 ) -> None:
     """Write ``finished``, the journal's last event. Raise RuntimeError if it did not become
     durable.
@@ -75,7 +81,7 @@ def close_journal(
 
 
 def _facts() -> dict[str, Any]:
-    from train_fn.node.versions import versions
+    from train_fn.node.node_check import versions
 
     context = ray.get_runtime_context()
     return {
@@ -84,3 +90,50 @@ def _facts() -> dict[str, Any]:
         "driver_node_id": context.get_node_id(),
         "versions": versions(),
     }
+
+
+# ---------------------------------------------------------------- wandb recorder
+
+# The process beside the driver that records the run at Weights & Biases.
+
+
+class WandbRecorder:
+    """Starts the process, and ends it with the driver."""
+
+    def __init__(
+        self, run_dir: RunDir, submission: int, spec: RunSpec, environ: Mapping[str, str]
+    ) -> None:
+        self._arguments = [run_dir.storage.uri, run_dir.run_id, str(submission)]
+        self._environ = recorder_environment(spec, environ)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "train_fn.journal.wandb_process", *self._arguments]
+        self._process = subprocess.Popen(command, env=self._environ, stdin=subprocess.PIPE)
+
+    def close(self, timeout_s: float) -> None:
+        """Let it record the remaining events, but end it after ``timeout_s`` seconds."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("wandb: not complete after %g s; `wandb sync` sends the rest", timeout_s)
+            process.kill()
+            process.wait()
+
+
+def recorder_environment(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the process: the driver's, the run's variables for W&B, and the
+    key. Without the key's file on this node it records offline."""
+    found = {name: value for name, value in environ.items() if not name.startswith("WANDB_")}
+    found |= {name: value for name, value in spec.env.items() if name.startswith("WANDB_")}
+    if WANDB_KEY in spec.secrets:
+        alone = spec.model_copy(update={"secrets": {WANDB_KEY: spec.secrets[WANDB_KEY]}})
+        try:
+            found |= read_secrets(alone, environ)
+        except SecretMissing as exc:
+            logger.warning("wandb: no key on the driver's node: %s", exc)
+    return found

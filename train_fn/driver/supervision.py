@@ -19,20 +19,19 @@ from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
 from train_fn.driver.fit_loop import fit_until_decided
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
-from train_fn.driver.watch import Watch, require_newest
+from train_fn.driver.watch import ControlWatch, require_newest
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.ray_train.journal_actor import NAMESPACE
-from train_fn.recovery.environment import ray_train_env
 from train_fn.recovery.history import History, read_history
-from train_fn.recovery.launch import Outcome, RankJob
+from train_fn.recovery.launch import ControllerOutcome, RankJob
 from train_fn.recovery.outcome import Stopping, ending
-from train_fn.recovery.resources import use_gpu, worker_resources
-from train_fn.recovery.settings import RecoverySettings
+from train_fn.recovery.settings import RecoverySettings, ray_train_env
+from train_fn.recovery.sizing import use_gpu, worker_resources
 
 if TYPE_CHECKING:
-    from train_fn.ray_train.left_states import LeftStates
-    from train_fn.snapshots.last_save import LastSave
+    from train_fn.ray_train.group_end import LeftStates
+    from train_fn.snapshots.election import LastSave
 
 OLDER_MARGIN_S = 15.0
 """An older submission's controller gets so much longer than its ranks may take to save."""
@@ -46,12 +45,12 @@ MLFLOW_URI = "EVERSTEP_MLFLOW_TRACKING_URI"
 """Variable of a node's environment that names a tracking server to keep up to date."""
 
 TRAIN = "train_fn.loop.attempt:train"
-OWN_FUNCTION = "train_fn.ray_train.user_train_fn:train"
+OWN_FUNCTION = "train_fn.ray_train.user_function:train"
 
 logger = logging.getLogger(__name__)
 
 
-class Follower(Protocol):
+class JournalFollower(Protocol):
     """Writes from the journals, beside training."""
 
     def start(self) -> None: ...
@@ -86,7 +85,7 @@ class Driver:
         history = read_history(self._run_dir)
         stopping = Stopping(None if history.steps_done else self._run_dir.deadline())
         actor, client = open_journal(self._run_dir, self._submission, history)
-        watch = Watch(self._run_dir, self._submission, client, stopping)
+        watch = ControlWatch(self._run_dir, self._submission, client, stopping)
         watch.start()
         followers = _followers(self._run_dir, self._submission, spec)
         for follower in followers:
@@ -131,7 +130,7 @@ class Driver:
     def _end_older_submissions(self, spec: RunSpec) -> None:
         """End what the drivers of older submissions left running, before this submission's journal
         begins."""
-        from train_fn.ray_train.older_submissions import end_older_submissions
+        from train_fn.ray_train.journal_actor import end_older_submissions
 
         if self._submission > 1:
             leave_s = 0.0 if spec.runs_own_function else self._settings.yield_timeout_s
@@ -158,8 +157,8 @@ class Driver:
         return job
 
     def _warm_first_group(self, job: RankJob) -> None:
-        from train_fn.ray_train.nodes import node_reader
-        from train_fn.ray_train.warm_pool import warm_first_group
+        from train_fn.ray_train.scaling import node_reader
+        from train_fn.ray_train.spare_processes import warm_first_group
 
         read_nodes = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
         try:
@@ -170,7 +169,7 @@ class Driver:
             logger.warning("the first ranks' processes were not started ahead: %s", exc)
 
     def _save_newest(
-        self, spec: RunSpec, outcome: Outcome, client: ActorJournalClient
+        self, spec: RunSpec, outcome: ControllerOutcome, client: ActorJournalClient
     ) -> tuple[LastSave | None, LeftStates | None]:
         from train_fn.driver.last_save import save_newest
 
@@ -184,22 +183,22 @@ class Driver:
         )
 
 
-def _close_followers(followers: list[Follower]) -> None:
+def _close_followers(followers: list[JournalFollower]) -> None:
     deadline = time.monotonic() + LAST_POINTS_S
     for follower in followers:
         follower.close(max(0.1, deadline - time.monotonic()))
 
 
-def _followers(run_dir: RunDir, submission: int, spec: RunSpec) -> list[Follower]:
+def _followers(run_dir: RunDir, submission: int, spec: RunSpec) -> list[JournalFollower]:
     """Return what is written from the journals while the run trains: TensorBoard files, MLflow,
     W&B."""
-    made: list[Follower] = [TensorBoardFiles(run_dir, submission)]
+    made: list[JournalFollower] = [TensorBoardFiles(run_dir, submission)]
     if uri := os.environ.get(MLFLOW_URI, "").strip():
         from train_fn.journal.mlflow import MlflowTracking
 
         made.append(MlflowTracking(run_dir, submission, uri, os.environ))
     if spec.wandb is not None:
-        from train_fn.driver.wandb_recorder import WandbRecorder
+        from train_fn.driver.submission_journal import WandbRecorder
 
         made.append(WandbRecorder(run_dir, submission, spec, os.environ))
     return made

@@ -11,10 +11,9 @@ from storage.claims import successor
 from storage.errors import StorageError
 from storage.run_control import Stop
 from storage.run_dir import RunDir
-from train_fn.drills.orders import Drills, Faults
+from train_fn.drills import Drills, Faults
 from train_fn.errors import Replaced
-from train_fn.journal.client import ActorJournalClient
-from train_fn.journal.profile_orders import ProfileOrders, StackOrders
+from train_fn.journal.client import ActorJournalClient, ProfileOrders, StackOrders
 from train_fn.recovery.outcome import Stopping
 
 EXIT_REPLACED = 3
@@ -42,7 +41,7 @@ def replaced(run_dir: RunDir, newest: int | None, submission: int) -> Replaced:
     return Replaced(f"{by} of run {run_dir.run_id} has taken over from submission {submission}")
 
 
-class Watch:
+class ControlWatch:
     """Two threads that read the run directory until ``close``."""
 
     def __init__(
@@ -96,6 +95,6 @@ class Watch:
 
 
 def _ray_faults() -> Faults:
-    from train_fn.ray_train.faults import RayFaults
+    from train_fn.ray_train.journal_actor import RayFaults
 
     return RayFaults()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from train_fn.elastic.sum_tree import Completion, Fold, Node, SumTree
+from train_fn.elastic.sum_tree import Completion, Fold, SumTree, TreeNode
 
 ALIGNMENT = 64
 """Alignment in bytes of every tensor in flat memory, and of the slices that ranks own: that of
@@ -116,7 +116,7 @@ class Bucket:
     def take(self, rank: int) -> list[Values]:
         """Return the values of this rank's nodes, ascending, and forget them."""
         nodes, self._fold = self._fold.nodes, Fold(self._tree, add_values)
-        expected: tuple[Node, ...] = self.plan.by_rank[rank]
+        expected: tuple[TreeNode, ...] = self.plan.by_rank[rank]
         assert tuple(node for node, _ in nodes) == expected, (nodes, expected)
         return [values for _, values in nodes]
 

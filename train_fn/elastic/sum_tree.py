@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 _CACHE_SIZE = 64
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """Name the sum of the micro-batches from ``start`` up to ``stop``, which is excluded."""
 
     start: int
@@ -31,7 +31,7 @@ class Node(NamedTuple):
 class Tree(Protocol):
     """Say which nodes are added."""
 
-    def merges(self, left: Node, right: Node) -> bool:
+    def merges(self, left: TreeNode, right: TreeNode) -> bool:
         """Return whether the two are the operands of one addition of the tree."""
 
 
@@ -41,7 +41,7 @@ class SumTree(NamedTuple):
     size: int
     group: int
 
-    def merges(self, left: Node, right: Node) -> bool:
+    def merges(self, left: TreeNode, right: TreeNode) -> bool:
         """Return whether the two are the operands of one addition of the tree."""
         return (left.start, left.stop, right.stop) in _additions(self)
 
@@ -50,7 +50,7 @@ class OpenTree(NamedTuple):
     """Describe the binary tree in one group over a number of micro-batches that is not known yet:
     it has the nodes whose size is a power of two."""
 
-    def merges(self, left: Node, right: Node) -> bool:
+    def merges(self, left: TreeNode, right: TreeNode) -> bool:
         size = left.stop - left.start
         return (
             size == right.stop - right.start
@@ -79,26 +79,26 @@ class Fold(Generic[Value]):
 
     def __init__(self, tree: Tree, add: Callable[[Value, Value], Value]) -> None:
         self._tree, self._add = tree, add
-        self.nodes: list[tuple[Node, Value]] = []
+        self.nodes: list[tuple[TreeNode, Value]] = []
         """The sums so far, ascending."""
 
     def push(self, number: int, value: Value) -> None:
         """Add the value of micro-batch ``number``."""
-        self.put(Node(number, number + 1), value)
+        self.put(TreeNode(number, number + 1), value)
 
-    def put(self, node: Node, value: Value) -> None:
+    def put(self, node: TreeNode, value: Value) -> None:
         """Add a sum that was folded elsewhere."""
         nodes = self.nodes
         nodes.append((node, value))
         while len(nodes) > 1 and self._tree.merges(nodes[-2][0], nodes[-1][0]):
             (left, first), (right, second) = nodes[-2:]
-            nodes[-2:] = [(Node(left.start, right.stop), self._add(first, second))]
+            nodes[-2:] = [(TreeNode(left.start, right.stop), self._add(first, second))]
 
 
 class Completion(NamedTuple):
     """Describe how the nodes of all ranks become the sum of the whole tree."""
 
-    by_rank: tuple[tuple[Node, ...], ...]
+    by_rank: tuple[tuple[TreeNode, ...], ...]
     """The nodes of each rank, ascending."""
     additions: tuple[tuple[int, int], ...]
     """Pairs (to, source) of positions among the nodes of all ranks: add the second to the first.
@@ -141,7 +141,7 @@ def _completion(tree: SumTree, shares: tuple[tuple[int, int], ...]) -> Completio
     whole: Fold[int] = Fold(tree, note)
     for position, node in enumerate(node for nodes in by_rank for node in nodes):
         whole.put(node, position)
-    assert [node for node, _ in whole.nodes] == [Node(0, tree.size)], (tree, shares)
+    assert [node for node, _ in whole.nodes] == [TreeNode(0, tree.size)], (tree, shares)
     return Completion(tuple(by_rank), tuple(additions))
 
 

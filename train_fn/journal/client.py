@@ -13,9 +13,10 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
+from storage.run_dir import RunDir
 from train_fn import clock as head_clock
-from train_fn.journal.delivery import Deliver, Reply, SourceEvent
-from train_fn.recovery.progress import Phase, Progress
+from train_fn.journal.follower import Deliver, Reply, SourceEvent
+from train_fn.recovery.hang import AttemptProgress, Phase
 
 MAX_POINTS = 20_000
 """Metric points that a client holds while the journal does not answer. Beyond that it drops every
@@ -118,7 +119,7 @@ class ActorJournalClient:
         return self._reply.progress.last_step if self._reply else None
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> AttemptProgress | None:
         """Return the progress of the newest attempt, as of the journal's last reply; None if
         unknown."""
         return self._reply.progress if self._reply else None
@@ -140,7 +141,7 @@ class ActorJournalClient:
         progress = self._reply.progress if self._reply else None
         return progress.phase if progress is not None and progress.attempt == attempt else None
 
-    def take_progress(self) -> Progress | None:
+    def take_progress(self) -> AttemptProgress | None:
         """Return the progress of the newest attempt, once for each reply of the journal; None until
         the next reply."""
         with self._lock:
@@ -284,3 +285,50 @@ class ActorJournalClient:
         with self._lock:
             self._delivered = self._handed_over - len(self._pending) - len(self._sealed)
             self._lock.notify_all()
+
+
+# ---------------------------------------------------------------- profile orders
+
+# Pass requests for profiles and stacks from the run directory to the ranks and their controller,
+# each of them once. Runs in the driver.
+
+
+class StackOrders:
+    """Read requests for the ranks' stacks, and send them to the journal, whose replies reach the
+    controller. Not thread-safe."""
+
+    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient) -> None:
+        self._run_dir, self._submission, self._journal = run_dir, submission, journal
+        self._passed_on: str | None = None
+
+    def tick(self) -> None:
+        """Pass on the newest request. Raise StorageError if it cannot be read; the next tick
+        retries."""
+        order = self._run_dir.stacks_ordered(self._submission)
+        if order is None or order.id == self._passed_on:
+            return
+        self._passed_on = order.id
+        self._journal.emit(EventKind.STACKS_ORDERED, {"id": order.id}, attempt=order.attempt)
+
+
+class ProfileOrders:
+    """Read requests and send them to the journal, whose replies reach every rank. Not
+    thread-safe."""
+
+    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient) -> None:
+        self._run_dir = run_dir
+        self._submission = submission
+        self._journal = journal
+        self._passed_on: str | None = None
+        """Id of the newest request. Each submission has its own file, so requests for an older
+        driver are never seen."""
+
+    def tick(self) -> None:
+        """Pass on the newest request. Raise StorageError if it cannot be read; the next tick
+        retries."""
+        order = self._run_dir.profile_ordered(self._submission)
+        if order is None or order.id == self._passed_on:
+            return
+        self._passed_on = order.id
+        data = {"id": order.id, "rank": order.rank, "steps": order.steps}
+        self._journal.emit(EventKind.PROFILE_ORDERED, data, attempt=order.attempt)

@@ -1,19 +1,23 @@
 """Read a run's journals in the driver while the run trains: batch by batch, from the first
-submission to the current one."""
+submission to the current one.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from everstep.wire.events import EventKind
-from everstep.wire.metric_names import validation_name
+from everstep.wire.events import EventKind, validation_name
 from storage.errors import StorageError
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
+from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from storage.run_dir import RunDir
+from train_fn.recovery.hang import AttemptProgress
 
 INTERVAL_S = 10.0
 """Interval in seconds of reads. The first one waits as long, so that imports do not slow down the
@@ -119,3 +123,47 @@ class JournalFollower(ABC):
             self._cursor = cursor
             if not events:
                 return
+
+
+# ---------------------------------------------------------------- delivery
+
+# The messages between the journal and its clients.
+#
+# Events are sent at least once and written exactly once. A client numbers the events of a batch,
+# and sends the batch until it is acknowledged. The journal drops events that it already has from
+# the same source, even after its writer was killed and restarted.
+
+
+@dataclass(frozen=True)
+class SourceEvent:
+    """One event with its number at the source. ``at`` is in Unix seconds by the head's clock, as
+    estimated by the source."""
+
+    source_n: int
+    at: float
+    kind: EventKind
+    attempt: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The journal's response to a delivery."""
+
+    acknowledged: int
+    """Last ``source_n`` of this source that is durable."""
+    stop: Stop | None
+    progress: AttemptProgress
+    profile: ProfileOrder | None = None
+    """The newest profile request that the driver has sent."""
+    flip: DrillOrder | None = None
+    """The newest drill that a rank carries out on itself."""
+    stacks: StackOrder | None = None
+    """The newest request for the ranks' stacks that the driver has sent."""
+    at: float = field(default_factory=time.time)
+    """Time of the reply, in Unix seconds by the journal's clock."""
+
+
+Deliver = Callable[[str, Sequence[SourceEvent], Stop | None], Reply]
+"""Sends a source's events, and the user's stop request, to the journal. Raises if it is unknown
+whether they arrived."""

@@ -18,7 +18,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.text import failure as failure_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.run_dir import RunDir
 from train_fn.journal.follower import JournalFollower, NotNow, measured
 

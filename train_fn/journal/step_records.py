@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.wire.events import EventKind
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 

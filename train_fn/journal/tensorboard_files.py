@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from google_crc32c import value as crc32c
 
 from everstep.text import failure as failure_words
-from everstep.text import losses
+from everstep.text import failure as losses
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.event_files import EventFile, open_event_file
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.run_dir import RunDir
 from train_fn.journal.follower import JournalFollower, measured
 

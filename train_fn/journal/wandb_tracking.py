@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from everstep.spec.sections import WandbSpec
 from everstep.text import failure as failure_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.run_dir import RunDir
-from train_fn.journal.follower import JournalFollower, NotNow
-from train_fn.journal.wandb_rows import STEP, Rows, config_of
+from train_fn.journal.follower import JournalFollower, NotNow, measured
 
 INIT_S = 30.0
 """Longest wait for the server to accept the run."""
@@ -173,3 +172,36 @@ class WandbTracking(JournalFollower):
             place = f"{self._run_dir.uri}/wandb{name}"
         found = {"url": url, "files": place, "problem": problem}
         self._run_dir.files.write(self._run_dir.wandb_path("run.json"), json.dumps(found).encode())
+
+
+# ---------------------------------------------------------------- wandb rows
+
+# The rows of a run's history at Weights & Biases: a pure function of the journals, so that every
+# process makes the same ones in the same order.
+
+STEP = "step"
+"""Column with the training step, the x-axis of all charts. W&B's own step counts rows."""
+
+
+class Rows:
+    """Converts events to rows. Of a step that is repeated after a failure, the first values
+    stay."""
+
+    def __init__(self) -> None:
+        self._furthest = {EventKind.METRICS: 0, EventKind.EVALUATED: 0}
+
+    def of(self, event: JournalEvent) -> Iterator[dict[str, float]]:
+        """Yield the rows for an event. Most events have none."""
+        if event.kind not in self._furthest:
+            return
+        for step, at, values in measured(event):
+            if step > self._furthest[event.kind] and values:
+                self._furthest[event.kind] = step
+                yield {**values, STEP: step, "_timestamp": at}
+
+
+def config_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the spec as W&B's config, without the names of secrets and the environment."""
+    shown = spec.model_dump_json(exclude={"secrets", "env", "notify"}, exclude_none=True)
+    config: dict[str, Any] = json.loads(shown)
+    return config

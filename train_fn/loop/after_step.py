@@ -8,13 +8,13 @@ import logging
 import torch
 from torch.nn.parameter import is_lazy
 
-from train_fn.samples.randomness import seed_micro_batch
+from train_fn.samples.sampler import seed_micro_batch
 from train_fn.state.contents import few
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.fingerprints import word_sum
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.word_sums import word_sum
 from train_fn.tasks.protocol import Task
 
 _NUMBER = -1

@@ -1,32 +1,49 @@
-"""One rank's part in an attempt: prepare, take the steps, finish; leave if something breaks."""
+"""One rank's part in an attempt: prepare, take the steps, finish; leave if something breaks.
+
+Then what happens before the first step, where an epoch ends, where ranks make room for a
+group of another size, and at the end.
+"""
 
 from __future__ import annotations
 
+import gc
+import logging
 from contextlib import nullcontext
 
+import torch.distributed as dist
+
+from everstep.wire.events import EventKind
+from storage.claims import successor
+from storage.errors import StorageUnavailable
 from storage.run_control import Stop
+from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.context import WorkerContext
-from train_fn.loop.beginning import begin
-from train_fn.loop.boundary import close_boundary
-from train_fn.loop.built_alike import require_same_after_step
-from train_fn.loop.commit import commit, require_whole
-from train_fn.loop.departure import leave
-from train_fn.loop.elastic_step import elastic_step
-from train_fn.loop.final_checkpoint import finish, report_checkpoint
-from train_fn.loop.gradients import forward_backward
-from train_fn.loop.hand_over import hand_over, hands_over
+from train_fn.errors import Replaced
+from train_fn.loop.audit import require_together
+from train_fn.loop.checks import require_same_after_step, require_same_weights
+from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
+from train_fn.loop.departure import keep_in_process, leave
+from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
+from train_fn.loop.gradients import elastic_step, forward_backward
 from train_fn.loop.own_step import make_step
-from train_fn.loop.ranks_apart import require_together
+from train_fn.loop.replica import Replica
+from train_fn.loop.report import Reporter
 from train_fn.loop.rescue import Rescue
-from train_fn.loop.survivor import build_ahead
-from train_fn.loop.training import Progress, Training, prepare
+from train_fn.loop.survivor import build_ahead, may_serve_again
+from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
+from train_fn.snapshots.publisher import leave_snapshot, snapshots_of
+from train_fn.snapshots.store import snapshot_store
+from train_fn.step.nccl import group_backend
+from train_fn.step.peers import Peers
 from train_fn.step.place_watch import watching
+from train_fn.step.precision import reproducibility
+from train_fn.tasks.own import step_method
 
 __all__ = ["build_ahead", "train", "train_openly"]
 
 
-def train(ctx: WorkerContext, progress: Progress | None = None) -> Left | None:
+def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | None:
     """Train this rank's share of every global batch. Return None when all steps are done, else the
     stop that all ranks agreed on.
 
@@ -39,7 +56,7 @@ def train(ctx: WorkerContext, progress: Progress | None = None) -> Left | None:
     Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
     keeps it in its process, and has let its peers go.
     """
-    progress = Progress() if progress is None else progress
+    progress = RankProgress() if progress is None else progress
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
         with watching() if ctx.in_process else nullcontext():
@@ -55,7 +72,7 @@ def train(ctx: WorkerContext, progress: Progress | None = None) -> Left | None:
     raise failed
 
 
-def train_openly(ctx: WorkerContext, progress: Progress) -> Left | None:
+def train_openly(ctx: WorkerContext, progress: RankProgress) -> Left | None:
     """Like ``train``, but let every exception through. ``progress`` says what exists by then."""
     training = prepare(ctx, progress)
     replica = training.replica
@@ -107,3 +124,291 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     training.saver.offer(due=facts.save, is_best=is_best)
     training.publisher.offer()
     return is_best, stop
+
+
+# ---------------------------------------------------------------- beginning
+
+# What an attempt does between the restored state and its first step.
+
+
+def begin(training: Training) -> bool:
+    """Save what cannot wait, claim the run, and finish what the last attempt left undone at this
+    step. A collective.
+
+    Return whether the present state is the best so far.
+    """
+    ctx, replica = training.ctx, training.replica
+    saver, reporter = training.saver, training.reporter
+    # After its first save a fork no longer depends on the run that it comes from. A fork that is
+    # evaluated now is saved afterwards, with its metrics.
+    is_unsaved_fork = training.restored.origin is not None
+    if is_unsaved_fork:
+        if not evaluation_is_due(ctx, replica):
+            saver.offer(due=True, is_best=True)
+            is_unsaved_fork = False
+    elif renew_best(ctx, replica):
+        saver.offer(due=False, is_best=True)
+    reporter.report_again()
+    if ctx.world_rank == 0:
+        claim(ctx)
+        ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(training))
+    is_best = close_boundary(training, is_new=False)
+    if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
+        saver.offer(due=is_unsaved_fork, is_best=True)
+    reporter.start_clock()
+    return is_best
+
+
+def _facts(training: Training) -> dict[str, object]:
+    """Return the data of the ``training_started`` event."""
+    ctx, replica = training.ctx, training.replica
+    is_first = replica.state.step == 0 or ctx.attempt == 1
+    return {
+        "total_steps": replica.last_step,
+        "steps_per_epoch": replica.sampler.steps_per_epoch,
+        "num_samples": replica.sampler.num_samples,
+        "num_parameters": sum(parameter.numel() for parameter in replica.state.model.parameters()),
+        "micro_batch_size": replica.sampler.micro_batch_size,
+        # before the attempt's first step
+        "rests": evaluation_is_due(ctx, replica) or replica.state.hook_due,
+        "guarantee": replica.train_set.guarantee() if is_first else None,
+        "snapshots": snapshots_of(ctx),
+        "warnings": list(replica.warnings),
+        "device": str(ctx.device),
+        "backend": group_backend(ctx.device),
+        "reproducible": reproducibility(ctx.spec.train.exactness, compiled=ctx.spec.train.compile),
+    }
+
+
+# ---------------------------------------------------------------- boundary
+
+# What happens between two steps where an epoch ends: its samples are accounted for, the model is
+# evaluated, and the task's hook runs.
+
+
+def close_boundary(training: Training, *, is_new: bool = True) -> bool:
+    """Close the epoch and evaluate the model if the present step calls for it and the state does
+    not have it yet. After a resume, this finishes what was interrupted. A collective.
+
+    Return whether the present state was just found to be the best so far.
+
+    Args:
+        is_new: whether a step made this state. It is then published before code of the user runs,
+            which may end all ranks at once. A restored state is on a node already.
+    """
+    ctx, replica, reporter = training.ctx, training.replica, training.reporter
+    state, training.progress.phase = replica.state, "evaluation"
+    evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
+    if closes:
+        _close_epoch(replica, reporter, evaluates)
+    if is_new and (evaluates or state.hook_due):
+        training.publisher.keep()
+    is_best = evaluates and _evaluate(ctx, replica, reporter)
+    calls = state.hook_due and has_hook(replica)  # a fork may have another task
+    rested = state.evaluated_step == state.step or calls
+    if calls:
+        call_hook(replica, reporter)
+    if closes or calls or (evaluates and state.k == 0):
+        replica.volatile.renew()
+        renew_task_state(replica)
+    state.hook_due, replica.before_hook = False, None
+    if rested:
+        training.clock.restart()
+    return is_best
+
+
+def _close_epoch(replica: Replica, reporter: Reporter, evaluates: bool) -> None:
+    """Count the epoch's samples and report it."""
+    state = replica.state
+    closed = state.ledger.close_epoch()
+    seconds = reporter.seconds_of_epoch()
+    facts = {
+        "epoch": state.closed_epochs,
+        **closed,
+        "seconds": round(seconds, 3),
+        "rests": evaluates or has_hook(replica),
+    }
+    if state.scaler.is_enabled():
+        facts["skipped_steps"] = state.skipped.total
+    reporter.emit(EventKind.EPOCH_COMPLETED, facts)
+    state.closed_epochs += 1
+    state.hook_due = has_hook(replica)
+
+
+def _evaluate(ctx: WorkerContext, replica: Replica, reporter: Reporter) -> bool:
+    """Evaluate the present state and report its metrics. Return whether it is the best so far."""
+    state = replica.state
+    reporter.hand_over()
+    metrics = reporter.limited(evaluate(ctx, replica), ctx.spec.checkpoint.best_metric)
+    state.metrics, state.evaluated_step = metrics, state.step
+    if metrics:
+        facts = {
+            "step": state.step,
+            "epoch": (state.step - 1) // state.steps_per_epoch,
+            "metrics": metrics,
+            "rests": state.hook_due,
+        }
+        reporter.emit(EventKind.EVALUATED, facts)
+    reporter.start_clock()
+    return note_best(ctx, replica, metrics)
+
+
+# ---------------------------------------------------------------- hand over
+
+# How ranks make room for a group of another size that follows at once: nobody writes a checkpoint,
+# and their states stay in their processes.
+
+
+def hands_over(training: Training, stop: Stop) -> bool:
+    """Return whether the ranks leave without a final checkpoint, since the next group goes on in
+    processes of this one: rank 0 says so, and every process can serve it. A collective.
+
+    Args:
+        stop: why the ranks have stopped.
+    """
+    ctx, replica = training.ctx, training.replica
+    if stop != "pause" or not ctx.in_process:
+        return False
+    may_leave = replica.state.complete and may_serve_again(
+        training.progress.began, replica.parts, training.loader.processes
+    )
+    if ctx.world_rank == 0:
+        may_leave = may_leave and ctx.hands_over() and not training.saver.has_best_to_write
+    return all(replica.peers.gather(may_leave))
+
+
+def hand_over(progress: RankProgress) -> None:
+    """Leave an attempt that nothing broke, and keep its state in this process. All ranks are
+    between the same two steps. Raises as ``TrainState.require_sound``."""
+    replica, training = progress.replica, progress.training
+    assert replica is not None and training is not None
+    state = replica.state.state_dict()
+    replica.state.require_sound(state)
+    training.profiler.close()
+    training.reporter.hand_over()
+    training.publisher.close()
+    training.reporter.close()
+    training.saver.close()
+    training.loader.close()
+    training.clock.close()
+    progress.replica = progress.training = None
+    replica.let_go()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    keep_in_process(replica, training.ctx, state)
+
+
+# ---------------------------------------------------------------- claim
+
+# The last thing before an attempt's first step: its beginning is durable, and nobody has taken the
+# run over.
+
+CLAIM_S = 30.0
+"""Longest wait until the event of an attempt's beginning is durable."""
+
+
+def claim(ctx: WorkerContext) -> None:
+    """Make sure that this attempt's beginning is durable, and then that no newer submission or
+    attempt has begun. Called by rank 0 before the first step; without it no rank can take one.
+
+    A submission writes its journal before it reads those of older ones, and an attempt writes its
+    claim first. So the newer one either sees where this attempt began, and which states that makes
+    void, or this attempt sees the newer one's journal or claim here, and leaves no state.
+
+    Raises:
+        StorageUnavailable: the beginning did not become durable.
+        Replaced: a newer submission, or attempt, has begun.
+    """
+    if not ctx.journal.flush(CLAIM_S):
+        raise StorageUnavailable(
+            f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the "
+            "storage writable?"
+        )
+    newest = max(ctx.run_dir.submissions(), default=0)
+    if newest > ctx.submission:
+        raise Replaced(
+            f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission "
+            f"{ctx.submission}"
+        )
+    why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
+    if why is not None:
+        raise Replaced(why)
+
+
+# ---------------------------------------------------------------- final checkpoint
+
+# The end of an attempt that nothing broke: its final checkpoint is committed and reported.
+
+logger = logging.getLogger(__name__)
+
+
+def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
+    """Commit and report the final checkpoint, then remove the run's snapshots from this node. A
+    collective.
+
+    A run that pauses because its storage fails leaves its state on the node instead. Raises
+    CheckpointFailed on every rank if the final checkpoint cannot be committed.
+
+    Args:
+        is_best: whether the present state is the best so far.
+        stop: why the ranks agreed to stop; None if all steps are done.
+    """
+    replica, saver, progress = training.replica, training.saver, training.progress
+    progress.phase = "checkpoint"
+    replica.trained.check(step_method(replica.task))
+    require_same_weights(replica, step_method(replica.task), training.ctx)
+    if replica.state.frozen is not None:
+        replica.state.frozen.require_unchanged(thorough=True)
+    training.profiler.close()
+    training.reporter.hand_over()
+    # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
+    # nothing may be published after that.
+    training.publisher.close()
+    error, committed = save_last_state(
+        replica.peers, saver, stop, is_best=is_best, reported=progress.reported_checkpoint
+    )
+    if committed > progress.reported_checkpoint:
+        report_checkpoint(training, committed)
+    training.reporter.close()
+    saver.close()
+    training.loader.close()
+    if error is not None:
+        logger.warning(
+            "stopped without a final checkpoint; the state stays on this node: %s", error
+        )
+        leave_snapshot(training.ctx, replica.state.state_dict())
+    else:
+        snapshot_store(training.ctx).remove_all()
+
+
+def save_last_state(
+    peers: Peers, saver: Saver, stop: Stop | None, *, is_best: bool, reported: int
+) -> tuple[Exception | None, int]:
+    """Commit the present state as the final checkpoint. A collective.
+
+    Return why it was not committed (only for a run that pauses because its saves fail, which stops
+    without one), and the step of a committed checkpoint that is newer than step ``reported``; 0 for
+    none. Raises CheckpointFailed on every rank.
+    """
+    saving = saver.begin_last(
+        is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
+    )
+    # The ranks meet again and again: a save may take longer than a collective may.
+    while not peers.share(saver.has_ended(saving, MEET_S), 0):
+        pass
+    error = saving.exception()
+    is_unsaved = error is not None and stop is not None and saver.stop is not None
+    outcome = error, is_unsaved, saver.newest_committed(reported)
+    error, is_unsaved, committed = peers.share(outcome, 0)
+    if error is not None and not is_unsaved:
+        raise error
+    return error, committed
+
+
+def report_checkpoint(training: Training, step: int) -> None:
+    """Report a committed checkpoint to Ray Train. All ranks call this at the same step."""
+    training.progress.reported_checkpoint = step
+    ctx, state = training.ctx, training.replica.state
+    state.parent = str(ctx.checkpoint_name(step))
+    ctx.report_checkpoint(state.parent, dict(state.metrics))

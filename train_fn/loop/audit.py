@@ -1,37 +1,49 @@
 """Audits: in some steps every rank computes a micro-batch of another rank again, and the ranks
-compare digests before anyone takes the step. This finds a processor whose wrong numbers enter the
-sum of all ranks, so that no comparison of the sums can show them.
+compare digests before anyone takes the step. This finds a processor whose wrong results are
+alike on every rank.
+
+Below: drills that flip a bit, and what follows when ranks went apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from everstep.wire.drills import DrillKind
+from storage.errors import StorageError
+from storage.run_control import Distrust
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed
-from train_fn.loop.bit_flip import BitFlips, flip_low_bit
-from train_fn.loop.ranks_apart import odd_ranks, raise_apart
+from train_fn.errors import (
+    FOUND_WITHIN,
+    BadTask,
+    Miscomputed,
+    PeerApart,
+    PeerMiscomputed,
+    RanksApart,
+)
 from train_fn.loop.replica import Replica
-from train_fn.samples.randomness import generators_kept, key
-from train_fn.samples.sampler import MicroBatch
-from train_fn.samples.stream_set import StreamSet
+from train_fn.samples.sampler import MicroBatch, generators_kept, key
+from train_fn.samples.streams import StreamSet
+from train_fn.snapshots.store import snapshot_store
 from train_fn.state.contents import few
-from train_fn.step.audit_rules import (
+from train_fn.step.fingerprints import (
     Computed,
     Dispute,
+    PassRecord,
     audited_place,
     audited_rank,
     is_audited,
     settled,
 )
-from train_fn.step.pass_record import PassRecord
-from train_fn.step.step_totals import StepTotals
+from train_fn.step.totals import StepTotals
 from train_fn.tasks.checks import where
 
 _WAY_OUT = "or set train.audit_fraction to 0"
@@ -51,7 +63,7 @@ class _Finding(NamedTuple):
     """Digests of the weights when the step began, and now."""
 
 
-class Audit:
+class StepAudit:
     """Audit the steps that are due. A step calls ``begin``; ``watched`` around each pass; and
     ``check`` between its exchange and its commit.
 
@@ -264,4 +276,149 @@ def _require_repeatable(replica: Replica) -> None:
             "passes before it, and another rank cannot repeat it. Keep what passes change in "
             "buffers of the model, and take the count of steps from the parameter step of loss, "
             f"{_WAY_OUT}"
+        )
+
+
+# ---------------------------------------------------------------- bit flip
+
+# Drills that flip one low bit in this rank's memory, as a faulty processor would: peers must
+# notice.
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as a number, by bytes."""
+
+
+class BitFlips:
+    """Carry out each drill once, on the rank and in the attempt that it names."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._done: str | None = None
+
+    def flip(self, replica: Replica, *, is_audited: bool) -> None:
+        """Flip the bit that the newest drill asks for. Call it between the exchange of a step and
+        its digests. In a step that is audited, the audit flips bits of gradients."""
+        for kind in (DrillKind.CORRUPT_GRADIENT, DrillKind.CORRUPT_WEIGHTS):
+            if (is_audited and kind is DrillKind.CORRUPT_GRADIENT) or not self.take(kind):
+                continue
+            parameter = self.chosen(replica)
+            tensor = parameter.grad if kind is DrillKind.CORRUPT_GRADIENT else parameter.data
+            if tensor is None or tensor.layout is not torch.strided:
+                logger.warning("drill %s: there is no gradient in which to flip a bit", kind)
+                return
+            flip_low_bit(tensor)
+            logger.warning("drill %s flipped a bit at step %d", kind, replica.state.step)
+
+    def take(self, kind: DrillKind) -> bool:
+        """Return whether this rank is to flip a bit now, in a drill of this kind. It is then done
+        with that drill."""
+        order = self._ctx.flip_ordered()
+        if order is None or order.id == self._done or order.kind is not kind:
+            return False
+        self._done = order.id
+        return (order.rank, order.attempt) == (self._ctx.world_rank, self._ctx.attempt)
+
+    @staticmethod
+    def chosen(replica: Replica) -> nn.Parameter:
+        """Return the parameter in which a bit is flipped."""
+        return replica.parameters[len(replica.parameters) // 2]
+
+
+@torch.no_grad()
+def flip_low_bit(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of the middle number of a tensor."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    place = tuple(size // 2 for size in values.shape)
+    number = values[place].reshape(1).clone().view(_WORDS[values.element_size()])
+    values[place] = (number ^ 1).view(values.dtype)[0]
+
+
+# ---------------------------------------------------------------- ranks apart
+
+# Ranks whose weights or gradients went apart: name who differs, and strike every state that may
+# hold the wrong bits.
+#
+# After each step all ranks must hold the same bits. A rank that does not has computed, received or
+# stored something wrongly. What it computed since then is in the gradients of all, so the run goes
+# back to a state from before.
+
+
+def require_together(ctx: WorkerContext, replica: Replica, totals: StepTotals) -> None:
+    """Raise RanksApart, or PeerApart on ranks that most others agree with, if ranks differed after
+    the step before. All ranks decide alike, by the same totals.
+
+    Ranks with other kernels may round differently: then it is only logged, once.
+    """
+    if not totals.are_ranks_apart:
+        return
+    if not replica.must_agree:
+        if not replica.is_apart:
+            logger.warning(
+                "weights or gradients of the ranks differ after step %d. Their kernels differ, or "
+                "are not deterministic, so they may round differently",
+                replica.state.step,
+            )
+        replica.is_apart = True
+        return
+    own = replica.fingerprints
+    try:
+        found = replica.peers.gather((own.gradient, own.weights, replica.trained.sums()))
+    except Exception as exc:  # what is known already must not be lost
+        logger.warning("the ranks could not compare which tensors differ: %s", exc)
+        raise_apart(ctx, replica, totals.fingerprints(), "weights or gradients")
+    names = {name for _, _, sums in found for name in replica.trained.differing(found[0][2], sums)}
+    what = [f"weights {few(sorted(names))}"] if names else []
+    if len({gradient for gradient, _, _ in found}) > 1:
+        what.append(f"the summed gradient of step {replica.state.step}")
+    if not what:
+        what.append("a part of the weights")
+    raise_apart(ctx, replica, totals.fingerprints(), " and ".join(what))
+
+
+def raise_apart(
+    ctx: WorkerContext,
+    replica: Replica,
+    of_ranks: Sequence[Hashable],
+    what: str,
+    odd: tuple[int, ...] | None = None,
+) -> None:
+    """Strike the states that may be wrong, then raise RanksApart on the ranks that differ from most
+    others, and PeerApart on these. Without a majority all ranks raise RanksApart.
+
+    Args:
+        of_ranks: by rank, what is equal on ranks that agree.
+        what: what differs, in words.
+        odd: the ranks that are wrong, if that is known by other means.
+    """
+    step = replica.state.step
+    trusted_step = max(replica.begun_at, step - FOUND_WITHIN)
+    odd = odd_ranks(of_ranks) if odd is None else odd
+    strike(ctx, trusted_step)
+    error = RanksApart(step, odd, what, trusted_step)
+    if odd and ctx.world_rank not in odd:
+        raise PeerApart(str(error), trusted_step)
+    raise error
+
+
+def odd_ranks(of_ranks: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the ranks that differ from most; none if there is no majority."""
+    usual, count = Counter(of_ranks).most_common(1)[0]
+    if 2 * count <= len(of_ranks):
+        return ()
+    return tuple(rank for rank, value in enumerate(of_ranks) if value != usual)
+
+
+def strike(ctx: WorkerContext, trusted_step: int) -> None:
+    """Let no attempt begin from a later state of this one or an older one."""
+    snapshot_store(ctx).remove_after(trusted_step)
+    try:
+        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
+    except StorageError as exc:
+        logger.error(
+            "it could not be written that states after step %d are not to be trusted: %s. Another "
+            "rank may have written it; else a checkpoint after that step may be wrong",
+            trusted_step,
+            exc,
         )

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import STOP_PATIENCE_S, Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.errors import (
     Miscomputed,
@@ -22,16 +22,16 @@ from train_fn.errors import (
     forget_frames,
 )
 from train_fn.loop import survivor
-from train_fn.loop.epoch_hook import TORN, is_torn
-from train_fn.loop.outliving import may_serve_again
+from train_fn.loop.commit import TORN, is_torn
 from train_fn.loop.replica import Replica
-from train_fn.loop.training import Progress
-from train_fn.node.broken_device import keep_if_broken
-from train_fn.node.gpu_memory import memory_summary
-from train_fn.recovery.rank_error import StepFailed, describe_error
-from train_fn.snapshots.last_save import newest_durable
-from train_fn.snapshots.leaving import leave_snapshot
-from train_fn.snapshots.process_slot import kept_step as kept_step_here
+from train_fn.loop.survivor import may_serve_again
+from train_fn.loop.training import RankProgress
+from train_fn.node.device import keep_if_broken
+from train_fn.node.memory import memory_summary
+from train_fn.recovery.evidence import StepFailed, describe_error
+from train_fn.snapshots.election import newest_durable
+from train_fn.snapshots.publisher import leave_snapshot
+from train_fn.snapshots.store import kept_step as kept_step_here
 from train_fn.state.kept_state import KeptState
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
@@ -45,7 +45,7 @@ _LEAVING = (Replaced, PeerApart, PeerMiscomputed)
 logger = logging.getLogger(__name__)
 
 
-def leave(ctx: WorkerContext, progress: Progress, cause: BaseException) -> StepFailed:
+def leave(ctx: WorkerContext, progress: RankProgress, cause: BaseException) -> StepFailed:
     """Let the peers go, leave the state of the last committed step on this node, and return what
     happened.
 
@@ -109,7 +109,7 @@ def _why_distrusted(ctx: WorkerContext, cause: BaseException) -> str | None:
 
 
 def _leave_state(
-    ctx: WorkerContext, progress: Progress, *, distrusted: str | None, may_stay: bool
+    ctx: WorkerContext, progress: RankProgress, *, distrusted: str | None, may_stay: bool
 ) -> tuple[int | None, str | None]:
     """Leave the state of the last committed step, or keep it in this process if it ``may_stay``.
 
@@ -198,7 +198,7 @@ def not_copied(torn: list[str]) -> str:
     )
 
 
-def save_last(ctx: WorkerContext, progress: Progress) -> bool:
+def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
     """Commit the state of the last committed step as a checkpoint, after an error of a rank that is
     alone. Raises nothing. Return whether a checkpoint holds that state now."""
     replica, training = progress.replica, progress.training

@@ -1,5 +1,6 @@
 """Evaluation: ranks share the micro-batches, and the averages are exact, the same at any world
-size."""
+size. The best checkpoint so far follows from them.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +9,49 @@ import logging
 import math
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
+from everstep.wire.events import lookup
+from storage.checkpoints.reader import best_of, is_better
+from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.loop.built_alike import require_same_sums
-from train_fn.loop.evaluation_checks import require_weights_unchanged, with_samples_unchanged
-from train_fn.loop.replica import Replica
-from train_fn.loop.validation_batches import (
-    batches_by_index,
-    batches_of_whole_pass,
-    first_batch,
-    num_stream_workers,
+from train_fn.loop.checks import (
+    require_same_sums,
+    require_weights_unchanged,
+    with_samples_unchanged,
 )
-from train_fn.samples.randomness import generators_kept, seed_micro_batch
-from train_fn.step.modes import evaluating
-from train_fn.step.precision import autocast
+from train_fn.loop.replica import Replica
+from train_fn.samples.loader import (
+    KeyedDataset,
+    Loaded,
+    Loader,
+    WholePass,
+    collate_of,
+    loader_options,
+    num_loader_workers,
+    to_device,
+)
+from train_fn.samples.sampler import MicroBatch, generators_kept, seed_micro_batch, share_of
+from train_fn.state.train_state import BestSoFar
+from train_fn.step.precision import autocast, evaluating
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import is_iterable, where
-from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
-from train_fn.tasks.options import NO_LOSS, loss_arguments, measures_loss
-from train_fn.tasks.own_step import step_method
-from train_fn.tasks.tree_metrics import TreeMetrics
+from train_fn.tasks.checks import (
+    NO_LOSS,
+    is_iterable,
+    loss_arguments,
+    measures_loss,
+    require_measured,
+    where,
+)
+from train_fn.tasks.metrics import OwnMetrics, TreeMetrics, build_own_metrics
+from train_fn.tasks.own import step_method
 
 _NO_GRADIENT = "does not require grad"
 """In torch's message where something is differentiated that has no graph."""
@@ -262,3 +281,173 @@ def _measure(
         )
     sums = {name: value for name, value in sums.items() if value is not None}
     return sums if "loss" in sums or loss is None else {"loss": loss(model, batch), **sums}
+
+
+# ---------------------------------------------------------------- validation batches
+
+# The micro-batches of the validation set that one rank measures, with their numbers.
+
+MIN_MICRO_BATCH = 128
+"""Smallest micro-batch here. Evaluation keeps no gradients, so its micro-batches may be larger than
+in training."""
+
+
+def batches_by_index(
+    ctx: WorkerContext, replica: Replica, most: int | None = None
+) -> Generator[tuple[int, Any]]:
+    """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
+    yield that many, read by one loader process."""
+    spec, size = ctx.spec, _size(ctx)
+    num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
+    numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
+    if most is not None:
+        workers = spec.train.loader.model_copy(
+            update={"num_workers": num_stream_workers(ctx, replica.val_set)}
+        )
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": workers})})
+    keys = [
+        MicroBatch(
+            0,
+            number,
+            np.arange(number * size, min((number + 1) * size, num_samples), dtype=np.int64),
+        )
+        for number in numbers
+    ]
+    dataset = KeyedDataset(
+        replica.val_set, spec.train.seed, collate_of(replica.task), training=False
+    )
+    loader = Loader(dataset, keys, spec, ctx.local_world_size, ctx.device)
+    try:
+        for number, loaded in zip(numbers, loader, strict=True):
+            yield number, loaded.batch
+    finally:
+        loader.close()
+
+
+def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, Any]]:
+    """Read an iterable set whole on every rank, and yield every world-size-th micro-batch."""
+    spec, peers = ctx.spec, replica.peers
+    collate = collate_of(replica.task)
+    whole = WholePass(
+        replica.val_set, _size(ctx), peers.rank, peers.world_size, spec.train.seed, collate
+    )
+    yield from _read(ctx, whole, num_stream_workers(ctx, replica.val_set))
+
+
+def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator[tuple[int, Any]]:
+    """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
+    read."""
+    first = WholePass(
+        val_set, _size(ctx), 0, 1, ctx.spec.train.seed, collate_of(replica.task), most=1
+    )
+    yield from _read(ctx, first, num_stream_workers(ctx, val_set))
+
+
+def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Generator[tuple[int, Any]]:
+    loaded: Loaded
+    for loaded in DataLoader(
+        whole, batch_size=None, **loader_options(ctx.spec, num_workers, ctx.device)
+    ):
+        yield int(loaded.indices[0]), to_device(loaded.batch, ctx.device)
+
+
+def num_stream_workers(ctx: WorkerContext, val_set: Any) -> int:
+    """Return the number of loader processes for data that is read as one stream, or only tried."""
+    return min(1, num_loader_workers(ctx.spec, val_set, ctx.local_world_size))
+
+
+def _size(ctx: WorkerContext) -> int:
+    return max(ctx.spec.micro_batch_size, MIN_MICRO_BATCH)
+
+
+# ---------------------------------------------------------------- best
+
+# The best checkpoint so far, by the metric that the spec names.
+
+
+def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
+    """Check before training that the best metric can be measured. Raises BadTask."""
+    held_out, checkpoint = replica.val_set, ctx.spec.checkpoint
+    if checkpoint.best_metric is None:
+        return
+    logger.info(
+        "the best checkpoint is the one with the %simum of %s",
+        checkpoint.best_mode,
+        checkpoint.best_metric,
+    )
+    if held_out is None or (not is_iterable(held_out) and len(held_out) == 0):
+        raise BadTask(
+            "checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it "
+            "to null"
+        )
+    require_measured(replica.task, checkpoint.best_metric)
+
+
+def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:
+    """Record the present state as the best one if no evaluation was better. Return whether it is.
+
+    Raises BadTask if ``metrics`` lacks the metric that decides.
+    """
+    checkpoint, state = ctx.spec.checkpoint, replica.state
+    if checkpoint.best_metric is None:
+        return False
+    name = (
+        checkpoint.best_metric
+        if checkpoint.best_metric in metrics
+        else f"val_{checkpoint.best_metric}"
+    )
+    if name not in metrics:
+        raise BadTask(
+            f"checkpoint.best_metric {checkpoint.best_metric!r} is not measured; evaluation gives "
+            f"{sorted(metrics)}"
+        )
+    value = metrics[name]
+    if not is_better(value, state.best.value if state.best else None, checkpoint.best_mode):
+        return False
+    state.best = BestSoFar(name, value, state.step, str(ctx.checkpoint_name(state.step)))
+    return True
+
+
+def renew_best(ctx: WorkerContext, replica: Replica) -> bool:
+    """Make sure, when an attempt begins, that the best state so far has a checkpoint.
+
+    A rank may have died before it committed that checkpoint. If the present state is the best one,
+    the caller saves it. If the best one is lost, the best checkpoint that exists takes its place.
+
+    A collective. Return whether the present state is the best one and must be saved.
+    """
+    best = replica.state.best
+    if best is None or ctx.spec.checkpoint.best_metric is None:
+        return False
+    kept = replica.peers.share(_kept_best(ctx, best) if ctx.world_rank == 0 else None, 0)
+    if kept != best and best.step == replica.state.step:
+        replica.state.best = replace(best, checkpoint=str(ctx.checkpoint_name(best.step)))
+        return True
+    replica.state.best = kept
+    return False
+
+
+def _kept_best(ctx: WorkerContext, best: BestSoFar) -> BestSoFar | None:
+    """Return ``best`` if its checkpoint exists or the storage does not answer, else the best
+    checkpoint that exists."""
+    store, spec = ctx.checkpoints, ctx.spec.checkpoint
+    assert spec.best_metric is not None
+    try:
+        try:
+            store.manifest(best.checkpoint)
+            return best
+        except (StorageNotFound, CorruptCheckpoint):
+            found = best_of(store.lineage(), spec.best_metric, spec.best_mode)
+    except StorageError as exc:
+        logger.warning(
+            "cannot read whether the best checkpoint %s still exists, so it is assumed to: %s",
+            best.checkpoint,
+            exc,
+        )
+        return best
+    value = None if found is None else lookup(found.metrics, spec.best_metric)
+    return (
+        None
+        if found is None or value is None
+        else BestSoFar(best.metric, value, found.step, found.name)
+    )

@@ -1,5 +1,6 @@
-"""The first forward and backward pass of an attempt. It finds out how the model behaves,
-and its results are dropped."""
+"""The first forward and backward pass of an attempt. It finds out how the model behaves, and its
+results are dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from train_fn.elastic.buffers import TreeSums
+from train_fn.elastic.exchange import TreeSums
 from train_fn.errors import BadTask, StateNotWhole
-from train_fn.loop.parts import owners_of
-from train_fn.loop.small_batches import check_small_batch, smallest_micro_batch, trains_batch_norm
-from train_fn.samples.randomness import torch_generators
-from train_fn.samples.sampler import IndexArray, MicroBatch
+from train_fn.loop.build import owners_of
+from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, torch_generators
 from train_fn.state.contents import Sketch, alike, few, sketch
-from train_fn.state.numerics import NOT_COMPARED, numerics_of
 from train_fn.state.optim import drop_gradients
+from train_fn.state.sound_state import NOT_COMPARED, numerics_of
 from train_fn.state.trained_parameters import GradientWatch
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.untrained import Place, WarmUp, untrained_places
+from train_fn.step.untrained import TensorPlace, WarmUp, untrained_places
 from train_fn.tasks.checks import check_gradients, check_moves, uses_nothing, where
-from train_fn.tasks.protocol import Sum
+from train_fn.tasks.protocol import Sum, Task
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
@@ -32,7 +33,7 @@ class _Undoing:
     """Put everything back after a first pass, also after one that failed. Raise StateNotWhole, and
     leave the state incomplete, if a run's state cannot be put back."""
 
-    def __init__(self, replica: Replica, places: list[Place], *, is_fresh: bool) -> None:
+    def __init__(self, replica: Replica, places: list[TensorPlace], *, is_fresh: bool) -> None:
         parts, self._replica = replica.parts, replica
         moving = parts.moving if parts.is_kept else None
         self.warm_up = WarmUp(replica.state.model, places, is_fresh=is_fresh, moving=moving)
@@ -103,7 +104,7 @@ def _pass_and_check(
     batch: Any | None,
     loaded: Sketch,
     indices: IndexArray,
-    places: list[Place],
+    places: list[TensorPlace],
     warm_up: WarmUp,
 ) -> tuple[set[int], set[int], bool]:
     """Run the pass, and put nothing back. Return the numbers of the places that it changed, of
@@ -227,3 +228,79 @@ def try_smallest(replica: Replica) -> None:
     before.put_back()
     attributes.put_back()
     replica.task_state.load(replica.state.task)
+
+
+# ---------------------------------------------------------------- small batches
+
+# Micro-batches of one sample, which BatchNorm cannot train on: found before the first step, and
+# not at the end of an epoch.
+
+_NEEDS_SEVERAL = "Expected more than 1 value per channel when training"
+"""How torch says it."""
+
+
+def smallest_micro_batch(sampler: Sampler, total_steps: int) -> MicroBatch | None:
+    """Return a micro-batch of a single sample, if the run has one."""
+    ends = {0, sampler.steps_per_epoch - 1} if total_steps >= sampler.steps_per_epoch else {0}
+    micros = (micro for k in sorted(ends) for micro in sampler.share(0, k, 0, 1))
+    return next((micro for micro in micros if len(micro.indices) == 1), None)
+
+
+def check_small_batch(
+    task: Task, sampler: Sampler, micro: MicroBatch, step_module: nn.Module, batch: Any
+) -> None:
+    """Run a forward pass over ``batch``, which is the run's smallest; what it changes is put back
+    by the caller.
+
+    Raises BadTask where a BatchNorm of the model needs more samples. What else such a pass raises,
+    the step itself will say.
+    """
+    try:
+        with torch.no_grad():
+            step_module(batch)
+    except ValueError as exc:
+        if _NEEDS_SEVERAL not in str(exc):
+            return
+        size, micro_size = sampler.global_batch_size, sampler.micro_batch_size
+        last = (
+            f"the last micro-batch of global batch {micro.k + 1} of an epoch"
+            if micro_size > 1
+            else "a micro-batch"
+        )
+        raise BadTask(
+            f"{where(task, 'build_model')}: BatchNorm cannot train on a single sample, and {last} "
+            f"has one: {sampler.num_samples} "
+            f"samples in global batches of {size} and micro-batches of {micro_size}. "
+            f"{_remedy(sampler)}, or use GroupNorm or "
+            "LayerNorm, which normalise each sample by itself"
+        ) from exc
+    except Exception:
+        return
+
+
+def trains_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _NormBase) and module.training for module in model.modules())
+
+
+def _remedy(sampler: Sampler) -> str:
+    """Settings under which no micro-batch of this data has a single sample."""
+    size, micro, length = sampler.global_batch_size, sampler.micro_batch_size, sampler.num_samples
+    micros = [
+        near
+        for near in sorted(range(2, size + 1), key=lambda near: abs(near - micro))
+        if not _has_single(length, size, near)
+    ]
+    if micros:
+        return f"Set train.micro_batch_size to {micros[0]}"
+    sizes = [
+        near
+        for near in range(size + 1, 2 * size + 2)
+        if not _has_single(length, near, min(max(micro, 2), near))
+    ]
+    shorter = f"Leave {length % size} of the samples out (torch.utils.data.Subset)"
+    return f"Set train.global_batch_size to {sizes[0]}" if sizes and micro > 1 else shorter
+
+
+def _has_single(length: int, size: int, micro: int) -> bool:
+    """Whether a micro-batch has one sample, of full global batches or of an epoch's last one."""
+    return any(batch % micro == 1 for batch in {min(size, length), length % size or size})

@@ -1,4 +1,7 @@
-"""The gradients of one global batch: every rank runs its micro-batches forward and backward."""
+"""The gradients of one global batch: every rank runs its micro-batches forward and backward.
+
+Below: the same with equal bits at every world size.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from typing import Any
 import torch
 
 from storage.run_control import Stop
+from train_fn.elastic.exchange import Exchange
 from train_fn.errors import PeersGone
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
-from train_fn.step.step_totals import StepTotals
+from train_fn.step.totals import StepTotals
 
 
 def forward_backward(training: Training) -> StepTotals:
@@ -125,3 +129,57 @@ def _last_backward(training: Training, loss: torch.Tensor) -> None:
         own_s=training.progress.own_s,
     )
     replica.finish_exchange()
+
+
+# ---------------------------------------------------------------- elastic step
+
+# The gradients of one global batch with ``train.exactness: elastic``: the same bits at every world
+# size.
+
+
+def elastic_step(training: Training, exchange: Exchange) -> StepTotals:
+    """Compute the gradients of the global batch's mean loss, and exchange the step's totals. Those
+    of each micro-batch are computed alone, and added in an order that no rank decides.
+
+    A collective. It returns on every rank, or on none, with the same totals and gradients.
+    """
+    replica = training.replica
+    state, volatile = replica.state, replica.volatile
+    num_samples, share, hashes, expected = replica.plans.of(state.step)
+    scale = replica.loss_scale(num_samples)
+    exchange.begin(state.step, state.k, expected.samples, replica.fingerprints.header)
+    training.begin(num_samples, len(share))
+    for position, micro in enumerate(share):
+        batch, differs = load_next(training, micro, hashes[position])
+        if position:
+            volatile.rewind()
+        replica.seed(state.step, micro.number)
+        with training.watched(micro.number):
+            loss_sum, weight = replica.forward(batch)
+            volatile.passed(len(micro.indices), micro.number)
+            exchange.add(loss_sum, weight, differs)
+            loss = state.scaler.scale(loss_sum * scale)
+            if position == len(share) - 1:
+                _send(training, exchange, micro.number)
+            loss.backward()  # type: ignore[no-untyped-call]
+        exchange.fold(micro.number)
+    if not share:
+        _send(training, exchange, None)
+    replica.trained.check_flags()
+    training.loader.prefetch()  # the device computes meanwhile
+    totals = exchange.take()
+    volatile.wait()
+    return settle(training, totals)
+
+
+def _send(training: Training, exchange: Exchange, last: int | None) -> None:
+    """Send what the ranks need to know of this step before the last backward pass."""
+    stop, committed, save = decisions(training)
+    exchange.send(
+        last,
+        stop,
+        committed,
+        save=save,
+        has_news=training.replica.volatile.has_news,
+        own_s=training.progress.own_s,
+    )

@@ -20,8 +20,8 @@ from train_fn.loop.replica import Replica
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
 from train_fn.samples.sampler import MicroBatch
-from train_fn.step.step_totals import StepTotals
-from train_fn.tasks.own_step import LOSS, MOST_VALUES
+from train_fn.step.totals import StepTotals
+from train_fn.tasks.own import LOSS, MOST_VALUES
 
 
 def make_step(training: Training) -> StepTotals:

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.loop.parts import owners_of
+from train_fn.loop.build import owners_of
 from train_fn.state.contents import few
-from train_fn.state.optimizers import Optimizers, each_of
-from train_fn.state.shadows import Shadows
+from train_fn.state.kept_state import Shadows
+from train_fn.state.optim import Optimizers, each_of
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
-from train_fn.step.modes import modes_of
 from train_fn.step.peers import Peers
 from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.precision import modes_of
 from train_fn.step.rank_mean import RankMean
 from train_fn.step.untrained import untrained_places
 from train_fn.tasks.checks import where
-from train_fn.tasks.own_step import LOSS, METHOD, checked_values, makes_own_steps
+from train_fn.tasks.own import LOSS, METHOD, checked_values, makes_own_steps
 from train_fn.tasks.protocol import Task
 
 if TYPE_CHECKING:

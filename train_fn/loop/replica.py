@@ -1,15 +1,18 @@
 """One rank's replica of what is trained: task, model, data, optimizer and state, and the wrapper
-that ties it to its peers."""
+that ties it to its peers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,36 +20,163 @@ from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
 from train_fn.loop.after_step import AfterStep
-from train_fn.loop.built_model import exchanges_in_forward
-from train_fn.loop.built_optimizer import optimizer_source
-from train_fn.loop.elastic_rules import elastic_exchange
+from train_fn.loop.build import (
+    Parts,
+    build_parts,
+    exchanges_in_forward,
+    optimizer_source,
+    owners_of,
+)
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_updates import OwnUpdates, own_updates
-from train_fn.loop.parts import Parts, build_parts, owners_of
-from train_fn.loop.speed import counted_flops
-from train_fn.loop.step_module import StepModule, empty_like, wrap
-from train_fn.node.debug_level import lowered_level
-from train_fn.node.kernels import kernels
+from train_fn.loop.report import counted_flops
+from train_fn.node.device import kernels
+from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
-from train_fn.samples.randomness import seed_building, seed_micro_batch
-from train_fn.samples.sampler import MicroBatch
+from train_fn.samples.sampler import MicroBatch, seed_building, seed_micro_batch
 from train_fn.state.contents import sketch
-from train_fn.state.steppers import StepperWatch
-from train_fn.state.task_state import TaskState
-from train_fn.state.trained_parameters import LearningRates, TrainedParameters
+from train_fn.state.train_state import TaskState, TrainState
+from train_fn.state.trained_parameters import LearningRates, StepperWatch, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
-from train_fn.step.carrier import Carrier
-from train_fn.step.determinism import set_determinism
 from train_fn.step.fingerprints import Fingerprints
-from train_fn.step.peers import Peers
-from train_fn.step.step_plans import StepPlans
-from train_fn.step.used_parameters import UsedParameters
-from train_fn.step.whole_exchange import fill_gradients, finish_exchange
-from train_fn.tasks.build import build_task
-from train_fn.tasks.checks import where
-from train_fn.tasks.protocol import Sum
+from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
+from train_fn.step.precision import Precision, autocast, set_determinism
+from train_fn.step.totals import Carrier, StepPlans
+from train_fn.tasks.checks import checked_loss, loss_arguments, where
+from train_fn.tasks.own import build_task
+from train_fn.tasks.protocol import Sum, Task
 from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
+
+# ---------------------------------------------------------------- step module
+
+# The module whose forward pass is one micro-batch's loss, and DDP around it.
+
+_CPU_BUCKET_MIB = 25
+"""Size of every bucket on a CPU: DDP's default, without its small first bucket."""
+
+
+_is_training = operator.attrgetter("training")
+
+
+class StepModule(nn.Module):
+    """Computes the task's loss in its forward pass, so that all of it happens inside DDP's."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        numbers: nn.Parameter | None,
+        state: TrainState,
+        *,
+        compiled: bool,
+        allows_unused: bool = False,
+    ) -> None:
+        """
+        Args:
+            numbers: the carrier's parameter, with whose gradient the step's totals travel.
+            state: knows the step and the epoch, which ``loss`` may take.
+            allows_unused: whether an empty share uses no parameter, instead of all.
+        """
+        super().__init__()
+        self.model = model
+        self.numbers = numbers
+        # In a tuple, because torch would register a module, and every parameter would have two
+        # names.
+        self._called: tuple[Any] = (torch.compile(model) if compiled else model,)
+        self._task, self._precision, self._device = task, precision, device
+        self._state, self._asked = state, loss_arguments(task)
+        self._allows_unused = allows_unused
+        self._modules_of_model = list(model.modules())
+        self.sparse = {
+            id(module.weight)
+            for module in self._modules_of_model
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+        """Ids of the parameters whose gradients are sparse."""
+
+    def _modes(self) -> list[bool]:
+        return list(map(_is_training, self._modules_of_model))
+
+    def forward(self, batch: Any | None) -> tuple[torch.Tensor, Sum]:
+        """Return (loss summed over the micro-batch, its weight). For an empty share, None, return a
+        zero that depends on every parameter, or on none if that is allowed."""
+        if batch is None and self._allows_unused:
+            assert self.numbers is not None
+            return self.numbers.sum() * 0.0, 0.0
+        if batch is None:
+            used = [
+                _zero_of(parameter, is_sparse=id(parameter) in self.sparse)
+                for parameter in self.model.parameters()
+                if parameter.requires_grad
+            ]
+            return torch.stack(used).sum(), 0.0
+        modes = self._modes()
+        with autocast(self._precision, self._device):
+            if self._asked:
+                answer = self._task.loss(self._called[0], batch, **self._step_arguments())
+            else:
+                answer = self._task.loss(self._called[0], batch)
+        if self._modes() != modes:
+            raise BadTask(
+                f"{where(self._task, 'loss')} left modules in another mode, train or eval, than "
+                "before. Each rank calls it another number of times, so ranks would train "
+                "different models. Put the mode back before it returns, or change it in "
+                "on_epoch_end"
+            )
+        return checked_loss(self._task, answer)
+
+    def _step_arguments(self) -> dict[str, int]:
+        return {name: getattr(self._state, name) for name in self._asked}
+
+
+def _zero_of(parameter: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
+    """Return a real zero that depends on ``parameter``, and whose gradient has the layout of any
+    other micro-batch's."""
+    if is_sparse:
+        nowhere = torch.zeros(0, dtype=torch.int64, device=parameter.device)
+        return F.embedding(nowhere, parameter, sparse=True).sum()
+    if parameter.is_complex():
+        return torch.view_as_real(parameter).sum() * 0.0
+    return parameter.sum() * 0.0
+
+
+def wrap(module: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Return DDP around ``module``, without what the replica does itself: ``restore`` broadcasts
+    the state, and a step's commit the buffers.
+
+    DDP's first bucket is small, so that a device begins to exchange early in backward. On a CPU the
+    exchange takes the cores that compute, and one more bucket only costs time. The size depends on
+    the device alone: buckets decide the order in which gradients are summed, which must be the same
+    wherever a run's ranks are.
+    """
+    bucket_mib = None if device.type == "cuda" else _CPU_BUCKET_MIB
+    return DistributedDataParallel(
+        module,
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        bucket_cap_mb=bucket_mib,
+    )
+
+
+def empty_like(batch: Any) -> Any:
+    """Return a batch of no samples with the structure of ``batch``: every tensor has length 0 along
+    its first dimension."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, dict):
+        return {name: empty_like(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(empty_like(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(empty_like(value) for value in batch)
+    return batch
+
+
+# ---------------------------------------------------------------- replica
 
 logger = logging.getLogger(__name__)
 
@@ -323,3 +453,39 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
     for warning in parts.warnings:
         replica.warn(warning)
     return replica
+
+
+# ---------------------------------------------------------------- elastic rules
+
+# What a task must be like for ``train.exactness: elastic``.
+
+_WAY_OUT = "or set train.exactness to world_size"
+
+
+def elastic_exchange(replica: Replica, max_workers: int) -> Exchange:
+    """Return the exchange of a replica whose steps are the same at every world size.
+
+    Raises BadTask if its task computes something else at another world size.
+
+    Args:
+        max_workers: ``RunSpec.full_size``.
+    """
+    model = where(replica.task, "build_model")
+    if replica.own_updates is not None:
+        raise BadTask(
+            f"{replica.own_updates.source} gets a rank's whole share of the global batch, so its "
+            "steps depend on the world size, and train.exactness elastic cannot hold. Let the task "
+            f"return a loss instead, {_WAY_OUT}"
+        )
+    if replica.exchanges_in_forward:
+        raise BadTask(
+            f"{model} returned a model that exchanges in its forward pass, so its results depend "
+            "on the world size, and train.exactness elastic cannot hold. Use layers that "
+            f"see one micro-batch only, as BatchNorm for SyncBatchNorm, {_WAY_OUT}"
+        )
+    if replica.step_module.sparse:
+        raise BadTask(
+            f"{model} returned embeddings with sparse gradients, which train.exactness elastic "
+            f"does not add. Make them with sparse=False, {_WAY_OUT}"
+        )
+    return Exchange(replica.peers, replica.parameters, replica.sampler, max_workers)

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from train_fn.context import WorkerContext
-from train_fn.loop.training import Progress
-from train_fn.snapshots.leaving import leave_snapshot
-from train_fn.state.copy_memory import CopyMemory
-from train_fn.state.optimizers import each_of
-from train_fn.state.packed_moments import Packer
+from train_fn.loop.training import RankProgress
+from train_fn.snapshots.publisher import leave_snapshot
+from train_fn.state.kept_state import CopyMemory
+from train_fn.state.optim import Packer, each_of
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
 
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 class Rescue:
     """Keep the state of one attempt. The thread that trains makes it."""
 
-    def __init__(self, ctx: WorkerContext, progress: Progress) -> None:
+    def __init__(self, ctx: WorkerContext, progress: RankProgress) -> None:
         self._ctx, self._progress = ctx, progress
         self._trains = threading.get_ident()
         self._is_leaving = False

@@ -1,26 +1,32 @@
-"""How an attempt begins: the ranks agree on the newest trustworthy state, and all take it over."""
+"""How an attempt begins: the ranks agree on the newest trustworthy state, from memory or from a
+checkpoint, and all take it over.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import attempt_starts
+from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.retention import attempt_starts, reported_checkpoints
 from storage.claims import claim_attempt
-from train_fn.checkpoints.fork import Origin, adopt
+from storage.errors import CorruptCheckpoint
+from storage.run_control import Distrust
+from storage.run_dir import CheckpointName
+from train_fn.checkpoints.commit import STATE_FILE, load_trusted
+from train_fn.checkpoints.fork import Origin, adopt, read_origin
 from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
-from train_fn.loop.built_alike import check_data, check_weights
-from train_fn.loop.newest_checkpoint import Restored, find_durable, newest_step, step_of
+from train_fn.loop.checks import check_data, check_numerics, check_weights
 from train_fn.loop.replica import Replica
-from train_fn.loop.same_numerics import check_numerics
 from train_fn.loop.state_broadcast import broadcast
-from train_fn.loop.survivor import Kept, Survivor
+from train_fn.loop.survivor import KeptLabel, Survivor
 from train_fn.snapshots.election import (
+    Elected,
     Offer,
     Rejection,
     elect,
@@ -28,7 +34,7 @@ from train_fn.snapshots.election import (
     snapshot_name,
     trusted,
 )
-from train_fn.snapshots.leaving import OVERHEAD_BYTES
+from train_fn.snapshots.publisher import OVERHEAD_BYTES
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.kept_state import KeptState
 from train_fn.state.tensor_tree import size_bytes
@@ -84,7 +90,7 @@ def take_over(
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     *,
     before_load: Callable[[Restored], None] = lambda restored: None,
-    kept: Kept | None = None,
+    kept: KeptLabel | None = None,
 ) -> Restored:
     """Claim the attempt, agree on the newest trustworthy state, and load it into ``state`` on every
     rank that lacks it. A collective.
@@ -129,7 +135,7 @@ def _find(
     peers: Peers,
     kept: KeptState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
-    own: Kept | None,
+    own: KeptLabel | None,
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to continue from. Its holder returns the state itself, as do other ranks
     of its node that have read the same snapshot, and ranks that have kept the same state (``own``)
@@ -232,3 +238,100 @@ def _event(state: KeptState, restored: Restored) -> dict[str, Any]:
         "rejected": [{"name": entry.name, "problem": entry.problem} for entry in restored.rejected],
     }
     return data | {"origin": asdict(restored.origin)} if restored.origin else data
+
+
+# ---------------------------------------------------------------- newest checkpoint
+
+# Where an attempt begins if no rank has a newer state: the newest checkpoint that verifies.
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where an attempt begins. ``checkpoint`` names the checkpoint that was read, as
+    ``RUN_ID/NAME`` if it is another run's."""
+
+    source: str
+    """``fresh``, ``checkpoint``, ``snapshot``, ``process`` (a rank has kept it in its memory), or
+    ``fork``: from another run's checkpoint."""
+    holder: int
+    """Rank that has the state."""
+    checkpoint: str | None
+    rejected: tuple[Rejection, ...]
+    origin: Origin | None = None
+    """Of a fork."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether a rank has kept the state in its process."""
+        return self.source == "process"
+
+
+def find_durable(
+    ctx: WorkerContext,
+    peers: Peers,
+    kept: KeptState,
+    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+    elected: Elected,
+    struck: tuple[Rejection, ...],
+    distrusted: Sequence[Distrust],
+) -> tuple[Restored, dict[str, Any] | None]:
+    """Return the newest checkpoint that verifies. Rank 0 reads it. A collective.
+
+    If there is none the run begins: anew, or from another run's checkpoint if its spec says so. The
+    journals are read too: a storage that has lost its checkpoints, or lists none for a moment, must
+    not look like that of a new run.
+    """
+    found: Restored | Exception | None = None
+    state = None
+    if peers.rank == 0:
+        try:
+            known = (
+                reported_checkpoints(ctx.run_dir) if (ctx.submission, ctx.attempt) > (1, 1) else ()
+            )
+            read = partial(_load_sound, ctx, kept, distrusted)
+            manifest, state, rejected = ctx.checkpoints.read_newest(read, reported=known)
+            bad = (
+                *struck,
+                *elected.rejected,
+                *(Rejection(entry.name, entry.problem) for entry in rejected),
+            )
+            if manifest is not None:
+                found = Restored("checkpoint", 0, manifest.name, bad)
+            elif ctx.spec.origin is not None:
+                origin, state = read_origin(ctx, ctx.spec.origin, adopt_origin)
+                found = Restored("fork", 0, origin.name, bad, origin)
+            else:
+                found = Restored("fresh", 0, None, bad)
+        except Exception as exc:
+            found = exc
+    found = peers.share(found, 0)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found, state
+
+
+def _load_sound(
+    ctx: WorkerContext, kept: KeptState, distrusted: Sequence[Distrust], manifest: Manifest
+) -> dict[str, Any]:
+    """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
+    from."""
+    state = load_trusted(ctx.run_dir, manifest, distrusted)
+    try:
+        kept.require_sound(state)
+    except (StateNotWhole, NonFiniteWeights) as exc:
+        raise CorruptCheckpoint(
+            manifest.name, STATE_FILE, "a state of whole steps and finite weights", str(exc)
+        ) from exc
+    return state
+
+
+def step_of(restored: Restored) -> int:
+    """Return the step of the run's own checkpoint that was found; -1 for none."""
+    name = CheckpointName.parse(restored.checkpoint) if restored.checkpoint else None
+    return name.step if name else -1
+
+
+def newest_step(ctx: WorkerContext) -> int:
+    """Return the step of the newest checkpoint that is listed, sound or not; -1 for none."""
+    return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from train_fn.errors import StateNotWhole
-from train_fn.state.digest import tree_digest
-from train_fn.state.tensor_tree import TensorShape, put_together, shapes, take_apart
+from train_fn.state.tensor_tree import TensorShape, put_together, shapes, take_apart, tree_digest
+from train_fn.step.fingerprints import word_sum
 from train_fn.step.peers import Peers
-from train_fn.step.word_sums import word_sum
 
 CHUNK_BYTES = 32 << 20
 """Tensors travel in pieces of about this size, so that a rank needs little more memory than the

@@ -1,39 +1,49 @@
-"""What a process holds for the next attempt that it serves: what it keeps of an earlier one, or
-what it has built ahead.
-
-A rank that merely lost a peer keeps its model, optimizer and state where they are, on its device.
-The slot (``process_slot``) is empty in other new processes, so that their first attempt builds
-everything.
+"""What a process holds for the next attempt that it serves, and whether it can serve one after
+what user code has left in it.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import logging
+import math
+import os
+import random
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import psutil
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from storage.run_names import Origin
+from storage.run_dir import Origin
 from train_fn.context import WorkerContext
 from train_fn.errors import AsksForPeers, BuiltByHalves, TrainError
-from train_fn.loop.outliving import Beginning, outliving, take_inventory
-from train_fn.loop.parts import Parts
+from train_fn.loop.build import Inventory, Parts
+from train_fn.loop.held_values import TooMuch, held_values
 from train_fn.loop.replica import build_replica
-from train_fn.recovery.staying import why_not_to_stay
-from train_fn.samples.stream_set import StreamSet
-from train_fn.snapshots import process_slot
-from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.recovery.staying import Outliving, why_not_to_stay
+from train_fn.samples.streams import StreamSet
+from train_fn.snapshots import store
+from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label
-from train_fn.state.digest import tree_digest
-from train_fn.state.tensor_tree import take_apart
-from train_fn.step.place_watch import asked_at, watching
+from train_fn.state.optim import each_of
+from train_fn.state.tensor_tree import take_apart, tree_digest
+from train_fn.state.train_state import TrainState
+from train_fn.step.place_watch import asked_at, is_known_thread, watching
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +52,14 @@ _OF_ONE_RANK = frozenset({"tail", "parent", "contents"})
 """Entries of a state that may differ between ranks."""
 
 
-class Kept(NamedTuple):
+class KeptLabel(NamedTuple):
     """Describe a state that a process has kept."""
 
     label: Label
     details: str
     """Digest of what the label's digest leaves out: whether the state is evaluated, for example."""
 
-    def is_equal_to(self, other: Kept) -> bool:
+    def is_equal_to(self, other: KeptLabel) -> bool:
         """Return whether both are of equal states, whoever made them."""
         mine, theirs = self.label, other.label
         return (mine.step, mine.digest, self.details) == (theirs.step, theirs.digest, other.details)
@@ -62,7 +72,7 @@ class Survivor:
     parts: Parts
     ctx: WorkerContext
     """Of the attempt that made the state."""
-    described: Future[Kept]
+    described: Future[KeptLabel]
     """What an election has to know of the state."""
 
     @property
@@ -110,14 +120,14 @@ def keep(parts: Parts, ctx: WorkerContext, state: dict[str, Any]) -> None:
     threading.Thread(
         target=_describe, args=(survivor.described, label, state), name="digest-state", daemon=True
     ).start()
-    process_slot.keep(survivor)
+    store.keep(survivor)
 
 
-def _describe(described: Future[Kept], label: Label, state: dict[str, Any]) -> None:
+def _describe(described: Future[KeptLabel], label: Label, state: dict[str, Any]) -> None:
     try:
         rest = {name: value for name, value in state.items() if name not in _OF_ONE_RANK}
         details = tree_digest(take_apart(rest, []))
-        described.set_result(Kept(replace(label, digest=state_digest(state)), details))
+        described.set_result(KeptLabel(replace(label, digest=state_digest(state)), details))
     except BaseException as exc:  # a device that cannot be read; it is raised by who asks
         described.set_exception(exc)
 
@@ -149,7 +159,7 @@ def build_ahead(ctx: WorkerContext) -> None:
         raise AsksForPeers(place)
     if (reason := why_not_to_stay(outliving(began, replica.parts, built))) is not None:
         raise BuiltByHalves(reason)
-    process_slot.keep(Recruit(replica.parts, ctx))
+    store.keep(Recruit(replica.parts, ctx))
 
 
 @contextmanager
@@ -165,7 +175,7 @@ def _group_of_one() -> Iterator[None]:
 def take(ctx: WorkerContext) -> Survivor | Recruit | None:
     """Return what this process holds for such an attempt, and empty the slot. What it holds for any
     other is dropped."""
-    held = process_slot.take()
+    held = store.take()
     if not isinstance(held, Survivor | Recruit) or not ctx.in_process:
         return None
     if _trained(held.ctx) != _trained(ctx):
@@ -178,3 +188,169 @@ def take(ctx: WorkerContext) -> Survivor | Recruit | None:
 def _trained(ctx: WorkerContext) -> tuple[object, ...]:
     """Return what an attempt trains, and where."""
     return ctx.run_dir.uri, ctx.submission, ctx.spec, ctx.device
+
+
+# ---------------------------------------------------------------- outliving
+
+# What user code has left in a process, and whether the process can serve another attempt.
+#
+# Two moments are compared: the end of the first pass, up to which a fresh process would have come
+# as well, and the moment at which the rank leaves.
+
+_LIBRARIES: dict[str, Any] = {
+    "builtins": builtins,
+    "math": math,
+    "numpy": np,
+    "random": random,
+    "time": time,
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+}
+"""Modules and classes whose functions user code may replace."""
+
+
+_OWN_POOLS = ("state-copy", "state-sum", "checkpoint-digest")
+"""Names of Everstep's threads that wait for work in code of Python's own."""
+_ABSENT = object()
+
+
+@dataclass
+class Beginning:
+    """What a process has before code of the user's runs in it."""
+
+    threads: frozenset[int | None] = field(
+        default_factory=lambda: frozenset(each.ident for each in threading.enumerate())
+    )
+    streams: tuple[int, int] = field(default_factory=lambda: (id(sys.stdout), id(sys.stderr)))
+
+
+def take_inventory(parts: Parts) -> Inventory:
+    """Return the present inventory of a process with these parts."""
+    values: dict[str, object] | None
+    try:
+        values = held_values(parts.owners, tensors_of(parts.state))
+    except TooMuch:
+        values = None
+    return Inventory(
+        values,
+        dict(os.environ),
+        str(Path.cwd()),
+        {each.name: id(signal.getsignal(each)) for each in signal.Signals},
+        _settings(),
+        {
+            f"{library}.{name}": id(value)
+            for library, module in _LIBRARIES.items()
+            for name, value in list(vars(module).items())
+            if callable(value)
+        },
+    )
+
+
+def note_inventory(parts: Parts) -> None:
+    """Note what the process holds after the first pass of an attempt. A process that stays holds
+    the values of its first one, and in all else what Ray and Everstep have made of it since."""
+    now, first = take_inventory(parts), parts.inventory
+    parts.inventory = now if first is None else replace(now, values=first.values)
+
+
+def tensors_of(state: TrainState) -> Iterator[object]:
+    """Yield the tensors that a state holds."""
+    yield from state.model.parameters()
+    yield from state.model.buffers()
+    for optimizer in each_of(state.optimizer).values():
+        for moments in optimizer.state.values():
+            yield from moments.values() if isinstance(moments, dict) else ()
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "torch.get_default_dtype": torch.get_default_dtype(),
+        "torch.get_num_threads": torch.get_num_threads(),
+        "torch.is_grad_enabled": torch.is_grad_enabled(),
+        "torch.is_anomaly_enabled": torch.is_anomaly_enabled(),
+        "torch.get_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+        "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),
+        "numpy.geterr": np.geterr(),
+        "sys.path": list(sys.path),
+    }
+
+
+def may_serve_again(began: Beginning, parts: Parts, own_children: Collection[int] = ()) -> bool:
+    """Return whether this process can serve another attempt. If not, the log says why.
+
+    Args:
+        began: what the process had before the attempt.
+        own_children: ids of processes that end with the attempt.
+    """
+    reason: str | None = "the attempt did not come to its first step"
+    if parts.inventory is not None:
+        reason = why_not_to_stay(outliving(began, parts, parts.inventory, own_children))
+    if reason is not None:
+        logger.info("this process does not serve another attempt: %s", reason)
+    return reason is None
+
+
+def outliving(
+    began: Beginning, parts: Parts, built: Inventory, own_children: Collection[int] = ()
+) -> Outliving:
+    """Return what outlives the attempt in this process.
+
+    Args:
+        built: the inventory of the process once it had built.
+    """
+    now = take_inventory(parts)
+    is_comparable = built.values is not None and now.values is not None
+    return Outliving(
+        asked_at=asked_at(),
+        children=_children(own_children),
+        threads=_threads_since(began),
+        streams=() if began.streams == Beginning().streams else ("sys.stdout or sys.stderr",),
+        environment=_changed(built.environment, now.environment),
+        directory=() if built.directory == now.directory else (now.directory,),
+        signals=_changed(built.signals, now.signals),
+        settings=_changed(built.settings, now.settings),
+        functions=_changed(built.functions, now.functions),
+        values=_changed(built.values or {}, now.values or {}) if is_comparable else (),
+        too_much=not is_comparable,
+    )
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names whose values differ, and those that are there only once."""
+    names = before.keys() | now.keys()
+    return tuple(
+        sorted(each for each in names if before.get(each, _ABSENT) != now.get(each, _ABSENT))
+    )
+
+
+def _children(own: Collection[int]) -> tuple[str, ...]:
+    """Return the processes that this one has started, and that run on.
+
+    Args:
+        own: ids of those that end with the attempt.
+    """
+    known = {*own, getattr(resource_tracker._resource_tracker, "_pid", None)}
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.pid not in known and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{child.name()} ({child.pid})")
+    return tuple(found)
+
+
+def _threads_since(began: Beginning) -> tuple[str, ...]:
+    """Return the threads that code of the user's, or a library for it, has started since."""
+    frames = sys._current_frames()
+    return tuple(
+        thread.name
+        for thread in threading.enumerate()
+        if thread.ident not in began.threads
+        and thread is not threading.current_thread()
+        and not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith(_OWN_POOLS)
+        and not is_known_thread(frames.get(thread.ident or 0))
+    )

@@ -8,38 +8,31 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.wire.events import BEGINNINGS
-from train_fn.checkpoints.safetensors_file import require_safetensors
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
+from train_fn.checkpoints.torch_file import require_safetensors
 from train_fn.context import WorkerContext
-from train_fn.loop.audit import NOT_WATCHED, Audit
-from train_fn.loop.best import require_best_metric
-from train_fn.loop.bit_flip import BitFlips
-from train_fn.loop.evaluate import try_evaluation
-from train_fn.loop.newest_checkpoint import Restored
-from train_fn.loop.outliving import Beginning, note_inventory
+from train_fn.loop.audit import NOT_WATCHED, BitFlips, StepAudit
+from train_fn.loop.evaluate import require_best_metric, try_evaluation
 from train_fn.loop.replica import Replica, build_replica
-from train_fn.loop.reporter import Reporter
-from train_fn.loop.restore import restore
-from train_fn.loop.speed import speed_of
-from train_fn.loop.survivor import Survivor, take
+from train_fn.loop.report import Reporter, speed_of
+from train_fn.loop.restore import Restored, restore
+from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
-from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.snapshots.election import sweep_forgotten
 from train_fn.snapshots.publisher import Publisher
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.step.peers import Peers
+from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.place_watch import refusing
-from train_fn.step.step_clock import StepClock
-from train_fn.step.stragglers import StragglerWatch
-from train_fn.step.whole_exchange import bucket_sizes
+from train_fn.step.timing import StepClock, StragglerWatch
 
 if TYPE_CHECKING:
     from train_fn.loop.rescue import Rescue
 
 
 @dataclass(slots=True)
-class Progress:
+class RankProgress:
     """How far an attempt got. A failure at any point finds here what it has to leave behind."""
 
     phase: str = "start"
@@ -67,7 +60,7 @@ class Training:
     """Everything that the steps of one rank use. None of it is replaced between steps."""
 
     ctx: WorkerContext
-    progress: Progress
+    progress: RankProgress
     replica: Replica
     restored: Restored
     """Where the attempt begins."""
@@ -77,7 +70,7 @@ class Training:
     """On rank 0 of several ranks only."""
     profiler: StepProfiler
     flips: BitFlips
-    audit: Audit | None
+    audit: StepAudit | None
     """None if no step is audited."""
     loader: Loader
     saver: Saver
@@ -97,7 +90,7 @@ class Training:
         return NOT_WATCHED if self.audit is None else self.audit.watched(number)
 
 
-def prepare(ctx: WorkerContext, progress: Progress) -> Training:
+def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     """Build the replica, restore the state that the ranks agree on, and build what a step uses.
 
     A collective. Records in ``progress`` what exists so far, also where it fails on the way.
@@ -134,7 +127,7 @@ def prepare(ctx: WorkerContext, progress: Progress) -> Training:
 
 
 def _build(
-    ctx: WorkerContext, progress: Progress, replica: Replica, restored: Restored
+    ctx: WorkerContext, progress: RankProgress, replica: Replica, restored: Restored
 ) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
     state, sampler = replica.state, replica.sampler
@@ -169,12 +162,12 @@ def _build(
     )
 
 
-def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> Audit | None:
+def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit | None:
     """Return what audits the steps of this attempt, after a rehearsal; None if nothing does. A
     collective."""
     if not ctx.spec.train.audit_fraction:
         return None
-    audit = Audit(ctx, replica, flips)
+    audit = StepAudit(ctx, replica, flips)
     if not replica.must_agree:
         replica.warn(
             "no step of this attempt is audited (train.audit_fraction): the ranks' processors, "

@@ -1,8 +1,8 @@
-"""One node's part in a check of the deployment: its facts, its storage and connections, and an
-all-reduce with the others."""
+"""A rank's own check of its node and device before it trains, with the versions that it runs."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -18,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from everstep.doctor.interface_choice import GLOO_VARIABLE, NCCL_VARIABLE
+from everstep.doctor.nodes import GLOO_VARIABLE, NCCL_VARIABLE
 from everstep.wire.deployment import StorageFacts, source_digest
-from storage.cluster import deployment_checks
+from storage import cluster
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.node.network_settings import meet_on_the_clusters_network, store_at
+from train_fn.node.network import interface_of, meet_on_the_clusters_network, store_at
 from train_fn.node.node_dir import SHARED_MEMORY
 from train_fn.node.probe import accepts_connection
-from train_fn.node.silent_peers import interface_of
-from train_fn.node.versions import versions
 from train_fn.storage_proof import APPEAR_S, appeared
 
 CONNECT_S = 3.0
@@ -82,10 +80,10 @@ class NodeProbe:
 
     def write_storage(self, uri: str, check_id: str) -> StorageFacts:
         """Write this node's file."""
-        data = deployment_checks.probe(check_id, self._node_id)
+        data = cluster.probe(check_id, self._node_id)
         began = time.monotonic()
         try:
-            deployment_checks.write_probe(open_storage(uri), check_id, self._node_id, data)
+            cluster.write_probe(open_storage(uri), check_id, self._node_id, data)
         except StorageError as exc:
             return StorageFacts(problem=str(exc))
         return StorageFacts(
@@ -98,14 +96,12 @@ class NodeProbe:
         deadline = time.monotonic() + APPEAR_S
         for writer in writers:
             try:
-                data = appeared(
-                    partial(deployment_checks.read_probe, storage, check_id, writer), deadline
-                )
+                data = appeared(partial(cluster.read_probe, storage, check_id, writer), deadline)
             except StorageError as exc:
                 return StorageFacts(problem=str(exc))
             if data is None:
                 unseen.append(writer)
-            elif data != deployment_checks.probe(check_id, writer):
+            elif data != cluster.probe(check_id, writer):
                 differs.append(writer)
         return StorageFacts(unseen=tuple(unseen), differs=tuple(differs))
 
@@ -155,3 +151,25 @@ def _sums(device: torch.device, rank: int, world_size: int, seconds: float) -> t
             )
         if last:
             return rounds, (time.monotonic() - began) / rounds
+
+
+# ---------------------------------------------------------------- versions
+
+# Versions of what a node runs. They must be the same on all nodes of a run.
+
+_PACKAGES = ("everstep", "ray", "torch", "torchvision")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of the packages that are installed, and of CUDA and NCCL if
+    torch was built with CUDA. This needs no GPU."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a node that lacks it differs from the others
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found

@@ -1,37 +1,158 @@
-"""Check nodes before runs use them: arithmetic, memory, disk, and the speed of their links.
-
-    torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        -m train_fn.node.preflight
-
-It runs one rank on each node, for a few seconds. Rank 0 prints a line for each rank, and why a node
-is unfit: a check fails, space is short, or it is far slower than the others. Exit codes: 0 if all
-are fit, 1 if one is not, 2 for a wrong request.
-"""
+"""Measure a node before a run's ranks first run there: arithmetic, memory, storage, links."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import math
 import os
 import shutil
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from train_fn.node.arithmetic import Product
-from train_fn.node.fitness import FAR_SLOWER, NOTICEABLE_S, Figures, unfit
-from train_fn.node.kernels import kernels
-from train_fn.node.network_settings import interface_problem
+from train_fn.node.device import Product, compare_products, kernels
+from train_fn.node.network import interface_problem
 from train_fn.node.node_dir import shared_memory_root
+
+# ---------------------------------------------------------------- fitness
+
+# Compare what was measured on nodes, and find those that are not fit for ranks.
+
+FAR_SLOWER = 5.0
+"""A node that is so many times slower than the median of the others is unfit."""
+NOTICEABLE_S = 0.1
+"""Shorter times measure the clock more than the node."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NodeFigures:
+    """The measurements of one rank's node. Times are in seconds, the best of several."""
+
+    rank: int
+    host: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    kernels: str = ""
+    """What decides the last bits of its results (``kernels``)."""
+    product: str | None = None
+    """Digest of a product of matrices that is the same on every node; None if it failed."""
+
+
+def unfit(found: Sequence[NodeFigures], far_slower: float = FAR_SLOWER) -> dict[int, list[str]]:
+    """Return the problems of nodes by rank: failed checks, results that most others do not have,
+    and times far above the others'.
+
+    An all-reduce is as slow as the slowest rank, and blames nobody.
+    """
+    problems = wrong(found)
+    for name in sorted(
+        {name for figures in found for name in figures.seconds if not name.startswith("sum_")}
+    ):
+        measured = {
+            figures.rank: figures.seconds[name] for figures in found if name in figures.seconds
+        }
+        for rank, seconds in measured.items():
+            others = [other for peer, other in measured.items() if peer != rank]
+            if (
+                others
+                and seconds > NOTICEABLE_S
+                and seconds > far_slower * statistics.median(others)
+            ):
+                problem = (
+                    f"{name} takes {seconds:.3f} s, {seconds / statistics.median(others):.0f} "
+                    "times what the others need"
+                )
+                problems.setdefault(rank, []).append(problem)
+    return problems
+
+
+def wrong(found: Sequence[NodeFigures]) -> dict[int, list[str]]:
+    """Return the problems of nodes by rank that no time shows: failed checks, and results that most
+    others do not have. Log it if results differ and nothing shows which are wrong."""
+    problems = {figures.rank: list(figures.problems) for figures in found if figures.problems}
+    others, undecided = compare_products(
+        {each.rank: (each.kernels, each.product) for each in found if each.product is not None}
+    )
+    for rank, problem in others.items():
+        problems.setdefault(rank, []).append(problem)
+    for sentence in undecided:
+        logger.warning("%s", sentence)
+    return problems
+
+
+# ---------------------------------------------------------------- link time
+
+# Time how long a block of bytes takes from one node to another: one end receives it, the other
+# sends it and waits for an answer.
+#
+# It uses plain sockets, so that it works before there is a process group. It is limited in time,
+# since a network may drop all that is sent.
+
+_CHUNK_BYTES = 1 << 16
+
+
+def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
+    """Receive the blocks of one sender, in a thread that ends with it or after ``timeout_s`` of
+    silence. Return the address to send to.
+
+    Raises OSError if ``ip`` is not this node's.
+    """
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    listener = socket.create_server((ip, 0), family=family)
+    listener.settimeout(timeout_s)
+    threading.Thread(
+        target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True
+    ).start()
+    return ip, int(listener.getsockname()[1])
+
+
+def pass_time(address: tuple[str, int], timeout_s: float) -> float | None:
+    """Return the seconds in which a block of ``LINK_BYTES`` reached ``address``, the best of
+    several; None if one took too long."""
+    try:
+        with socket.create_connection(address, timeout_s) as connection:
+            return best_time(partial(_pass_block, connection, bytes(LINK_BYTES)))
+    except OSError:
+        return None
+
+
+def _pass_block(connection: socket.socket, block: bytes) -> None:
+    connection.sendall(block)
+    if not connection.recv(1):
+        raise ConnectionResetError("the other end has closed")
+
+
+def _take_in(listener: socket.socket, timeout_s: float) -> None:
+    with listener, contextlib.suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(timeout_s)
+            received = 0
+            while data := connection.recv(_CHUNK_BYTES):
+                received += len(data)
+                if received % LINK_BYTES == 0:
+                    connection.sendall(b".")
+
+
+# ---------------------------------------------------------------- preflight
 
 MEMORY_BYTES = 16 << 20
 DISK_BYTES = 8 << 20
@@ -46,9 +167,9 @@ CHECK_S = 60.0
 """Longest check in a process of its own, which imports torch first."""
 
 
-def check_node(rank: int, device: torch.device, directory: Path) -> Figures:
+def check_node(rank: int, device: torch.device, directory: Path) -> NodeFigures:
     """Measure arithmetic, memory and disk. No call waits for another node."""
-    figures = Figures(rank, os.uname().nodename)
+    figures = NodeFigures(rank, os.uname().nodename)
     figures.kernels = kernels(device)
     product = Product(device)
     _enter(figures, "matmul", product.compute)
@@ -65,7 +186,7 @@ def check_node(rank: int, device: torch.device, directory: Path) -> Figures:
     return figures
 
 
-def check_in_new_process(rank: int, device_type: str, directory: Path) -> Figures:
+def check_in_new_process(rank: int, device_type: str, directory: Path) -> NodeFigures:
     """Check this node from a new process, which sees the GPUs that are visible now.
 
     A process that has used CUDA keeps the devices of that moment, and Ray shows a rank the GPUs of
@@ -80,14 +201,16 @@ def check_in_new_process(rank: int, device_type: str, directory: Path) -> Figure
             timeout=CHECK_S,
         )
     except subprocess.TimeoutExpired:
-        return Figures(rank, os.uname().nodename, problems=[f"its check took over {CHECK_S:g} s"])
+        return NodeFigures(
+            rank, os.uname().nodename, problems=[f"its check took over {CHECK_S:g} s"]
+        )
     if done.returncode != 0:
         last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        return Figures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
-    return Figures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
+        return NodeFigures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
+    return NodeFigures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
 
 
-def check_space(figures: Figures, directory: Path) -> None:
+def check_space(figures: NodeFigures, directory: Path) -> None:
     """Add a problem for each place with too little free space, and for too little memory."""
     for name, place in (("disk", directory), ("shared memory", shared_memory_root())):
         try:
@@ -102,7 +225,7 @@ def check_space(figures: Figures, directory: Path) -> None:
         figures.problems.append(f"{available_bytes >> 20} MiB of memory are available")
 
 
-def time_links(figures: Figures, world_size: int, device: torch.device) -> None:
+def time_links(figures: NodeFigures, world_size: int, device: torch.device) -> None:
     """Time an exchange with each neighbour in a ring, then all-reduces. A collective."""
     block = torch.ones(LINK_BYTES // 4, device=device)
     links = []
@@ -120,7 +243,7 @@ def time_links(figures: Figures, world_size: int, device: torch.device) -> None:
         figures.seconds[f"sum_{size_bytes >> 10}k"] = seconds
 
 
-def _enter(figures: Figures, name: str, action: Callable[[], None]) -> None:
+def _enter(figures: NodeFigures, name: str, action: Callable[[], None]) -> None:
     try:
         figures.seconds[name] = best_time(action, enough_s=NOTICEABLE_S)
     except (OSError, RuntimeError, ValueError) as exc:
@@ -166,7 +289,7 @@ def _add_up(numbers: torch.Tensor, world_size: int) -> None:
     _check(float(numbers[-1]) == world_size, "a sum over all ranks is wrong")
 
 
-def report(found: Sequence[Figures], problems: dict[int, list[str]]) -> str:
+def report(found: Sequence[NodeFigures], problems: dict[int, list[str]]) -> str:
     """Return a line for each rank, followed by its problems."""
     lines = []
     for figures in found:
@@ -226,8 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _figures_of_all(
-    figures: Figures, world_size: int, device: torch.device, timeout_s: float
-) -> list[Figures]:
+    figures: NodeFigures, world_size: int, device: torch.device, timeout_s: float
+) -> list[NodeFigures]:
     """Time the links, and return the figures of all ranks. A collective. End this process if a peer
     is lost."""
     try:
@@ -235,7 +358,7 @@ def _figures_of_all(
             "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
         )
         time_links(figures, world_size, device)
-        found: list[Figures] = [figures] * world_size
+        found: list[NodeFigures] = [figures] * world_size
         dist.all_gather_object(found, figures)
     except (RuntimeError, ValueError) as exc:
         print(

@@ -12,7 +12,7 @@ from typing import Final
 
 from everstep.spec.run_spec import RunSpec
 from train_fn.errors import SecretMissing
-from train_fn.recovery.rank_error import RankError
+from train_fn.recovery.evidence import RankError
 
 DIRECTORY_VARIABLE: Final = "EVERSTEP_SECRETS_DIR"
 DEFAULT_DIRECTORY: Final = "/etc/everstep/secrets"

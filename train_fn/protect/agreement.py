@@ -18,7 +18,7 @@ import torch.distributed as dist
 from storage.run_control import Stop
 from train_fn.errors import StepNotWhole
 from train_fn.samples.ledger import Count
-from train_fn.samples.randomness import MASK64
+from train_fn.samples.sampler import MASK64
 from train_fn.step.peers import Peers
 
 _LOOK_S = 0.001

@@ -17,7 +17,7 @@ Torn = Literal["refuse", "shadow"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopParts:
     """The objects that make up the state of a user's loop."""
 
     models: dict[str, nn.Module]
@@ -52,7 +52,7 @@ class Parts:
                 yield from group["params"]
 
 
-def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
+def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopParts:
     """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
     models = named("model", model)
     if not models:
@@ -75,7 +75,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
     _check_weights(optimizers, [*models.values(), *extras.values()])
     scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
     modules = {name for name, each in extras.items() if isinstance(each, nn.Module)}
-    return Parts(
+    return LoopParts(
         models={name and f"{name}.": unwrapped(each) for name, each in models.items()},
         optimizers=optimizers,
         others={**schedulers, **extras},
@@ -90,7 +90,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> Parts:
     )
 
 
-def check_torn(torn: Any, parts: Parts) -> Torn:
+def check_torn(torn: Any, parts: LoopParts) -> Torn:
     """Return how a step that is torn is treated. Raises BadTask."""
     if torn not in ("refuse", "shadow"):
         raise BadTask(f"es.protect(torn={torn!r}) must be 'refuse' or 'shadow'")

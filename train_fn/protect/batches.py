@@ -7,21 +7,22 @@ equal length, so a short last batch shifts nobody's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, default_collate
 
 from train_fn import own_loop
-from train_fn.errors import BadTask
-from train_fn.protect.batch_marks import Taken
+from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.loader import KeyedDataset, begin_loader_process, taken_as_is
-from train_fn.samples.randomness import MASK64
-from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, share_of
-from train_fn.state.contents import Contents
+from train_fn.samples.sampler import MASK64, IndexArray, MicroBatch, Sampler, share_of
+from train_fn.state.contents import DRAW_ALIKE, Contents, few, require_same_contents
+from train_fn.step.peers import Peers
 
 _MOST_STEPS = 64
 _MOST_SAMPLES = 1 << 14
@@ -265,3 +266,177 @@ def _length(dataset: Any) -> int:
 def _require_whole(name: str, value: Any, least: int, of: str = "loader") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise BadTask(f"es.{of}({name}={value!r}) must be a whole number of at least {least}")
+
+
+# ---------------------------------------------------------------- batch marks
+
+# Marks of a batch as the loop got it: a short digest of a few values of each of its parts.
+#
+# A restart reads the last batch again and compares. Ranks compare theirs, since equal batches train
+# on the same samples several times.
+
+_MOST_VALUES = 1024
+"""Values of a tensor that enter, evenly spaced over it."""
+_MOST_PARTS = 256
+_MOST_DEPTH = 6
+_BITS = 60
+EQUAL_STEPS = 3
+"""Steps in a row in which ranks may have equal batches."""
+
+
+class Taken:
+    """A few values of a batch, copied before the loop can change it. On a GPU they are read when
+    the marks are first asked for."""
+
+    def __init__(self, batch: Any) -> None:
+        self._values = dict(_parts(batch, "batch", 0))
+        self._marks: dict[str, int] | None = None
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """Return a digest of each part, by its place in the batch."""
+        if self._marks is None:
+            self._marks = {name: _digest(value) for name, value in self._values.items()}
+            self._values = {}
+        return self._marks
+
+    @property
+    def whole(self) -> int:
+        """Return one number for the whole batch; never 0."""
+        return _digest(repr(self.marks)) or 1
+
+
+def differing(one: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
+    """Return the places whose digests differ, or that only one batch has."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [name for name in names if one.get(name) != other.get(name)]
+
+
+class EqualBatches:
+    """Find ranks that train on the same batches step after step. Data that is the same in every
+    step says nothing."""
+
+    def __init__(self) -> None:
+        self._before: Sequence[int] = ()
+        self._num_equal = 0
+
+    def note(self, marks: Sequence[int]) -> None:
+        """Note the batches of a step, one mark for each rank; 0 is not known. Raises BadTask."""
+        known = [mark for mark in marks if mark]
+        is_equal = len(set(known)) < len(known)
+        is_new = bool(self._before) and not set(marks) & set(self._before)
+        self._num_equal = self._num_equal + 1 if is_equal and (is_new or not self._before) else 0
+        self._before = list(marks)
+        if self._num_equal < EQUAL_STEPS:
+            return
+        first, second = _equal_ranks(marks)
+        raise BadTask(
+            f"es.loader: ranks {first} and {second} got the same batches in {EQUAL_STEPS} steps, "
+            "so samples count twice. Divide the data: sampler=DistributedSampler(dataset) in the "
+            "DataLoader, torch.manual_seed(seed + rank) before es.protect for a sampler that draws "
+            "by itself, or es.loader(dataset, global_batch_size=…)"
+        )
+
+
+def _equal_ranks(marks: Sequence[int]) -> tuple[int, int]:
+    for rank, mark in enumerate(marks):
+        if mark and mark in marks[:rank]:
+            return marks.index(mark), rank
+    raise AssertionError("no ranks are equal")
+
+
+def _parts(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield name, _few(value)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biufc":
+            yield name, _few(torch.from_numpy(np.ascontiguousarray(value)))
+        else:
+            yield name, repr(value.reshape(-1)[:_MOST_PARTS].tolist())
+    elif isinstance(value, Mapping) and depth < _MOST_DEPTH:
+        for key in list(value)[:_MOST_PARTS]:
+            yield from _parts(value[key], f"{name}[{key!r}]", depth + 1)
+    elif isinstance(value, list | tuple) and depth < _MOST_DEPTH:
+        if all(isinstance(each, bool | int | float | str | bytes) for each in value):
+            yield name, repr(value[:_MOST_VALUES])
+            return
+        for at, each in enumerate(value[:_MOST_PARTS]):
+            yield from _parts(each, f"{name}[{at}]", depth + 1)
+    elif isinstance(value, bool | int | float | str | bytes) or value is None:
+        yield name, repr(value)
+    elif isinstance(getattr(value, "__dict__", None), dict) and depth < _MOST_DEPTH:
+        for key, each in list(vars(value).items())[:_MOST_PARTS]:
+            yield from _parts(each, f"{name}.{key}", depth + 1)
+
+
+def _few(tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+    form = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return form, None
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > _MOST_VALUES:
+        return form, flat[_places(flat.numel()).to(flat.device)]
+    return form, flat.clone()
+
+
+@cache
+def _places(size: int) -> torch.Tensor:
+    return torch.linspace(0, size - 1, _MOST_VALUES, dtype=torch.float64).long()
+
+
+def _digest(value: Any) -> int:
+    if isinstance(value, tuple):
+        form, tensor = value
+        hashed = hashlib.blake2b(form.encode(), digest_size=8)
+        if tensor is not None:
+            hashed.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    else:
+        hashed = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little") >> (64 - _BITS)
+
+
+# ---------------------------------------------------------------- last batch
+
+# The newest batch of Everstep's own loader: part of the state, and compared after a restart.
+
+
+class LastBatch:
+    """The newest batch that a rank got of Everstep's loader, to be compared after a restart."""
+
+    def __init__(self, rank: int, world_size: int, taken: Taken | dict[str, int]) -> None:
+        self._place, self._taken = (rank, world_size), taken
+        self._contents: str | None = None
+
+    @classmethod
+    def loaded(cls, dumped: Mapping[str, Any] | None, contents: str | None) -> LastBatch | None:
+        if dumped is None:
+            return None
+        found = cls(dumped["rank"], dumped["world_size"], dict(dumped["marks"]))
+        found._contents = contents
+        return found
+
+    @property
+    def marks(self) -> dict[str, int]:
+        return self._taken.marks if isinstance(self._taken, Taken) else self._taken
+
+    def dump(self) -> dict[str, Any]:
+        rank, world_size = self._place
+        return {"rank": rank, "world_size": world_size, "marks": self.marks}
+
+    def require_same(self, data: Batches, contents: Contents, step: int, peers: Peers) -> None:
+        """Raise DataChanged if the batch of the last step is another one now; on other ranks than
+        the one that noted it, if samples are."""
+        name = "the data of es.loader"
+        if self._contents is not None and self._place[1] != peers.world_size:
+            require_same_contents(self._contents, step, name, contents)
+        if self._place != (peers.rank, peers.world_size):
+            return
+        found = data.marks_of(step - 1, *self._place)
+        if other := differing(self.marks, found):
+            drawn = differing(found, data.marks_of(step - 1, *self._place))
+            if changed := [place for place in other if place not in drawn]:
+                raise DataChanged(
+                    f"{name} changed since step {step}: not the same: {few(changed)} of its last "
+                    "batch. Put the data back as it was, or start a new run. If nothing was "
+                    f"changed, each process builds other data: {DRAW_ALIKE}"
+                )

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from train_fn.errors import BadTask, DataChanged
-from train_fn.loop.built_alike import require_same_samples
-from train_fn.protect.arguments import Parts
-from train_fn.protect.batches import Batches, Share
-from train_fn.protect.last_batch import LastBatch
+from train_fn.loop.checks import require_same_samples
+from train_fn.protect.agreement import MOST_VALUES
+from train_fn.protect.arguments import LoopParts
+from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.part_copies import PartCopies
 from train_fn.protect.volatile import Volatile
-from train_fn.protect.weights_mark import WeightsMark
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.sampler import Sampler
-from train_fn.state.digest import tree_digest
-from train_fn.state.event_tail import EventTail
-from train_fn.state.optim import match_layout
-from train_fn.state.packed_moments import Packer, unpacked
+from train_fn.state.optim import Packer, match_layout, unpacked
 from train_fn.state.sound_state import require_sound
-from train_fn.state.tensor_tree import of_own_types
-from train_fn.state.train_state import VERSION, Best
+from train_fn.state.tensor_tree import of_own_types, tree_digest
+from train_fn.state.train_state import VERSION, BestSoFar, EventTail
 from train_fn.step.peers import Peers
 
 FINGERPRINT = "own loop"
@@ -39,13 +37,13 @@ class LoopState:
     state by name, ``task`` what else the loop gave.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LoopParts) -> None:
         self.parts = parts
         self.step = 0
         self.closed_epochs = 0
         self.evaluated_step = 0
         self.metrics: dict[str, float] = {}
-        self.best: Best | None = None
+        self.best: BestSoFar | None = None
         self.parent: str | None = None
         self.tail = EventTail()
         self.ledger = Ledger()
@@ -362,3 +360,96 @@ def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in weights.items()
         if name.startswith(prefix)
     }
+
+
+# ---------------------------------------------------------------- metrics
+
+# The metrics that a loop gives to ``state.step``: checked, and the same on every rank.
+
+Values = dict[str, float | None]
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> Values:
+    """Return metrics as numbers; one that is not finite is None. Raises BadTask."""
+    values: Values = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise BadTask(
+                f"state.step({name}=…) is a {type(value).__name__}; pass a number, or a tensor of "
+                "one element"
+            ) from None
+        values[name] = number if math.isfinite(number) else None
+    return values
+
+
+def sent(values: Values) -> tuple[int, tuple[float, ...]]:
+    """Return a hash of the names, and the first values, as rank 0 sends them."""
+    names = sorted(values)[:MOST_VALUES]
+    numbers = (values[name] for name in names)
+    return names_hash(names), tuple(math.nan if each is None else each for each in numbers)
+
+
+def received(own: Values, hashed: int, numbers: Sequence[float]) -> Values:
+    """Return rank 0's values under the names that this rank gave; its own if those differ."""
+    names = sorted(own)[:MOST_VALUES]
+    if names_hash(names) != hashed:
+        return own
+    theirs = zip(names, numbers, strict=False)
+    return {name: value if math.isfinite(value) else None for name, value in theirs}
+
+
+def names_hash(names: Sequence[str]) -> int:
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+# ---------------------------------------------------------------- weights mark
+
+# Whether a loop has changed trained weights since its last commit, as an evaluation does that
+# swaps them for an average: such weights must not be left as those of a step.
+
+_SAMPLED = 8
+"""Tensors of which the first values are compared: code that writes to ``weight.data`` leaves no
+trace in version counters."""
+_VALUES = 4
+
+
+class WeightsMark:
+    """Note the trained weights at a commit in microseconds, and compare them when a rank leaves."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._weights = list(weights)
+        filled = [weight for weight in self._weights if weight.numel()]
+        self._sampled = filled[:: max(1, len(filled) // _SAMPLED)][:_SAMPLED]
+        self._versions: list[int] = []
+        self._values: list[torch.Tensor] = []
+
+    def note(self) -> None:
+        """Take the present weights as those of the commit."""
+        self._versions = [weight._version for weight in self._weights]
+        self._values = [_first(weight).clone() for weight in self._sampled]
+
+    def seems_changed(self) -> bool:
+        """Return the same as ``has_changed``, but look at no values that are on a GPU: each step
+        would wait for them."""
+        if any(value.is_cuda for value in self._values):
+            return self._versions != [weight._version for weight in self._weights]
+        return self.has_changed()
+
+    def has_changed(self) -> bool:
+        """Return whether weights are others than at the last commit, as far as the mark shows."""
+        if self._versions != [weight._version for weight in self._weights]:
+            return True
+        return not all(
+            torch.equal(value, _first(weight))
+            for value, weight in zip(self._values, self._sampled, strict=True)
+        )
+
+
+def _first(weight: torch.Tensor) -> torch.Tensor:
+    row = weight.detach()
+    while row.dim() > 1:
+        row = row[0]
+    return row.reshape(-1)[:_VALUES]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from train_fn.protect.arguments import Parts
+from train_fn.protect.arguments import LoopParts
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
 
 OPTIONS = "the optimizer's options"
@@ -20,7 +20,7 @@ _COPIED_BYTES = 1 << 20
 class PartCopies:
     """Hold the parts as they were when they were noted last."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
         self._weights = [
             (prefix + name, value)

@@ -17,20 +17,17 @@ from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
-from train_fn.loop.final_checkpoint import save_last_state
+from train_fn.loop.attempt import save_last_state
 from train_fn.own_loop import Left, StopAgreed
-from train_fn.protect.arguments import Parts, Torn
+from train_fn.protect.arguments import LoopParts, Torn
 from train_fn.protect.batches import Batches, Share
-from train_fn.protect.departure import leave
-from train_fn.protect.guarantees import report_training
-from train_fn.protect.loop_state import LoopState
-from train_fn.protect.metrics import Values, numbers_of
-from train_fn.protect.place import Home, OnItsOwn, find_home
-from train_fn.protect.training import Training, prepare
-from train_fn.samples.randomness import seed_micro_batch
-from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.protect.loop_state import LoopState, Values, numbers_of
+from train_fn.protect.training import Home, LoopTraining, OnItsOwn, find_home, leave, prepare
+from train_fn.samples.sampler import seed_micro_batch
+from train_fn.snapshots.publisher import leave_snapshot, snapshots_of
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+from train_fn.step.nccl import group_backend
 
 _STEPS_LOOKED_AT = 2
 """Updates of an attempt before which the trained weights are compared with those of the commit."""
@@ -51,7 +48,7 @@ class Protected:
     """The state of a user's loop. ``with state:`` takes over the newest trustworthy one, and leaves
     one if anything breaks. ``state.step(loss=loss)`` commits a step."""
 
-    def __init__(self, parts: Parts, torn: Torn, settings: OnItsOwn) -> None:
+    def __init__(self, parts: LoopParts, torn: Torn, settings: OnItsOwn) -> None:
         self._parts, self._torn, self._settings = parts, torn, settings
         self._state = LoopState(parts)
         self._device = next(parts.parameters(), torch.empty(0)).device
@@ -64,7 +61,7 @@ class Protected:
         """Whether an adapter calls ``before_update`` inside of the closure of ``optimizer.step``,
         after its backward pass."""
         self._home: Home | None = None
-        self._training: Training | None = None
+        self._training: LoopTraining | None = None
         """None before and after ``with state:``."""
         self._hooks: list[Any] = []
         self._calls: list[Any] = []
@@ -102,7 +99,7 @@ class Protected:
         return self._state.epoch
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> LoopParts:
         """Return what the state is made of."""
         return self._parts
 
@@ -236,7 +233,7 @@ class Protected:
             training.boundary.sees_steps = True
             self._end_commit(training)
 
-    def _end_commit(self, training: Training) -> None:
+    def _end_commit(self, training: LoopTraining) -> None:
         """End what follows a commit. Raises StopAgreed if the loop is to end with it."""
         if not training.boundary.is_open:
             return
@@ -287,7 +284,7 @@ class Protected:
         self._state.complete = False
         training.commits.updates.count()
 
-    def _settle(self, training: Training) -> None:
+    def _settle(self, training: LoopTraining) -> None:
         """Read what the ranks said of the last commit, before anything of it changes. A collective:
         every rank has run its backward pass."""
         if training.ctx.is_abandoned():
@@ -337,7 +334,7 @@ class Protected:
             self._broken = exc
             raise
 
-    def _commit(self, training: Training, values: Values) -> None:
+    def _commit(self, training: LoopTraining, values: Values) -> None:
         """Commit the step, and keep what is due."""
         state, share, commits = self._state, self._share, training.commits
         training.gradients.require_used(commits.updates.since_commit)
@@ -364,7 +361,7 @@ class Protected:
         self.reseed()
         training.ctx.on_commit()
 
-    def _keep(self, training: Training, held: Held) -> None:
+    def _keep(self, training: LoopTraining, held: Held) -> None:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is
         kept before the ranks have agreed on it."""
         is_closing, publishes = self._state.is_closing, training.publisher.is_due()
@@ -378,7 +375,7 @@ class Protected:
             self._finish(training, held.stop)
             raise StopAgreed(held.stop)
 
-    def _close_epoch(self, training: Training) -> None:
+    def _close_epoch(self, training: LoopTraining) -> None:
         """Report the epoch that ended, and begin the next one."""
         seconds = round(training.reporter.seconds_of_epoch(), 3)
         facts = {**self._state.close_epoch(), "seconds": seconds, "rests": False}
@@ -408,7 +405,7 @@ class Protected:
             self._fail(home, broken)
             raise
 
-    def _end_loop(self, training: Training) -> None:
+    def _end_loop(self, training: LoopTraining) -> None:
         if not self._state.complete or self._share is not None:
             raise BadTask(
                 f"the loop ended within step {self.step_number + 1}: call state.step() after the "
@@ -419,7 +416,7 @@ class Protected:
         self._end_commit(training)
         self._finish(training, None)
 
-    def _finish(self, training: Training, stop: Stop | None) -> None:
+    def _finish(self, training: LoopTraining, stop: Stop | None) -> None:
         """Commit the final checkpoint. A collective."""
         assert self._home is not None
         ctx, commits = training.ctx, training.commits
@@ -470,7 +467,7 @@ class Protected:
             hook.remove()
         self._hooks, self._calls = [], []
 
-    def _open(self) -> Training:
+    def _open(self) -> LoopTraining:
         training = self._training
         if training is None:
             if self._stop is not None:
@@ -479,3 +476,50 @@ class Protected:
         if self._broken is not None:
             raise self._broken
         return training
+
+
+# ---------------------------------------------------------------- guarantees
+
+# What holds for the states and samples of a protected loop, as its run reports it.
+
+EXACT = (
+    "State and samples are exact: every sample of an epoch is used exactly once, whatever dies and "
+    "at any world size; the ledger proves it."
+)
+UP_TO_LOADER = "The state is exact; which samples a step sees after a restart is up to your loader."
+LOADER_RESTORED = (
+    "The state is exact, and your loader goes on at the very batch at the same number of ranks; "
+    "what its data set draws by itself is up to it."
+)
+
+
+def report_training(ctx: WorkerContext, state: LoopState, total_steps: int | None) -> None:
+    """Report what is trained, and what holds for it.
+
+    Args:
+        total_steps: None if only the loop knows.
+    """
+    if ctx.world_rank != 0:
+        return
+    sampler = state.sampler
+    ctx.journal.emit(
+        EventKind.TRAINING_STARTED,
+        {
+            "total_steps": total_steps,
+            "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
+            "num_samples": sampler.num_samples if sampler else None,
+            "num_parameters": sum(value.numel() for value in state.parts.parameters()),
+            "micro_batch_size": None,
+            "snapshots": snapshots_of(ctx),
+            "guarantee": guarantee(state),
+            "device": str(ctx.device),
+            "backend": group_backend(ctx.device),
+        },
+    )
+
+
+def guarantee(state: LoopState) -> str:
+    """Return what holds for the samples of a loop with this data."""
+    if state.data is not None:
+        return EXACT
+    return LOADER_RESTORED if state.parts.loaders else UP_TO_LOADER

@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import psutil
+import torch
+import torch.distributed as dist
+
+from everstep.errors import InvalidSpec
+from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
+from storage.filesystem import open_storage
+from storage.run_control import Stop
+from storage.run_dir import RunDir
+from train_fn import own_loop
 from train_fn.checkpoints.fork import Origin
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
-from train_fn.loop.claim import claim
-from train_fn.loop.newest_checkpoint import Restored
-from train_fn.loop.reporter import Reporter
-from train_fn.loop.restore import announce, take_over
+from train_fn.errors import BadTask, StepNotWhole
+from train_fn.loop.attempt import claim
+from train_fn.loop.departure import keep_state, not_copied
+from train_fn.loop.report import Reporter
+from train_fn.loop.restore import Restored, announce, take_over
+from train_fn.node.device import keep_if_broken
+from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
-from train_fn.protect.attributes import AttributeWatch
 from train_fn.protect.boundary import Boundary
-from train_fn.protect.commits import Commits
-from train_fn.protect.gradients import Gradients
+from train_fn.protect.commits import Commits, Gradients, Updates
 from train_fn.protect.loop_state import LoopState
-from train_fn.protect.updates import Updates
 from train_fn.protect.volatile import SharedBuffers
-from train_fn.protect.watch import OrderWatch
-from train_fn.snapshots.forgotten import sweep_forgotten
+from train_fn.protect.watch import AttributeWatch, OrderWatch
+from train_fn.recovery.evidence import describe_error
+from train_fn.snapshots.election import sweep_forgotten
 from train_fn.snapshots.publisher import Publisher
-from train_fn.state.shadows import Shadows
-from train_fn.step.peers import Peers
+from train_fn.standalone.rank import (
+    CLOSE_S,
+    LocalPlace,
+    begin_attempt,
+    launch_of,
+    place_alone,
+    report_end,
+    save_left,
+    say_line,
+    stop_on_signals,
+)
+from train_fn.state.kept_state import Shadows
+from train_fn.step.nccl import backend_of, fails_by_itself
+from train_fn.step.peers import Peers, end_process_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Training:
+class LoopTraining:
     """Everything that the steps of one rank use. None of it is replaced between steps."""
 
     ctx: WorkerContext
@@ -51,7 +85,7 @@ class Training:
     publisher: Publisher
 
 
-def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
+def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
     """Restore the state that the ranks agree on, and build what a step uses. A collective."""
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     sweep_forgotten(ctx)
@@ -65,7 +99,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> Training:
     watch = OrderWatch(state, peers)
     shadows = Shadows(state) if torn == "shadow" else None
     # What may fail comes before what starts threads.
-    return Training(
+    return LoopTraining(
         ctx=ctx,
         state=state,
         restored=restored,
@@ -97,3 +131,260 @@ def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 _OF_A_FORK = frozenset({"data", "epoch_began"})
 """What a fork takes over of what belongs to a loop alone."""
+
+
+# ---------------------------------------------------------------- departure
+
+# How a rank leaves a protected loop that an error ended: it lets its peers go, and keeps its
+# state.
+
+_TORN = (
+    "the rank was between two states: an optimizer had stepped, and state.step() had not been "
+    "called. Call it right after the optimizer's step, or pass torn='shadow'"
+)
+
+
+def leave(
+    ctx: WorkerContext, training: LoopTraining | None, cause: BaseException
+) -> tuple[Left, StepNotWhole | None]:
+    """Let the peers go, and leave the state of the last commit on this node.
+
+    Return how the loop was left, and the fault that the ranks' last words show.
+
+    Args:
+        training: None if the error came before it was built.
+    """
+    error = describe_error(cause, ctx.world_rank)
+    keep_if_broken(ctx.device, cause, training)
+    fault, is_known = None, False
+    frees_peers = fails_by_itself()
+    if training is not None:
+        training.saver.close()
+        is_known, fault = training.commits.settle()
+    gc.collect()
+    if frees_peers:
+        end_process_group()
+    step = kept_step = None
+    problem: str | None = "the rank had no state yet"
+    if training is not None:
+        training.publisher.close()
+        step = training.state.step
+        kept_step, problem = _keep(training, is_known)
+    if not frees_peers:
+        end_process_group()
+    if training is not None:
+        training.reporter.close()
+    if fault is not None:
+        error = describe_error(fault, ctx.world_rank)
+    error = dataclasses.replace(error, step=step, phase="protect", snapshot_step=kept_step)
+    return Left(error, problem), fault
+
+
+def _keep(training: LoopTraining, is_known: bool) -> tuple[int | None, str | None]:
+    """Return the steps done in the state that is left on this node, or why there is none."""
+    found: dict[str, Any] | str = ""
+
+    def whole() -> dict[str, Any] | str:
+        nonlocal found
+        found = state_to_keep(training, is_known)
+        return found
+
+    problem = keep_state(training.ctx, training.state, whole)
+    return (found["step"] if problem is None and isinstance(found, dict) else None), problem
+
+
+def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | str:
+    """Return the state of the newest commit that may be left, or why there is none.
+
+    Args:
+        is_known: whether all ranks are known to have made the newest commit.
+    """
+    commits, shadows, state = training.commits, training.shadows, training.state
+    updates = commits.updates
+    if commits.fault is not None:
+        if shadows is not None and shadows.older is not None:
+            return shadows.older  # the ranks agreed on that one
+        return f"the ranks did not make the same step: {commits.fault}"
+    if not is_known and not updates.is_regular:
+        return (
+            f"step {state.step} made {updates.of_commit} optimizer steps instead of "
+            f"{updates.usual}, and a peer that died did not say whether it did, too"
+        )
+    if state.complete and (problem := training.boundary.problem()) is not None:
+        return problem
+    if shadows is not None:
+        return shadows.newest or _TORN
+    if not state.complete:
+        return _TORN
+    found = state.last_committed()
+    return not_copied(found) if isinstance(found, list) else found
+
+
+# ---------------------------------------------------------------- place
+
+# Where a protected loop runs: in a run of the service, or on its own under torchrun or as one
+# process.
+
+_NO_ARCHIVE = "sha256:" + "0" * 64
+"""Stands for the code of a loop that no service runs."""
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnItsOwn:
+    """Settings of a loop that no service runs. In a service, the run's spec takes their place."""
+
+    storage: str
+    run_id: str | None
+    """None for the name of the script."""
+    checkpoint: Mapping[str, Any]
+    """The section ``checkpoint`` of a spec. By default, ``every_steps`` is ``auto``: how large the
+    model is and how long its steps are is not known."""
+    fresh: bool
+    """Delete what an earlier run of this id left."""
+
+
+class Home(Protocol):
+    """The run that a loop belongs to."""
+
+    @property
+    def ctx(self) -> WorkerContext: ...
+
+    def finished(self, stop: Stop | None) -> None:
+        """The loop has ended, and its state is saved."""
+
+    def failed(self, left: Left) -> None:
+        """An error ended the loop."""
+
+
+def find_home(protection: LoopProtection, settings: OnItsOwn, device: torch.device) -> Home:
+    """Return the run of this process. A collective outside of a service. Raises BadTask."""
+    present = own_loop.present
+    if present is None:
+        return _own_home(settings, device)
+    if present.protection is not None:
+        raise BadTask("es.protect was entered twice: a run has one state; pass lists to one call")
+    if present.has_begun:
+        # The run has heard that it continues from what the function reported, or begins anew.
+        raise BadTask(
+            "`with state:` comes after the function's beginning was reported: enter it before the "
+            "first ray.train.report, and import everstep.train in a file of the archive"
+        )
+    present.protection = protection
+    return _ServiceHome(present)
+
+
+@dataclass(frozen=True)
+class _ServiceHome:
+    """A run of the service, whose Ray layer called the loop."""
+
+    present: own_loop.OwnLoop
+
+    @property
+    def ctx(self) -> WorkerContext:
+        return self.present.ctx
+
+    def finished(self, stop: Stop | None) -> None:
+        self.present.stop = stop
+
+    def failed(self, left: Left) -> None:
+        pass
+
+
+class _OwnHome:
+    """A run without a service. Rank 0 writes its journal; signals ask it to stop."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        spec: RunSpec,
+        place: LocalPlace,
+        device: torch.device,
+        *,
+        fresh: bool,
+    ) -> None:
+        self._handlers: dict[int, Any] = {}
+        stopping = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            stopping = stop_on_signals()
+        self._where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
+        self.ctx, self._journal = begin_attempt(
+            spec, run_dir, place, device, fresh, stopping, say_line
+        )
+
+    def finished(self, stop: Stop | None) -> None:
+        report_end(self._journal, stop)
+        self._close()
+        if self.ctx.world_rank == 0:
+            how = "paused" if stop else "done"
+            say_line(f"{how} at step {self._journal.step}; checkpoints are in {self._where}")
+
+    def failed(self, left: Left) -> None:
+        error = left.error
+        logger.error(
+            "rank %d stopped at step %s: %s; %s",
+            error.rank,
+            error.step,
+            error.summary,
+            left.problem or "its state is kept on this node",
+        )
+        if self.ctx.world_rank == 0:
+            save_left(self.ctx, say_line)
+        self._close()
+
+    def _close(self) -> None:
+        self._journal.close(CLOSE_S)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
+    run_id = settings.run_id or name_of(Path(sys.argv[0]))
+    spec = _spec(run_id, settings.checkpoint)
+    place = _place(os.environ)
+    run_dir = RunDir(open_storage(settings.storage), run_id)
+    return _OwnHome(run_dir, spec, place, device, fresh=settings.fresh)
+
+
+def name_of(script: Path) -> str:
+    """Return a name for the run of a script, or of a package that ``python -m`` runs."""
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-") or "loop"
+
+
+def _spec(run_id: str, checkpoint: Mapping[str, Any]) -> RunSpec:
+    raw = {
+        "name": run_id,
+        "code": {"archive": _NO_ARCHIVE, "train_fn": "script:main"},
+        "checkpoint": {"every_steps": "auto", **checkpoint},
+    }
+    try:
+        return parse_spec(raw)
+    except InvalidSpec as exc:
+        raise BadTask(f"es.protect(run_id=…, checkpoint=…): {exc}") from exc
+
+
+def _place(env: Mapping[str, str]) -> LocalPlace:
+    """Return this process's place among its peers. A collective if there are some. Raises
+    BadTask."""
+    if not dist.is_initialized():
+        if int(env.get("WORLD_SIZE", "1")) > 1:
+            raise BadTask(
+                f"es.protect: WORLD_SIZE is {env['WORLD_SIZE']}, but there is no process group; "
+                "call torch.distributed.init_process_group() before `with state:`"
+            )
+        return place_alone()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    node = os.uname().nodename
+    nodes = Peers(rank, world_size, _device_of_group()).gather(node)
+    agent = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid())
+    local_rank = nodes[:rank].count(node)
+    return LocalPlace(rank, world_size, local_rank, nodes.count(node), node, launch_of(agent))
+
+
+def _device_of_group() -> torch.device:
+    """Return a device whose tensors the process group exchanges."""
+    return torch.device("cuda" if backend_of(dist.group.WORLD) == "nccl" else "cpu")

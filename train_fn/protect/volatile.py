@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import (
     COPIED_BYTES,
-    Place,
+    TensorPlace,
     copy_all,
     is_alike,
     present,
@@ -39,7 +39,7 @@ class Volatile:
     def __init__(self, models: Mapping[str, nn.Module], trained: Iterable[torch.Tensor]) -> None:
         trained = list(trained)
         seen: set[int] = set()
-        self._places: list[Place] = []
+        self._places: list[TensorPlace] = []
         for prefix, model in models.items():
             for place in untrained_places(model, trained):
                 tensor = place.tensor

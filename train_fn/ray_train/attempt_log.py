@@ -14,14 +14,12 @@ from everstep.wire.events import EventKind, Rung
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
-from train_fn.recovery.decision import Decision
+from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.failure_event import failure_of
+from train_fn.recovery.hang import Phase
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.launch import Engine, RecoveryNote
-from train_fn.recovery.outcome import unfinished
-from train_fn.recovery.past_failures import PastFailure
-from train_fn.recovery.progress import Phase
+from train_fn.recovery.outcome import failure_of, unfinished
 from train_fn.recovery.verdict import Judgement
 
 logger = logging.getLogger(__name__)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from everstep.wire import ReasonCode
 from storage.run_control import STOPS, Stop
-from train_fn.journal.collected_log import collect_log
-from train_fn.node.silent_peers import watch_peers
+from train_fn.journal.client import ActorJournalClient
+from train_fn.journal.rank_log import collect_log
+from train_fn.node.network import watch_peers
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.checkpoint_list import ListTrimmer
-from train_fn.ray_train.driver_watch import FLUSH_S, DriverWatch
 from train_fn.ray_train.failure_policy import EvidencePolicy
 from train_fn.ray_train.group_factory import GroupFactory
-from train_fn.ray_train.hang_breaker import HangBreaker
-from train_fn.ray_train.nodes import LiveNodes
+from train_fn.ray_train.patience import StackReports
 from train_fn.ray_train.placement import Placement
+from train_fn.ray_train.ray_checkpoints import ListTrimmer
 from train_fn.ray_train.ray_internals import (
     FinishedState,
     LoopResult,
@@ -30,14 +33,13 @@ from train_fn.ray_train.ray_internals import (
     ShuttingDownState,
     TrainController,
 )
-from train_fn.ray_train.recruits import Recruits
-from train_fn.ray_train.scaling import LiveScalingPolicy
-from train_fn.ray_train.stack_reports import StackReports
-from train_fn.ray_train.warm_pool import WarmPool
+from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
+from train_fn.ray_train.spare_processes import Recruits, WarmPool
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
-from train_fn.ray_train.yield_request import YieldRequest
-from train_fn.recovery.launch import YIELDED, Engine, Outcome
+from train_fn.recovery.hang import HangWatch
+from train_fn.recovery.launch import YIELDED, ControllerOutcome, Engine
 from train_fn.recovery.marks import WorkersLimit
+from train_fn.recovery.settings import RecoverySettings
 
 _ASK_QUIET_S = 3.0
 """Seconds between two calls to every rank while nothing has moved for as long."""
@@ -147,7 +149,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         for something if nothing was."""
         return await self._log.take(patience_s)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ControllerOutcome:
         """Return how the submission ended. Call this once, after ``run`` has returned."""
         self._pool.stop()
         self._placement.release()
@@ -163,7 +165,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if finished and answers and stopped is None and failed is None:
             message = self._attempt_log.unfinished()
             failed = ReasonCode.USER_ERROR if message is not None else None
-        return Outcome(
+        return ControllerOutcome(
             finished=finished and failed is None,
             replaced=leaving,
             stopped=stopped,
@@ -282,3 +284,234 @@ class EverstepController(TrainController):  # type: ignore[misc]
     def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
         self._attempt_log.started(workers)
         self._pool.note_ranks(group.processes_by_node())
+
+
+# ---------------------------------------------------------------- yield request
+
+# Ask the ranks of a running group to exit, so that a group of another size or a newer submission
+# can follow.
+
+_DRAIN_MARGIN_S = 8.0
+"""Seconds before a draining node is removed at which ranks that hold up the others are killed, so
+that the others can still exit."""
+
+logger = logging.getLogger(__name__)
+
+
+class YieldRequest:
+    """The request to one group at a time. It is made once, and given up after ``yield_timeout_s``.
+
+    Args:
+        settings: the timeout.
+        sizes: says whether another size is wanted, and which nodes drain.
+        attempt_log: has the size of the group.
+        is_leaving: returns whether the run goes on in another submission.
+        recruits: for ranks that join the next group; None if its processes are all new.
+    """
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        sizes: LiveScalingPolicy,
+        attempt_log: AttemptLog,
+        is_leaving: Callable[[], bool],
+        recruits: Recruits | None = None,
+    ) -> None:
+        self._settings = settings
+        self._sizes = sizes
+        self._attempt_log = attempt_log
+        self._is_leaving = is_leaving
+        self._recruits = recruits
+        self._since: float | None = None
+        """When the pending request was made, in monotonic seconds; None without one."""
+        self._overdue_killed = False
+        self.asked = False
+        """Whether the current group was ever asked. It may still exit after the request was given
+        up."""
+        self.asked_at = 0.0
+        """When it was asked, in Unix seconds."""
+
+    def reset(self) -> None:
+        """Begin anew with the next group."""
+        self._since = None
+        self.asked = self._overdue_killed = False
+        if self._recruits is not None:
+            self._recruits.end()
+
+    def check(self, group: EverstepWorkerGroup) -> None:
+        """Ask the ranks to exit once another size is wanted or the driver is gone. Call this with
+        every turn of the control loop."""
+        if self._sizes.wanted is None and not self._is_leaving():
+            return
+        now = time.monotonic()
+        if self._since is None:
+            if self._is_next_ready():
+                self._ask(group, now)
+        elif not self._overdue_killed and self._sizes.must_have_left(time.time() + _DRAIN_MARGIN_S):
+            self._overdue_killed = True
+            ranks = group.abandon(self._sizes.draining)
+            logger.warning(
+                "a node is about to be removed, and ranks have not exited; killed rank %s", ranks
+            )
+        elif now - self._since > self._settings.yield_timeout_s and not self._is_leaving():
+            logger.warning(
+                "ranks did not exit within %g s; keeping the group as it is",
+                self._settings.yield_timeout_s,
+            )
+            self._sizes.wanted = None
+            self._since = None
+
+    def _is_next_ready(self) -> bool:
+        """Return whether nothing but the ranks' exit is left to wait for."""
+        wanted, sizes = self._sizes.wanted, self._sizes
+        return (
+            self._recruits is None
+            or wanted is None
+            or self._is_leaving()
+            or sizes.must_have_left(time.time() + 2 * _DRAIN_MARGIN_S)
+            or self._recruits.are_ready(wanted, sizes.scaling_config, self._attempt_log.attempt)
+        )
+
+    def _ask(self, group: EverstepWorkerGroup, now: float) -> None:
+        followers = (
+            "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
+        )
+        hands_over = (
+            self._recruits is not None
+            and not self._is_leaving()
+            and bool(group.ranks_outside(self._sizes.draining))
+        )
+        logger.info(
+            "asking %d ranks to %s for %s",
+            self._attempt_log.world_size,
+            "hand over" if hands_over else "save and exit",
+            followers,
+        )
+        self._since = now
+        self.asked_at = time.time()
+        self.asked = True
+        group.ask_to_yield(hands_over=hands_over)
+
+
+# ---------------------------------------------------------------- hang breaker
+
+# Kill the ranks that hold up a group without progress.
+
+
+class HangBreaker:
+    """Compare the journal's progress with the limits of the current phase.
+
+    Killing only ends the wait. The failure path then judges and restarts.
+    """
+
+    def __init__(
+        self, settings: RecoverySettings, hang_timeout_s: float | None, attempt_log: AttemptLog
+    ) -> None:
+        self._settings = settings
+        self._hang_timeout_s = hang_timeout_s
+        self._attempt_log = attempt_log
+        self._watch = self._new_watch()
+
+    @property
+    def due_at(self) -> float:
+        """Return when the group is overdue without progress until then, in monotonic seconds."""
+        return self._watch.due_at
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that the group has until it is overdue; 0 if there is no limit."""
+        left_s = self.due_at - time.monotonic()
+        return 0.0 if math.isinf(left_s) else max(0.0, left_s)
+
+    @property
+    def quiet_s(self) -> float:
+        """Return the seconds since the group was last seen to move; 0 before it was."""
+        return self._watch.quiet_s(time.monotonic())
+
+    def check(self, group: EverstepWorkerGroup) -> None:
+        """Kill the ranks that hold up the others once nothing has moved for too long. Call this
+        with every turn of the control loop."""
+        progress = self._attempt_log.journal.take_progress()
+        if progress is None or progress.attempt != self._attempt_log.attempt:
+            return
+        overdue_s = self._watch.overdue_s(progress, time.monotonic())
+        if overdue_s is None:
+            return
+        if not group.is_cut_off():
+            reason = self._watch.reason(progress, overdue_s)
+            ranks = group.break_hang(reason)
+            logger.warning("%s; killed rank %s", reason, ranks)
+        self._watch = self._new_watch()
+
+    def _new_watch(self) -> HangWatch:
+        return HangWatch(self._settings, self._hang_timeout_s)
+
+
+# ---------------------------------------------------------------- driver watch
+
+# End a controller whose driver is gone, after its ranks had time to save and exit.
+
+FLUSH_S = 10.0
+"""Timeout in seconds for the controller's last events to become durable."""
+
+
+class DriverWatch:
+    """Notice that the driver died or a newer submission takes over, then end this process.
+
+    Ranks end with their controller. The next submission continues from what they saved.
+
+    Args:
+        engine: its ``driver`` is watched.
+        journal: flushed before the process ends.
+        has_group: returns whether ranks run or are shut down. A group that only starts has nothing
+            to save that its nodes do not keep anyway.
+    """
+
+    def __init__(
+        self, engine: Engine, journal: ActorJournalClient, has_group: Callable[[], bool]
+    ) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._has_group = has_group
+        self._leaving = threading.Event()
+        self._ended = threading.Event()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the ranks should save and exit, since the next submission continues."""
+        return self._leaving.is_set()
+
+    def start(self) -> None:
+        """Watch the driver on a thread. Another thread ends this process later."""
+        threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
+        threading.Thread(target=self._leave, name="leave", daemon=True).start()
+
+    def leave(self) -> None:
+        """Act as if the driver had died."""
+        self._leaving.set()
+
+    def ended(self) -> None:
+        """Note that the control loop has returned, so that nothing is waited for any more."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        self._engine.driver.wait()
+        self._leaving.set()
+
+    def _leave(self) -> None:
+        """Wait until the driver is gone, then for the ranks, then end this process and so theirs.
+
+        A user's function exits only at its next report, which may never come, so it gets no time.
+        """
+        self._leaving.wait()
+        patience_s = (
+            0.0
+            if self._engine.job.spec.runs_own_function
+            else self._engine.settings.yield_timeout_s
+        )
+        gives_up_at = time.monotonic() + patience_s
+        while self._has_group() and time.monotonic() < gives_up_at:
+            if self._ended.wait(self._engine.settings.poll_s):
+                break
+        self._journal.flush(FLUSH_S)
+        os._exit(0)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.link_checks import LinkChecks
-from train_fn.ray_train.nodes import LiveNodes
+from train_fn.ray_train.group_end import SurvivingProcess, Survivors
+from train_fn.ray_train.node_checks import LinkChecks, PreflightChecks
 from train_fn.ray_train.placement import Placement
-from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
-from train_fn.ray_train.survivors import Survivor, Survivors
+from train_fn.ray_train.scaling import LiveNodes
 from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
 
@@ -115,7 +114,7 @@ class GroupFactory:
             return False
         return not group.is_refused and all(report.node_alive for report in group.start_reports)
 
-    def _start(self, survivors: Sequence[Survivor], **kwargs: Any) -> EverstepWorkerGroup:
+    def _start(self, survivors: Sequence[SurvivingProcess], **kwargs: Any) -> EverstepWorkerGroup:
         self._on_new()
         settings = self._engine.settings
         launch = RankLaunch(

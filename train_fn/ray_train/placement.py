@@ -1,5 +1,6 @@
 """Hold a run's bundles. They outlive its worker groups, so that a restart does not wait for the
-cluster to release and reserve resources that the run already has."""
+cluster to release and reserve resources that the run already has.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -21,8 +24,12 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from train_fn.ray_train.ray_internals import PlacementGroupHandle
-from train_fn.ray_train.stale_placement_groups import placement_group_name
+from train_fn.ray_train.ray_internals import (
+    PlacementGroupHandle,
+    PlacementGroupID,
+    SynchronizationActor,
+    worker_group_module,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -188,3 +195,62 @@ class Reservation(PlacementGroupHandle):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Do nothing, since the bundles stay with the run."""
+
+
+# ---------------------------------------------------------------- stale placement groups
+
+# Remove the placement groups of a lost controller. Otherwise they would stay in the cluster while
+# the driver lives.
+
+_STATES = frozenset({"PENDING", "PREPARED", "CREATED", "RESCHEDULING"})
+
+
+def placement_group_name(run_id: str, number: int) -> str:
+    return f"everstep/{run_id}/{number}"
+
+
+def remove_placement_groups(run_id: str) -> int:
+    """Remove every live placement group of this run, and return their number. Call this only while
+    no controller runs."""
+    removed = 0
+    for group_id, group in placement_group_table().items():
+        if group["name"].startswith(f"everstep/{run_id}/") and group["state"] in _STATES:
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+            removed += 1
+    if removed:
+        logger.warning(
+            "removed %d placement groups that an earlier controller left behind", removed
+        )
+    return removed
+
+
+# ---------------------------------------------------------------- no barrier
+
+# Start a group without Ray Train's barrier: an actor of its own, at which ranks meet when they
+# report. Ranks that never do would pay for its process in every start.
+
+
+class NoBarrier:
+    """Stands for the barrier, its class and its handle. Nobody calls it."""
+
+    def options(self, **_: Any) -> NoBarrier:
+        return self
+
+    def remote(self, **_: Any) -> NoBarrier:
+        return self
+
+
+@contextmanager
+def no_barrier() -> Iterator[None]:
+    """Let Ray create no barrier inside the block. One group starts at a time."""
+    worker_group_module.SynchronizationActor = NoBarrier()
+    try:
+        yield
+    finally:
+        worker_group_module.SynchronizationActor = SynchronizationActor
+
+
+def end_barrier(barrier: Any) -> None:
+    """End a group's barrier, if it has one."""
+    if barrier is not None and not isinstance(barrier, NoBarrier):
+        ray.kill(barrier)

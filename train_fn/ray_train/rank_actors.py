@@ -11,26 +11,27 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.link_checks import LinkChecks
-from train_fn.ray_train.nodes import ReadNodes
+from train_fn.ray_train.group_end import NO_STATE, SurvivingProcess, end_processes
+from train_fn.ray_train.node_checks import (
+    ExcludeNodes,
+    LinkChecks,
+    LinksBroken,
+    PreflightChecks,
+    check_reach,
+    check_versions,
+    end_stopped,
+    find_stopped,
+    link_reports,
+    network_reports,
+    prepared,
+)
 from train_fn.ray_train.placement import Bundle, Placement
-from train_fn.ray_train.preflight_checks import PreflightChecks
 from train_fn.ray_train.ray_internals import (
     Worker,
     WorkerGroupStartupFailedError,
     worker_group_module,
 )
-from train_fn.ray_train.start_checks import (
-    ExcludeNodes,
-    LinksBroken,
-    check_reach,
-    check_versions,
-    link_reports,
-    network_reports,
-    prepared,
-)
-from train_fn.ray_train.stopped_processes import end_stopped, find_stopped
-from train_fn.ray_train.survivors import NO_STATE, Survivor, end_processes
+from train_fn.ray_train.scaling import ReadNodes
 from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
@@ -66,7 +67,7 @@ class RankActors:
         exclude: ExcludeNodes,
         preflight: PreflightChecks,
         links: LinkChecks,
-        survivors: Sequence[Survivor] = (),
+        survivors: Sequence[SurvivingProcess] = (),
         answer_s: float = float("inf"),
     ) -> None:
         self._launch = launch
@@ -173,7 +174,7 @@ class RankActors:
         stayed = any(one.pid == pid for one in self._survivors)
         return not stayed and self._born_at[pid] < self._launch.started_at
 
-    def as_survivor(self, actor: Any, pid: int, step: int) -> Survivor:
+    def as_survivor(self, actor: Any, pid: int, step: int) -> SurvivingProcess:
         """Return an actor of this group as one that can serve another attempt.
 
         Args:
@@ -182,7 +183,7 @@ class RankActors:
             step: of the state that the rank left.
         """
         number = next(place for place, each in enumerate(self._actors) if each is actor)
-        return Survivor(actor, self._bundles[number], pid, step)
+        return SurvivingProcess(actor, self._bundles[number], pid, step)
 
     def give_up(self, reports: tuple[RankReport, ...]) -> None:
         """Make the start fail at once by killing the actors. ``reports`` say why, unless a check
@@ -217,7 +218,7 @@ class RankActors:
             for actor in list(actors):
                 ray.kill(actor)
 
-    def _end_all_but(self, used: Sequence[Survivor]) -> None:
+    def _end_all_but(self, used: Sequence[SurvivingProcess]) -> None:
         """End the survivors that this group does not use, before their bundles are removed and
         before a rank looks for their states. A state that two used ones have is not written."""
         unused = [one for one in self._survivors if one not in used]
@@ -303,7 +304,7 @@ def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> li
     ]
 
 
-def _on(chosen: Mapping[str, int], survivors: Sequence[Survivor]) -> list[Survivor]:
+def _on(chosen: Mapping[str, int], survivors: Sequence[SurvivingProcess]) -> list[SurvivingProcess]:
     """Return the survivors for which there is room: on each node at most as many as it takes."""
     room, used = Counter(chosen), []
     for one in survivors:

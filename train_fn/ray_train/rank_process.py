@@ -18,15 +18,15 @@ from pathlib import Path
 import ray
 
 from train_fn.node import children
-from train_fn.node.debug_level import take_debug_level
-from train_fn.node.host_memory import keep_memory
-from train_fn.node.network_settings import (
+from train_fn.node.memory import keep_memory
+from train_fn.node.network import (
     meet_at_the_given_address,
     meet_on_the_clusters_network,
+    take_debug_level,
+    watch_peers,
 )
-from train_fn.node.silent_peers import watch_peers
-from train_fn.recovery.environment import take_environment
 from train_fn.recovery.launch import RankLaunch
+from train_fn.recovery.settings import take_environment
 from train_fn.step.nccl import abort_collectives, begin_attempt
 from train_fn.step.peers import close_connections, end_process_group
 

@@ -14,18 +14,17 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ScalingSpec
-from train_fn.ray_train.checkpoint_list import KeepCheckpointList
 from train_fn.ray_train.controller import EverstepController
-from train_fn.ray_train.journal_actor import NAMESPACE
-from train_fn.ray_train.older_submissions import controller_name
-from train_fn.ray_train.rank_training import run_rank
+from train_fn.ray_train.journal_actor import NAMESPACE, controller_name
+from train_fn.ray_train.rank import run_rank
+from train_fn.ray_train.ray_checkpoints import KeepCheckpointList
 from train_fn.ray_train.ray_internals import (
     RAY_NODE_ID_KEY,
     DatasetsCallback,
     PlacementGroupCleanerCallback,
 )
-from train_fn.recovery.launch import Engine, Outcome
-from train_fn.recovery.resources import worker_resources
+from train_fn.recovery.launch import ControllerOutcome, Engine
+from train_fn.recovery.sizing import worker_resources
 from train_fn.step.nccl import group_backend
 
 _NOT_NEEDED = (PlacementGroupCleanerCallback, DatasetsCallback)
@@ -62,7 +61,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
             ),
         )
         self._engine = engine
-        self.outcome: Outcome | None = None
+        self.outcome: ControllerOutcome | None = None
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = [

@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from everstep.spec.user_code import CodeSpec
+from everstep.spec.code import CodeSpec
 from storage.run_control import STOPS, Stop
 from train_fn.context import WorkerContext
-from train_fn.node.network_settings import store_at
+from train_fn.node.network import store_at
 from train_fn.node.node_dir import node_lock, own_temporary_dir
 from train_fn.own_loop import OwnLoop
 from train_fn.step.nccl import abort_collectives

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -13,22 +15,30 @@ import psutil
 import ray
 import torch
 
-from train_fn.node.fitness import Figures
-from train_fn.node.link_time import pass_time, take_in
-from train_fn.node.network_settings import interface_problem
+from train_fn.context import WorkerContext
+from train_fn.journal.rank_log import listen
+from train_fn.journal.server import LocalJournal
+from train_fn.node.memory import look_for_oom, oom_kills, wait_for_free_memory
+from train_fn.node.network import interface_problem
+from train_fn.node.node_check import versions
 from train_fn.node.node_dir import own_temporary_dir
-from train_fn.node.out_of_memory import look_for_oom, oom_kills
-from train_fn.node.preflight import check_in_new_process, check_node
+from train_fn.node.preflight import (
+    NodeFigures,
+    check_in_new_process,
+    check_node,
+    pass_time,
+    take_in,
+)
 from train_fn.node.probe import accepts_connection
-from train_fn.node.secrets import process_redactor
-from train_fn.node.versions import versions
+from train_fn.node.secrets import process_redactor, secrets_set
+from train_fn.node.usage import set_threads
 from train_fn.ray_train import rank_process
-from train_fn.ray_train.build_ahead import build_ahead
+from train_fn.ray_train.rank import loop_of
 from train_fn.ray_train.ray_internals import RayTrainWorker, TrainContext, get_train_context
-from train_fn.recovery.collective_trace import CollectiveCounts
+from train_fn.recovery.hang import CollectiveCounts
 from train_fn.recovery.launch import RankJob, RankLaunch
-from train_fn.snapshots import process_slot
-from train_fn.step.flight_recorder import collective_counts
+from train_fn.snapshots import store
+from train_fn.step.nccl import collective_counts
 from train_fn.step.place_watch import watch
 
 WATCH = "watch"
@@ -84,7 +94,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """
 
     _meets_to_report = True
-    _figures: Figures | None = None
+    _figures: NodeFigures | None = None
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
@@ -120,7 +130,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Return, for each raylet address, whether it accepts a connection from this node."""
         return accepts_connection(addresses, timeout_s)
 
-    def check_node(self, number: int) -> Figures:
+    def check_node(self, number: int) -> NodeFigures:
         """Check computation, memory and storage of this node, and return the figures as those of
         ``number``. A process measures once, before it trains: training would slow the node."""
         if self._figures is None:
@@ -189,27 +199,74 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             rank_process.stack() if running else None,
             rank_process.kept_step(),
             rank_process.state_bytes(),
-            None if running else process_slot.kept_step(),
+            None if running else store.kept_step(),
         )
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def kept_state(self) -> tuple[int | None, int]:
         """Return the step of the state that this process keeps for the next attempt, None without
         one, and its size in bytes."""
-        return process_slot.kept_step(), rank_process.state_bytes()
+        return store.kept_step(), rank_process.state_bytes()
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def insure_kept_state(self, most_bytes: float = inf) -> str | None:
         """Write that state as a snapshot, and keep it, unless it is larger than ``most_bytes``.
         Return as ``leave_kept_state``."""
-        return process_slot.insure() if rank_process.state_bytes() <= most_bytes else None
+        return store.insure() if rank_process.state_bytes() <= most_bytes else None
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def leave_kept_state(self) -> str | None:
         """Write that state as a snapshot, and let go of it. Return why that cannot be done; None if
         it was written, or if there is none."""
-        return process_slot.leave_kept_state()
+        return store.leave_kept_state()
 
 
 def _given_name(checkpoint_dir_name: str) -> str:
     return checkpoint_dir_name
+
+
+# ---------------------------------------------------------------- build ahead
+
+# Build what a rank will train in a process that has no rank yet.
+
+
+def build_ahead(job: RankJob, launch: RankLaunch) -> None:
+    """Import the training loop, and let it build what needs no peers, if it can.
+
+    What it prints goes into the rank's log. Raises what the build raises: the process has run code
+    of the user's by halves then, and must be ended. A new one fails in the same way, and reports
+    it, once it has its rank.
+    """
+    redactor = process_redactor()
+    listen(redactor)
+    try:
+        with secrets_set(job.spec, redactor):
+            set_threads(job.spec)
+            module, _ = loop_of(job)
+            build: Callable[[WorkerContext], None] | None = getattr(module, "build_ahead", None)
+            if build is not None:
+                context = _context(job, launch)
+                wait_for_free_memory(context.device)
+                build(context)
+    except Exception as exc:
+        raise RuntimeError(f"nothing could be built ahead: {exc}") from None
+
+
+def _context(job: RankJob, launch: RankLaunch) -> WorkerContext:
+    """Return a place alone. The one that the process gets has peers, and a journal."""
+    return WorkerContext(
+        spec=job.spec,
+        run_dir=job.run_dir,
+        submission=job.submission,
+        attempt=launch.attempt,
+        world_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_id=ray.get_runtime_context().get_node_id(),
+        num_nodes=1,
+        device=torch.device("cuda", 0) if job.use_gpu else torch.device("cpu"),
+        journal=LocalJournal(None, threading.Event(), lambda line: None),
+        report_checkpoint=lambda name, metrics: None,
+        in_process=True,
+    )

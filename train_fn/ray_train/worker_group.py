@@ -1,9 +1,12 @@
 """One attempt's worker group: start it without leaking, run it, end it without losing survivors'
-state, and report on each of its ranks."""
+state, and report on each of its ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from math import inf
 from typing import Any
@@ -12,19 +15,17 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from train_fn.ray_train.group_shutdown import GroupShutdown
-from train_fn.ray_train.hung_ranks import HungRanks
-from train_fn.ray_train.no_barrier import end_barrier, no_barrier
-from train_fn.ray_train.nodes import ReadNodes
-from train_fn.ray_train.placement import Reservation
-from train_fn.ray_train.poll_patience import PollPatience
-from train_fn.ray_train.rank_actors import RankActors
-from train_fn.ray_train.rank_news import RankNews
-from train_fn.ray_train.rank_reports import (
+from train_fn.ray_train.group_end import (
+    GroupShutdown,
+    Survivors,
+    kept_steps_of,
     reports_after_failed_start,
     reports_of_slow_start,
     with_unheard,
 )
+from train_fn.ray_train.patience import HungRanks, PollPatience, StartLimit, watched_start
+from train_fn.ray_train.placement import Reservation, end_barrier, no_barrier
+from train_fn.ray_train.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
     WorkerGroup,
@@ -33,8 +34,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerStatus,
     invoke_context_managers,
 )
-from train_fn.ray_train.start_watch import StartLimit, watched_start
-from train_fn.ray_train.survivors import Survivors, kept_steps_of
+from train_fn.ray_train.scaling import ReadNodes
 from train_fn.ray_train.worker_actor import EverstepTrainWorker
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
@@ -335,3 +335,62 @@ def _ended_by(error: BaseException) -> Any:
 
 def _still_running() -> Any:
     return WorkerStatus(running=True, error=None, training_report=None)
+
+
+# ---------------------------------------------------------------- rank news
+
+# Wait until a rank of a running group has news for the controller.
+
+_FIRST_PAUSE_S = 0.01
+_SHARE = 0.2
+"""Pauses between polls once a rank is over: short at first, then this share of the time since."""
+
+
+class RankNews:
+    """Keep one pending call to each rank of a group. It returns once a poll would find
+    something."""
+
+    def __init__(self) -> None:
+        self._watches: list[asyncio.Future[bool]] = []
+        """The pending calls, by rank."""
+        self._over_at: float | None = None
+        """When the first rank was over, in monotonic seconds."""
+
+    async def wait(self, workers: Sequence[Any], poll_s: float, quiet_s: float) -> bool:
+        """Wait for news of any rank. Return False if there is none.
+
+        Once a rank has finished training, ended or died, its call has no more to say: from then on
+        there is news at short intervals, which grow to ``poll_s``, and when another rank has some.
+
+        Args:
+            workers: the group's workers, by rank.
+            poll_s: longest interval in seconds once a rank is over.
+            quiet_s: longest wait in seconds.
+        """
+        if not self._watches:
+            self._watches = [_watch(worker) for worker in workers]
+        pending = [watch for watch in self._watches if not _is_over(watch)]
+        is_over = len(pending) < len(workers)
+        if is_over:
+            now = time.monotonic()
+            self._over_at = self._over_at or now
+            quiet_s = min(poll_s, _FIRST_PAUSE_S + _SHARE * (now - self._over_at))
+        if not pending:
+            await asyncio.sleep(quiet_s)
+            return True
+        done, _ = await asyncio.wait(pending, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+        self._watches = [
+            _watch(worker) if watch.done() and not _is_over(watch) else watch
+            for worker, watch in zip(workers, self._watches, strict=True)
+        ]
+        return is_over or bool(done)
+
+
+def _watch(worker: Any) -> asyncio.Future[bool]:
+    return asyncio.wrap_future(worker.actor.watch.remote().future())
+
+
+def _is_over(watch: asyncio.Future[bool]) -> bool:
+    """Return whether a rank has no more news: it has finished training or ended, or it cannot be
+    called, and a poll finds out why."""
+    return watch.done() and (watch.exception() is not None or watch.result())

@@ -2,11 +2,298 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
-from train_fn.recovery.progress import Phase, Progress
+from everstep.wire.events import EventKind
+from train_fn.recovery.error_text import USER_FRAME
 from train_fn.recovery.settings import RecoverySettings
+
+# ---------------------------------------------------------------- collective trace
+
+# Find the rank that did not enter the collective in which the others wait, from the counts that
+# torch's flight recorder keeps on every rank.
+#
+# The host of a GPU runs ahead: it may have enqueued a collective that the device has not started.
+
+UNKNOWN = -1
+_OF_ALL_RANKS = ("default_pg", "")
+"""torch's description of the process group of all ranks, and under its wrapper for debugging."""
+
+
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """How far one rank is in the collectives of the group of all ranks."""
+
+    enqueued: int
+    """Number of the last collective that the rank called."""
+    started: int = UNKNOWN
+    """Number of the last one that the device has started; gloo does not record it."""
+
+
+def read_counts(enqueued: int, dump: bytes | str) -> CollectiveCounts | None:
+    """Return the counts of the group of all ranks; None if they cannot be told from the dump.
+
+    The recorder keeps groups that ended in this process, and numbers groups anew in each process.
+    So the group is that of the newest collective, if this has the number that the group says. gloo
+    numbers sends and receives like collectives, and records only collectives. Ranks may differ in
+    those numbers, so they count for nothing.
+
+    Args:
+        enqueued: number of the group's last collective, as the group itself says.
+        dump: what the flight recorder holds (version 2, as JSON).
+    """
+    if enqueued == 0:
+        return CollectiveCounts(0)
+    try:
+        found = json.loads(dump)
+        entries = [each for each in found["entries"] if each["process_group"][1] in _OF_ALL_RANKS]
+        last = entries[-1]
+        numbers = {each["collective_seq_id"] for each in entries if each["pg_id"] == last["pg_id"]}
+        started = int(found["pg_status"][str(last["pg_id"])]["last_started_collective"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    if last["collective_seq_id"] != enqueued:
+        return None
+    if last["profiling_name"].startswith("gloo:") and len(numbers) <= enqueued - min(numbers):
+        return None
+    return CollectiveCounts(enqueued, started)
+
+
+def find_late(counts: Mapping[int, CollectiveCounts | None]) -> list[int]:
+    """Return the ranks that did not enter the last collective of the others; none if that is not
+    known, or if all ranks are equally far.
+
+    A rank whose host called fewer collectives is late. If all hosts are equally far, a rank whose
+    device started fewer is.
+
+    Args:
+        counts: the counts of every rank; None for a rank that did not tell them.
+    """
+    known = {rank: each for rank, each in counts.items() if each is not None}
+    if len(known) < max(2, len(counts)):
+        return []
+    late = _behind({rank: each.enqueued for rank, each in known.items()})
+    return late or _behind({rank: each.started for rank, each in known.items()})
+
+
+def _behind(numbers: Mapping[int, int]) -> list[int]:
+    if UNKNOWN in numbers.values():
+        return []
+    least, most = min(numbers.values()), max(numbers.values())
+    return [rank for rank, number in sorted(numbers.items()) if number == least < most]
+
+
+# ---------------------------------------------------------------- progress
+
+# Follow an attempt's progress by the events of its ranks: its phase, its step, and when it last
+# advanced.
+
+_STEPS_KEPT = 512
+_BESIDE_TRAINING = frozenset(
+    {
+        EventKind.GPU_USE,
+        EventKind.RANK_USE,
+        EventKind.STACKS,
+        EventKind.STACKS_ORDERED,
+        EventKind.PROFILE_ORDERED,
+        EventKind.PROFILE_DONE,
+        EventKind.PROFILE_FAILED,
+    }
+)
+"""Sent by threads that keep running while training hangs, so they are no sign of progress."""
+
+_MOVES = frozenset(
+    {
+        EventKind.ATTEMPT_STARTED,
+        EventKind.RESTORED,
+        EventKind.TRAINING_STARTED,
+        EventKind.EPOCH_COMPLETED,
+        EventKind.EVALUATED,
+    }
+)
+
+
+def moved_at(kind: EventKind, at: float, data: dict[str, Any]) -> float | None:
+    """Return when training advanced, in unix seconds, according to one event; None if the event
+    does not say.
+
+    A step counts when it ended, not when it was reported. Events of threads beside training do not
+    count.
+    """
+    if kind is EventKind.METRICS:
+        return max((float(point["at"]) for point in data["points"]), default=None)
+    return at if kind in _MOVES else None
+
+
+class Phase(StrEnum):
+    """What an attempt is doing. Each phase has its own limit for time without progress."""
+
+    START = "start"
+    """From the start of the group until training is set up."""
+    FIRST_STEP = "first_step"
+    """The first step of an attempt: it compiles, warms up and allocates."""
+    STEP = "step"
+    EVALUATION = "evaluation"
+    """Between two epochs: the evaluation, and the task's ``on_epoch_end``."""
+    FINISH = "finish"
+    """After the last step: evaluation and the final checkpoint."""
+
+
+@dataclass(frozen=True)
+class AttemptProgress:
+    """The progress of the newest attempt."""
+
+    attempt: int = 0
+    phase: Phase = Phase.START
+    num_signs: int = 0
+    """Events of its ranks so far that show progress."""
+    last_step: int | None = None
+    """Most steps done, as far as any event of the submission says."""
+    told_step: int | None = None
+    """Newest step up to which the journals have the metrics of all; None if none has any."""
+    step_p99_s: float | None = None
+    """99th percentile of recent step times in seconds; None for fewer than 20 steps."""
+    quiet_s: float = 0.0
+    """Seconds since the last such event arrived."""
+    moved_at: float | None = None
+    """When it last advanced, in unix seconds, mostly its newest committed step; None before it has
+    begun."""
+    step: int = 0
+    """Steps that the newest attempt has done, with those that it began with."""
+    total_steps: int | None = None
+    """Steps of the whole run, as a rank has last reported them; None if none has."""
+    is_written: bool = True
+    """Whether the journal could write what its ranks told last. If not, what they do is unknown."""
+
+
+class ProgressTracker:
+    """Takes a submission's events in journal order and keeps the progress of its newest attempt."""
+
+    def __init__(self, told_step: int | None = None) -> None:
+        """Begin with what earlier submissions have told: metrics up to ``told_step``."""
+        self._told_step = told_step
+        self._attempt = 0
+        self._phase = Phase.START
+        self._num_signs = 0
+        self._has_stepped = False
+        """Whether the attempt has done a step."""
+        self._step = 0
+        """Its current step; an earlier attempt may have been further."""
+        self._last_step: int | None = None
+        self._total_steps: int | None = None
+        self._reported_total: int | None = None
+        """The newest total of any attempt. A user's function begins each without one."""
+        self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._sign_at = time.monotonic()
+        self._moved_at: float | None = None
+        self._unwritten: set[str] = set()
+        """Sources whose last signs of progress could not be written."""
+
+    def note_unwritten(self, source: str, events: Iterable[tuple[EventKind, int]]) -> None:
+        """Record that events of a source, each a kind and an attempt, could not be written."""
+        if any(
+            attempt == self._attempt and kind not in _BESIDE_TRAINING for kind, attempt in events
+        ):
+            self._unwritten.add(source)
+
+    def note_written(self, source: str) -> None:
+        """Record that all events which a source has sent are written."""
+        self._unwritten.discard(source)
+
+    def note(self, kind: EventKind, attempt: int, data: dict[str, Any], at: float = 0.0) -> None:
+        """Record one event; ``at`` is its time in unix seconds."""
+        self._note_steps(kind, data)
+        if kind is EventKind.ATTEMPT_STARTED:
+            if attempt > self._attempt:
+                self._attempt, self._phase, self._num_signs = attempt, Phase.START, 0
+                self._sign_at, self._moved_at = time.monotonic(), at
+                self._unwritten.clear()
+            return
+        if attempt != self._attempt:
+            return
+        moved = moved_at(kind, at, data)
+        if moved is not None:
+            self._moved_at = max(self._moved_at or moved, moved)
+        if kind in _BESIDE_TRAINING:
+            return
+        self._num_signs += 1
+        self._sign_at = time.monotonic()
+        if kind is EventKind.RESTORED and isinstance(data.get("step"), int):
+            self._step = data["step"]
+        elif kind is EventKind.TRAINING_STARTED:
+            self._total_steps = data.get("total_steps")
+            if self._total_steps is not None:
+                self._reported_total = self._total_steps
+            self._has_stepped = False
+            self._phase = Phase.EVALUATION if data.get("rests") else self._after_step()
+        elif kind is EventKind.METRICS:
+            self._has_stepped = True
+            self._step = max([self._step, *(point["step"] for point in data["points"])])
+            self._phase = self._after_step()
+        elif (
+            self._phase is not Phase.START
+            and kind is EventKind.EPOCH_COMPLETED
+            and data.get("rests", True)
+        ):
+            self._phase = Phase.EVALUATION
+        elif self._phase is not Phase.START and (
+            kind is EventKind.EPOCH_HOOK_DONE
+            or (kind is EventKind.EVALUATED and not data.get("rests", False))
+        ):
+            self._phase = self._after_step()
+
+    def progress(self) -> AttemptProgress:
+        """Return the progress as of the last event."""
+        p99 = (
+            sorted(self._step_s)[int(len(self._step_s) * 0.99)] if len(self._step_s) >= 20 else None
+        )
+        quiet_s = time.monotonic() - self._sign_at
+        return AttemptProgress(
+            self._attempt,
+            self._phase,
+            self._num_signs,
+            self._last_step,
+            self._told_step,
+            p99,
+            quiet_s,
+            self._moved_at,
+            self._step,
+            self._reported_total,
+            not self._unwritten,
+        )
+
+    def _after_step(self) -> Phase:
+        if self._total_steps is not None and self._step >= self._total_steps:
+            return Phase.FINISH
+        return Phase.STEP if self._has_stepped else Phase.FIRST_STEP
+
+    def _note_steps(self, kind: EventKind, data: dict[str, Any]) -> None:
+        if kind is EventKind.METRICS:
+            for point in data["points"]:
+                self._last_step = max(self._last_step or 0, point["step"])
+                self._told_step = max(self._told_step or 0, point["step"])
+                step_s = point["values"].get("step_s")
+                if step_s is not None:
+                    self._step_s.append(step_s)
+        elif kind in {
+            EventKind.RESTORED,
+            EventKind.CHECKPOINT_COMMITTED,
+            EventKind.EVALUATED,
+        } and isinstance(data.get("step"), int):
+            self._last_step = max(self._last_step or 0, data["step"])
+        if kind is EventKind.RESTORED and isinstance(data.get("step"), int):
+            # Steps beyond it are made again.
+            self._told_step = min(self._told_step or 0, data["step"])
+
+
+# ---------------------------------------------------------------- hang
 
 _SILENCE_S = 3.0
 """If two polls are further apart than this, the journal was silent, not necessarily the ranks.
@@ -30,8 +317,8 @@ WAITING_FILES = (
     ),
     *("/train_fn/protect/agreement.py", "/train_fn/protect/volatile.py"),
     "/train_fn/ray_train/user_script.py",
-    *("/train_fn/step/carrier.py", "/train_fn/step/peers.py", "/train_fn/step/rank_mean.py"),
-    *("/train_fn/step/step_values.py", "/train_fn/step/used_parameters.py"),
+    *("/train_fn/step/totals.py", "/train_fn/step/peers.py", "/train_fn/step/rank_mean.py"),
+    "/train_fn/step/step_values.py",
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
 ends with one, a barrier of Ray Train."""
@@ -61,7 +348,7 @@ class HangWatch:
         self.due_at = float("inf")
         """When the attempt is overdue if it makes no progress until then, in monotonic seconds."""
 
-    def overdue_s(self, progress: Progress, now: float) -> float | None:
+    def overdue_s(self, progress: AttemptProgress, now: float) -> float | None:
         """Return the seconds without progress if they exceed the limit, else None.
 
         Call it with every reply of the journal. While the journal cannot write what ranks tell, no
@@ -80,7 +367,7 @@ class HangWatch:
         """Return the seconds since the attempt last moved, as far as is known at ``now``."""
         return 0.0 if self._seen is None else now - self._moved_at
 
-    def reason(self, progress: Progress, overdue_s: float) -> str:
+    def reason(self, progress: AttemptProgress, overdue_s: float) -> str:
         """Return why the ranks are taken for hung, and which setting of the spec allows more."""
         set_s = self._hang_timeout_s
         setting = "is not set" if set_s is None else f"is {set_s:g}"
@@ -91,7 +378,7 @@ class HangWatch:
             "to more"
         )
 
-    def limit_s(self, progress: Progress) -> float:
+    def limit_s(self, progress: AttemptProgress) -> float:
         """Return how many seconds the current phase may take without progress."""
         settings = self._settings
         if progress.phase is Phase.STEP:
@@ -192,3 +479,114 @@ def waits_for_others(stack: str) -> bool:
     """Return whether a training stack ends in code that waits for other ranks."""
     files = re.findall(r'File "([^"]+)", line \d+', stack)
     return bool(files) and any(part in files[-1] for part in WAITING_FILES)
+
+
+# ---------------------------------------------------------------- waiting
+
+# Say in words what the ranks of a group do now, from their Python stacks.
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_MAX_STACK = 20_000
+"""Characters of a rank's stack that are kept, the innermost."""
+_RETURNED = "has returned"
+_REPORTS = "waits in ray.train.report"
+_GETS = "waits in ray.get"
+
+_WAITS = (
+    (re.compile(r"ray/train/.*", re.S), "report", _REPORTS),
+    (re.compile(r"train_fn/ray_train/user_function\.py"), "__call__", _REPORTS),
+    (re.compile(r"ray/_private/worker\.py"), "get", _GETS),
+    (re.compile(r"ray/_private/worker\.py"), "wait", "waits in ray.wait"),
+    (re.compile(r"torch/multiprocessing/spawn\.py"), "join", "waits for processes it spawned"),
+    (re.compile(r"multiprocessing/(process|popen_\w+)\.py"), "join|wait", "waits for a process"),
+    (re.compile(r"/subprocess\.py"), "wait|_wait|communicate|_communicate", "waits for a program"),
+    (re.compile(r"torch/autograd/graph\.py"), "_engine_run_backward", "is in a backward pass"),
+    (re.compile(r"torch/distributed/rendezvous\.py|TCPStore"), r"\w+", "waits for peers to meet"),
+    (re.compile(r"torch/distributed/"), "init_process_group|_new_.*", "waits for peers to meet"),
+    (re.compile(r"torch/distributed/distributed_c10d\.py"), r"\w+", "waits in a collective"),
+    (re.compile(r"torch/utils/data/"), r"\w+", "waits for its data loader"),
+    (re.compile(r"/threading\.py"), "wait|join|_wait_for_tstate_lock", "waits for a thread"),
+    (re.compile(r"/queue\.py"), "get|put", "waits for a queue"),
+    (re.compile(r"/socket\.py|/ssl\.py"), r"\w+", "waits for a connection"),
+)
+"""Where a rank waits: the file of a frame, its function, and the words. The first that matches a
+frame of the stack below the user's own counts."""
+
+_ONE_SIDED = (
+    "All ranks must call ray.train.report, also those whose metrics are not needed: take it out of "
+    "`if rank == 0`"
+)
+_NO_CPUS = (
+    "The ranks hold the CPUs that a remote function waits for: give it "
+    "@ray.remote(num_cpus=0), or fewer ranks (scaling.max_workers)"
+)
+
+
+def does(stack: str | None, training: str) -> str:
+    """Return what a rank does: ``waits in ray.train.report (train.py, line 12)``.
+
+    Args:
+        stack: its stacks with the training thread's last; None if it does not answer.
+        training: how the name of the training thread begins.
+    """
+    if stack is None:
+        return "does not answer"
+    own = stack.rpartition("Thread ")[2]
+    if not own.startswith(training):
+        return _RETURNED
+    place, frames = "", own
+    for found in USER_FRAME.finditer(own):
+        place = f" ({found[1]}, line {found[2]})"
+        frames = own[found.start() :]
+    inner = _FRAME.findall(frames)
+    for file, _, name in inner:
+        for pattern, function, words in _WAITS:
+            if pattern.search(file) and re.fullmatch(function, name):
+                return words + place
+    return f"runs {inner[-1][2]}{place}" if inner else "runs"
+
+
+def in_words(done: Mapping[int, str]) -> str:
+    """Return what all ranks do, in one text: ranks that do the same are named together, and what to
+    change follows where it is known."""
+    together: dict[str, list[int]] = {}
+    for rank, words in sorted(done.items()):
+        together.setdefault(words, []).append(rank)
+    parts = [f"{_ranks(ranks)} {words}" for words, ranks in together.items()]
+    reporting = [words.startswith(_REPORTS) for words in done.values()]
+    hints = []
+    if any(reporting) and not all(reporting):
+        hints.append(_ONE_SIDED)
+    if any(words.startswith(_GETS) for words in done.values()):
+        hints.append(_NO_CPUS)
+    return ". ".join(["; ".join(parts), *hints])
+
+
+def bounded(stack: str | None) -> str | None:
+    """Return the innermost part of a stack."""
+    return stack if stack is None or len(stack) <= _MAX_STACK else f"…{stack[-_MAX_STACK:]}"
+
+
+def due_after(last_s: float | None, first_s: float) -> float:
+    """Return the seconds without an event after which ranks are asked again: twice as long each
+    time, so that a run of long steps is asked seldom."""
+    return first_s if last_s is None else 2 * last_s
+
+
+def report(
+    stacks: Mapping[int, str | None], node_ids: Mapping[int, str], training: str
+) -> dict[str, Any]:
+    """Return the data of a ``stacks`` event about these ranks."""
+    done = {rank: does(stack, training) for rank, stack in stacks.items()}
+    ranks = [
+        {"rank": rank, "node_id": node_ids[rank], "does": done[rank], "stack": bounded(stack)}
+        for rank, stack in sorted(stacks.items())
+    ]
+    return {"summary": in_words(done), "ranks": ranks}
+
+
+def _ranks(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"ranks {shown}"

@@ -8,12 +8,11 @@ from typing import Any
 
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_dir import RunDir
+from train_fn.recovery.decision import PastFailure
+from train_fn.recovery.hang import moved_at
 from train_fn.recovery.links import from_json
-from train_fn.recovery.past_failures import PastFailure
-from train_fn.recovery.progress import moved_at
 
 READ_BATCH = 5000
 

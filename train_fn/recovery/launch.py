@@ -10,8 +10,8 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
 from storage.run_control import Stop
 from storage.run_dir import RunDir
-from train_fn.recovery.driver_process import DriverProcess
 from train_fn.recovery.history import History
+from train_fn.recovery.marks import DriverProcess
 from train_fn.recovery.settings import RecoverySettings
 
 YIELDED: Final = "yielded"
@@ -106,7 +106,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ControllerOutcome:
     """How the controller ended. If it is not ``decided``, the controller broke down and another one
     may continue the run."""
 

@@ -1,16 +1,23 @@
 """Read the small files by which the service directs drivers, without blocking if the storage hangs
-or fails."""
+or fails.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from storage.cluster.node_marks import NodeMark, read_node_marks
+import psutil
+
+from storage.cluster import NodeMark, read_node_marks
 from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
@@ -112,3 +119,48 @@ class WorkersLimit(LastKnown[int | None]):
         self, run_dir: RunDir, at_start: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(run_dir.workers_limit, at_start, "how many ranks the run may use", clock)
+
+
+# ---------------------------------------------------------------- driver process
+
+# Watch a driver's process from another process on its node.
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class DriverProcess:
+    """Process id, and when the process began (unix seconds), because ids are reused."""
+
+    pid: int
+    began_at: float
+
+    @classmethod
+    def own(cls) -> DriverProcess:
+        """Return the current process."""
+        process = psutil.Process()
+        return cls(process.pid, process.create_time())
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs or is stopped. A zombie counts as dead."""
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                process.create_time() == self.began_at and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return False
+
+    def wait(self) -> None:
+        """Block until the process has ended; on Linux without polling."""
+        with suppress(AttributeError, OSError):  # not Linux, or the process has ended
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                ended = select.poll()
+                ended.register(pidfd, select.POLLIN)
+                if self.is_alive():
+                    ended.poll()
+            finally:
+                os.close(pidfd)
+        while self.is_alive():
+            time.sleep(_LOOK_S)

@@ -1,10 +1,17 @@
-"""How a run ends: by its user, by its deadline, by a verdict, or by its last step."""
+"""How a run ends (by its user, its deadline, a verdict, its last step), and what a failure's
+event says.
+"""
 
 from __future__ import annotations
 
-from everstep.wire import ReasonCode
+from datetime import UTC, datetime
+
+from everstep.wire import Failure, ReasonCode
 from storage.run_control import Stop
-from train_fn.recovery.launch import Outcome
+from train_fn.recovery.decision import Decision
+from train_fn.recovery.evidence import Evidence
+from train_fn.recovery.launch import ControllerOutcome
+from train_fn.recovery.verdict import Judgement
 
 
 class Stopping:
@@ -54,7 +61,7 @@ def unfinished(step: int, total_steps: int | None) -> str | None:
 
 
 def ending(
-    outcome: Outcome, *, overdue: bool, by_itself: bool = False, kept: str | None = None
+    outcome: ControllerOutcome, *, overdue: bool, by_itself: bool = False, kept: str | None = None
 ) -> tuple[str, dict[str, str] | None]:
     """Return ``outcome`` and ``reason`` of the ``finished`` event.
 
@@ -91,3 +98,37 @@ def ending(
         ReasonCode.CANCELLED_BY_USER if outcome.stopped == "cancel" else ReasonCode.PAUSED_BY_USER
     )
     return "stopped", {"code": code.value, "message": f"stopped by request: {outcome.stopped}"}
+
+
+# ---------------------------------------------------------------- failure event
+
+# The failure event: what happened, what follows, and what it is charged to.
+
+
+def failure_of(
+    evidence: Evidence,
+    judgement: Judgement,
+    decision: Decision,
+    *,
+    detect_s: float | None,
+    world_size: int,
+) -> Failure:
+    """Return the failure for its event. The cost of the recovery is null: the ``recovered`` event
+    reports it."""
+    return Failure(
+        at=datetime.fromtimestamp(evidence.noticed_at, UTC),
+        attempt=evidence.attempt,
+        verdict=judgement.verdict,
+        first_rank=judgement.first_rank,
+        node_id=judgement.node_id,
+        step=judgement.step,
+        exception=judgement.exception,
+        evidence=judgement.detail,
+        action=decision.action,
+        budget=decision.budget,
+        steps_lost=None,
+        detect_s=detect_s,
+        recovery_s=None,
+        world_size_before=world_size or None,
+        world_size_after=None,
+    )

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from everstep.spec.sections import ScalingSpec
+
 _TINY = 1e-6
 """Ray's resources are floats: three thirds of a GPU must count as one."""
 
@@ -150,3 +152,24 @@ def choose_nodes(
         else:
             heapq.heappop(waiting)
     return chosen
+
+
+# ---------------------------------------------------------------- resources
+
+# The Ray resources of one rank.
+
+
+def use_gpu(spec: ScalingSpec, cluster: Mapping[str, float]) -> bool:
+    """Return whether ranks run on GPUs. ``auto`` means yes if the cluster has enough for
+    ``min_workers``."""
+    if spec.use_gpu != "auto":
+        return spec.use_gpu
+    return cluster.get("GPU", 0.0) >= spec.min_workers * spec.resources_per_worker.get("GPU", 1.0)
+
+
+def worker_resources(spec: ScalingSpec, on_gpu: bool) -> dict[str, float]:
+    """Return the Ray resources of one rank."""
+    resources = dict(spec.resources_per_worker)
+    if on_gpu:
+        resources.setdefault("GPU", 1.0)
+    return resources

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import GPU_FAULTY
-from train_fn.recovery.decision import Decision
+from train_fn.recovery.decision import Decision, PastFailure
 from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.past_failures import PastFailure
 from train_fn.recovery.verdict import Judgement
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep.wire import ErrorKind, Verdict
-from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of_death
-from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.evidence import VERDICT_OF_KIND, Evidence, RankReport, kind_of_death
 from train_fn.recovery.links import Pairs, words
 
 

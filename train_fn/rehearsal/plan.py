@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from train_fn.rehearsal.comparison import (
     Difference,

@@ -31,15 +31,13 @@ from train_fn import own_loop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.attempt import train
-from train_fn.loop.training import Progress
+from train_fn.loop.training import RankProgress
 from train_fn.node import children
 from train_fn.own_loop import OwnLoop
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
-from train_fn.snapshots.process_slot import kept_step
-from train_fn.standalone.place import Place, device_of
-from train_fn.standalone.process import set_up
-from train_fn.standalone.rank import CLOSE_S, begin_attempt
+from train_fn.snapshots.store import kept_step
+from train_fn.standalone.rank import CLOSE_S, LocalPlace, begin_attempt, device_of, set_up
 from train_fn.step.nccl import begin_attempt as begin_collectives
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
@@ -116,7 +114,7 @@ def serve(pipe: Connection, log: str) -> None:
 
 
 def _run(attempt: Attempt, pipe: Connection) -> Ended:
-    place = Place(
+    place = LocalPlace(
         attempt.rank,
         attempt.world_size,
         attempt.rank,
@@ -163,7 +161,7 @@ def _run(attempt: Attempt, pipe: Connection) -> Ended:
 
 def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
     """Train a task by Everstep's loop."""
-    progress = Progress()
+    progress = RankProgress()
     code = attempt.spec.code
     root = attempt.work_dir
     if code is not None:

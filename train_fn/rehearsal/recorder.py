@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from train_fn.loop.training import Progress
+from train_fn.loop.training import RankProgress
 from train_fn.own_loop import OwnLoop
 from train_fn.protect.protected import Protected
-from train_fn.state.digest import leaves
+from train_fn.state.tensor_tree import leaves
 
 Place = Literal["forward", "update", "commit"]
 """Where in a step something happens: when its first forward pass begins, between its backward pass
@@ -90,7 +90,7 @@ class OfTask:
 
     seeds_steps = False
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankProgress) -> None:
         self._progress = progress
 
     def step(self) -> int | None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.code.archive import unpack
+from storage.code import unpack
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.node.network_settings import store_at
+from train_fn.node.network import store_at
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.rehearsal.comparison import Record, read_record
 from train_fn.rehearsal.rank import Attempt, Ended, serve

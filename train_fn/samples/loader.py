@@ -9,20 +9,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.journal.process_output import mark_output
+from train_fn.journal.rank_log import mark_output
 from train_fn.recovery.error_text import ended_program
-from train_fn.samples.as_built import left_as_built
-from train_fn.samples.epoch_told import ToldEpoch
-from train_fn.samples.randomness import key, seed_sample
-from train_fn.samples.sampler import IndexArray, MicroBatch
+from train_fn.samples.sampler import IndexArray, MicroBatch, key, seed_sample
 
 Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16
@@ -302,3 +302,166 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         values = vars(batch).values() if hasattr(batch, "__dict__") else ()
     for value in values:
         yield from tensors_in(value, depth + 1)
+
+
+# ---------------------------------------------------------------- worker info
+
+# Set what ``torch.utils.data.get_worker_info`` returns, by which iterable data sets choose their
+# part of the samples.
+
+
+def is_in_loader_process() -> bool:
+    """Return whether ``get_worker_info`` returns a loader process now."""
+    return torch_worker._worker_info is not None
+
+
+@contextmanager
+def as_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Iterator[None]:
+    """Make ``get_worker_info`` return loader process ``number`` of ``num_workers`` inside the
+    block."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=num_workers, seed=seed, dataset=dataset
+    )
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+# ---------------------------------------------------------------- as built
+
+# Read a few samples in the rank's own process before loader processes are forked.
+
+
+@contextmanager
+def left_as_built(datasets: Iterable[Any]) -> Iterator[None]:
+    """Restore the attributes of data sets, and of data sets inside them, after the block.
+
+    A data set may open a file at its first read. All loader processes would inherit that file and
+    share its position, and so read each other's samples.
+    """
+    seen = set[int]()
+    owners = [owner for dataset in datasets for owner in data_sets_in(dataset, seen)]
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes in before:
+            now = vars(owner)
+            for key in [key for key in now if key not in attributes]:
+                del now[key]
+            now.update(attributes)
+
+
+def data_sets_in(dataset: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield ``dataset`` and the data sets in its attributes and lists. A ``Subset`` holds one."""
+    if id(dataset) in seen or not hasattr(dataset, "__dict__"):
+        return
+    seen.add(id(dataset))
+    yield dataset
+    for name, value in list(vars(dataset).items()):
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, Dataset) or name in ("dataset", "datasets"):
+                yield from data_sets_in(each, seen)
+
+
+# ---------------------------------------------------------------- epoch told
+
+# Tell data which epoch begins: ``set_epoch`` of a data set, of those that it holds, and of what
+# makes its batches. It is called in the process that reads.
+
+
+def told_of_epochs(roots: Iterable[Any]) -> list[Any]:
+    """Return what has ``set_epoch`` among these objects, and the data sets inside them."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    for root in roots:
+        for each in (root, *data_sets_in(root, seen)):
+            is_new = not any(each is other for other in found)
+            if is_new and callable(getattr(each, "set_epoch", None)):
+                found.append(each)
+    return found
+
+
+class ToldEpoch:
+    """Tell data of an epoch when it reads the first sample of it in this process."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._told: list[Any] | None = None
+        self._epoch: int | None = None
+
+    def begin(self, epoch: int) -> None:
+        """Tell the data, if this epoch is not the newest one that it was told of."""
+        if epoch == self._epoch:
+            return
+        if self._told is None:
+            self._told = told_of_epochs(self._roots)
+        self._epoch = epoch
+        for each in self._told:
+            each.set_epoch(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_told": None, "_epoch": None}
+
+
+# ---------------------------------------------------------------- whole pass
+
+# Read one pass over an iterable validation set.
+
+_END = object()
+
+
+class WholePass(IterableDataset[Loaded]):
+    """Yield a rank's batches of one pass over an iterable validation set. Every rank reads the
+    whole set and keeps its own batches."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        collate: Collate,
+        most: int | None = None,
+    ) -> None:
+        """Set up the pass. ``most`` limits the batches of all ranks, and nothing after them is
+        read; None reads all."""
+        self._dataset, self._size, self._rank, self._world_size = dataset, size, rank, world_size
+        self._seed, self._collate, self._most = seed, collate, most
+
+    def __iter__(self) -> Iterator[Loaded]:
+        for number, samples in enumerate(islice(self._chunks(), self._most)):
+            if number % self._world_size == self._rank:
+                yield Loaded(np.array([number]), self._collate(samples))
+
+    def _chunks(self) -> Iterator[list[Any]]:
+        samples = []
+        for ordinal, sample in enumerate(self._samples()):
+            samples.append(sample)
+            if len(samples) == self._size:
+                yield samples
+                samples = []
+            seed_sample(self._seed, 0, ordinal + 1)
+        if samples:
+            yield samples
+
+    def _samples(self) -> Iterator[Any]:
+        """Yield all samples. In this process too, ``get_worker_info`` returns a single loader
+        process, since data sets use it to choose their part."""
+        reading = (
+            nullcontext
+            if is_in_loader_process()
+            else partial(as_worker, 0, 1, self._seed, self._dataset)
+        )
+        with reading():
+            seed_sample(self._seed, 0, 0)
+            samples = iter(self._dataset)
+        while True:
+            with reading():
+                sample = next(samples, _END)
+            if sample is _END:
+                return
+            yield sample

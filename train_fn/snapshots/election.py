@@ -1,15 +1,35 @@
 """Choose the snapshot to resume from, among those that all ranks found. A pure function, so every
-rank makes the same choice."""
+rank makes the same choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from storage.checkpoints.lineage import RestorePoint, voided_by
+from everstep.spec.run_spec import RunSpec
+from everstep.wire import ReasonCode
+from everstep.wire.events import EventKind
+from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.reader import RestorePoint, voided_by
+from storage.checkpoints.retention import attempt_starts
+from storage.checkpoints.store import CheckpointStore
+from storage.errors import CheckpointExists
+from storage.filesystem import open_storage
+from storage.logs.journal import read_journal
 from storage.run_control import Distrust, struck_by
-from storage.run_names import CheckpointName
-from train_fn.snapshots.store import Label, Origin
+from storage.run_dir import CheckpointName, RunDir
+from train_fn.checkpoints.commit import manifest_facts, write_files
+from train_fn.context import WorkerContext
+from train_fn.node import node_dir
+from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in
 
 
 @dataclass(frozen=True)
@@ -120,3 +140,212 @@ def trusted(
 def snapshot_name(label: Label) -> str:
     """Return the name of a snapshot in events."""
     return f"snapshot of step {label.step} by rank {label.rank} of attempt {label.attempt}"
+
+
+# ---------------------------------------------------------------- last save
+
+# The last save of a run that ends without a checkpoint of its newest step: a snapshot on a node
+# becomes that checkpoint.
+#
+# It needs no rank and runs no code of the user: a snapshot holds everything that a checkpoint does.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LastSave:
+    """The outcome. ``manifest`` is None if the state of ``step`` could not be saved, because of
+    ``problem``."""
+
+    step: int
+    manifest: Manifest | None = None
+    problem: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """The outcome in words, as the end of a sentence."""
+        if self.manifest is not None:
+            return f"step {self.step} is kept as checkpoint {self.manifest.name}"
+        return f"step {self.step} could not be kept: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A snapshot that does not match its label."""
+
+    problem: str
+
+
+Commit = Callable[[Offer], Manifest | Unreadable]
+
+
+def save_last(
+    run_dir: RunDir, submission: int, offers: Sequence[Offer], commit: Commit
+) -> LastSave | None:
+    """Commit the state that the next attempt would continue from. Return None if a checkpoint is as
+    new, or nothing was trained yet.
+
+    If a snapshot cannot be read, the next one is tried. Raises nothing.
+    """
+    unreadable: LastSave | None = None
+    step = max((offer.label.step for offer in offers), default=0)
+    try:
+        left, _ = trusted(offers, run_dir.distrusted())
+        starts, durable = attempt_starts(run_dir), newest_durable(run_dir)
+        while (
+            offer := elect(in_lineage(left, starts)[0], submission).offer
+        ) is not None and offer.label.step > durable:
+            step, found = offer.label.step, commit(offer)
+            if isinstance(found, Manifest):
+                return LastSave(step, found)
+            logger.warning("the last save of step %d: %s", step, found.problem)
+            unreadable = unreadable or LastSave(step, problem=found.problem)
+            left.remove(offer)
+        return unreadable
+    except Exception as exc:
+        logger.warning("the last save of step %d failed", step, exc_info=exc)
+        return LastSave(step, problem=f"{type(exc).__name__}: {exc}")
+
+
+def save_own(
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, world_size: int
+) -> LastSave | None:
+    """Like ``save_last``, for states of this process's node only: for ranks without a driver."""
+    offers = [Offer(0, label) for label in store.labels()]
+    return save_last(
+        run_dir,
+        store.submission,
+        offers,
+        lambda offer: commit_snapshot(run_dir, spec, store, offer.label, world_size),
+    )
+
+
+def newest_durable(run_dir: RunDir) -> int:
+    """Return the step of the newest checkpoint; 0 for none. Raises StorageError."""
+    lineage = CheckpointStore(run_dir).lineage()
+    return lineage[-1].step if lineage else 0
+
+
+def commit_snapshot(
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label: Label, world_size: int
+) -> Manifest | Unreadable:
+    """Commit a snapshot of this node as a checkpoint of the store's submission. Raises
+    StorageError."""
+    try:
+        state = store.read(label)
+    except Exception as exc:
+        return Unreadable(f"the snapshot cannot be read: {exc}")
+    return commit_state(run_dir, spec, store.submission, label.attempt, world_size, state)
+
+
+def commit_state(
+    run_dir: RunDir,
+    spec: RunSpec,
+    submission: int,
+    attempt: int,
+    world_size: int,
+    state: dict[str, Any],
+) -> Manifest:
+    """Commit a whole state on the CPU as a checkpoint. If its attempt has committed one meanwhile,
+    return that. Raises StorageError."""
+    checkpoints = CheckpointStore(run_dir)
+    try:
+        with checkpoints.begin(state["step"], submission, attempt) as writer:
+            write_files(writer, state, safetensors=spec.checkpoint.safetensors)
+            return writer.commit(world_size=world_size, **manifest_facts(state))
+    except CheckpointExists as exc:
+        return checkpoints.manifest(exc.name)
+
+
+# ---------------------------------------------------------------- forgotten
+
+# Remove old snapshots that no run needs from a node's shared memory, when a worker starts there.
+#
+# The end of a run removes its snapshots from every reachable node. Snapshots remain on nodes that
+# could not be reached, and of runs that never ended.
+
+FORGOTTEN_S = 24 * 3600.0
+"""Snapshots unchanged for this many seconds are removed, unless their run may still resume from
+them."""
+ABANDONED_S = 30 * FORGOTTEN_S
+"""Snapshots unchanged for this many seconds are removed in any case."""
+
+
+def sweep_forgotten(ctx: WorkerContext) -> threading.Thread | None:
+    """Remove old snapshots of other runs from this node. Return the thread that does so; None if
+    there are none.
+
+    A thread is used because it reads the run's storage, which may be slow or unavailable.
+    """
+    old = [
+        directory
+        for directory in node_dir.shared_memory_root().iterdir()
+        if directory.is_dir()
+        and directory.name != ctx.run_dir.run_id
+        and _age_s(directory) > FORGOTTEN_S
+    ]
+    if not old:
+        return None
+    thread = threading.Thread(
+        target=_sweep, args=(old, ctx.run_dir.storage.uri), name="sweep-forgotten", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _sweep(directories: list[Path], reached: str) -> None:
+    """Remove those directories that no run needs. ``reached`` is the URI of a storage that is known
+    to be available."""
+    for directory in directories:
+        with suppress(OSError):
+            needed = any(_may_count(directory.name, label, reached) for label in _labels(directory))
+            if not needed or _age_s(directory) > ABANDONED_S:
+                logger.info("removing the snapshots that run %s left on this node", directory.name)
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _age_s(directory: Path) -> float:
+    """Return the seconds since the last change in a run's directory; 0 if it cannot be read, as
+    while it is being removed."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except OSError:
+        return 0.0
+
+
+def _labels(directory: Path) -> list[Label]:
+    """Return the labels of readable snapshots in a run's directory."""
+    return [
+        label
+        for place in directory.iterdir()
+        for label in labels_in(place)
+        if label.problem is None
+    ]
+
+
+def _may_count(run_id: str, label: Label, reached: str) -> bool:
+    """Return whether the run may still resume from a snapshot: it has not ended, and has no
+    checkpoint of this step or a later one."""
+    if label.storage is None:  # left by an older Everstep
+        return False
+    try:
+        run_dir = RunDir(open_storage(label.storage), run_id)
+        submission = max(run_dir.submissions(), default=0)
+        if not submission:  # the run was deleted, or its storage is not mounted here
+            return label.storage != reached
+        return not _has_ended(run_dir, submission) and newest_durable(run_dir) < label.step
+    except Exception as exc:
+        logger.warning(
+            "whether run %s still needs its snapshots is not known, so they stay: %s", run_id, exc
+        )
+        return True
+
+
+def _has_ended(run_dir: RunDir, submission: int) -> bool:
+    """Return whether the newest submission's journal says that the run cannot continue. Raise
+    StorageError if it cannot be read."""
+    events, _ = read_journal(run_dir, submission, None, 1, (EventKind.FINISHED,), past_damage=True)
+    if not events:
+        return False
+    code = (events[0].data.get("reason") or {}).get("code")
+    return events[0].data["outcome"] != "stopped" or code == ReasonCode.CANCELLED_BY_USER.value

@@ -21,9 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from train_fn.checkpoints.torch_file import without_checksums
-from train_fn.state.digest import digest
-from train_fn.state.tensor_tree import TensorShape, plain_apart, put_together, shapes
-from train_fn.step.word_sums import Words, bytes_of, joined, words_in
+from train_fn.state.tensor_tree import TensorShape, digest, plain_apart, put_together, shapes
+from train_fn.step.fingerprints import Words, bytes_of, joined, words_in
 
 PIECE_BYTES = 4 << 20
 """Tensors are summed and written in pieces of this size, a multiple of 8. A piece stays in the

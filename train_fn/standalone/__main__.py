@@ -1,6 +1,6 @@
 """``python -m train_fn.standalone``: what torchrun starts as each rank."""
 
-from everstep.spec.hash_seed import fix_hash_seed
+from everstep.spec.code import fix_hash_seed
 
 if __name__ == "__main__":
     fix_hash_seed()  # before torch is imported: the program may start again

@@ -6,24 +6,44 @@ import argparse
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.code.source import with_code
-from everstep.errors import EverstepError
+from everstep.code import with_code
+from everstep.errors import EverstepError, UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import RunSpec
 from everstep.spec.yaml_file import read_spec
+from storage.code import CodeStore
 from storage.errors import StorageError
-from storage.filesystem import open_storage
+from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir
+from train_fn.context import WorkerContext
+from train_fn.journal.server import Say
+from train_fn.loop.attempt import train_openly
+from train_fn.loop.departure import save_last
+from train_fn.loop.training import RankProgress
+from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.standalone.local import run_id_of
-from train_fn.standalone.own_code import OwnCode, bring_code
-from train_fn.standalone.place import place_from_env
-from train_fn.standalone.process import join, set_up, stop_on_signals
-from train_fn.standalone.rank import EXIT_FAILED, EXIT_USAGE, run_rank
+from train_fn.snapshots.store import snapshot_store
+from train_fn.standalone.rank import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Ended,
+    join,
+    place_alone,
+    place_from_env,
+    run_rank,
+    say_line,
+    set_up,
+    stop_on_signals,
+)
 from train_fn.step.peers import end_process_group
+from train_fn.user_code.modules import work_on
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,3 +130,107 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_process_group()
 
     return _checked(one_rank)
+
+
+# ---------------------------------------------------------------- own code
+
+# A user's code that comes from a directory of this host.
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A user's code that is not uploaded to the service."""
+
+    archive: bytes
+    path: Path
+    """What it was packed from: a directory, or an archive."""
+
+
+def bring_code(spec: RunSpec, storage: Storage, code: OwnCode | None) -> None:
+    """Make a spec's code importable in this process. Raises UsageError if the code is not given or
+    cannot run here."""
+    if spec.code is None:
+        return
+    if spec.code.script is not None:
+        raise UsageError(
+            "code.script is a script for torchrun: run it with torchrun itself, as in `torchrun "
+            "--nproc-per-node 2 train.py`; `everstep submit` gives it to the service"
+        )
+    if spec.code.train_fn is not None:
+        raise UsageError(
+            "code.train_fn runs under Ray Train alone; `everstep submit` gives it to the service"
+        )
+    if code is None:
+        raise UsageError(
+            "the spec names code of its own by a digest; give --code DIRECTORY, the code itself"
+        )
+    if code.path.is_dir():
+        work_on(code.archive, code.path)
+    else:
+        CodeStore(storage).put(code.archive)
+
+
+# ---------------------------------------------------------------- local
+
+# Training in this process, as the only rank: for a debugger.
+
+__all__ = ["OwnCode", "run_local"]
+
+
+def run_local(
+    spec: RunSpec,
+    storage: str,
+    run_id: str | None,
+    say: Say = say_line,
+    code: OwnCode | None = None,
+) -> Ended:
+    """Train in this process, alone. What raises, raises here, with its frames. No loader process is
+    started, so that breakpoints in data sets hold.
+
+    Args:
+        run_id: a run to begin or continue; None for a new run each time.
+    """
+    bring_code(spec, open_storage(storage), code)
+    loader = spec.train.loader.model_copy(update={"num_workers": 0})
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": loader})})
+    run_dir = RunDir(
+        open_storage(storage), run_id or f"{run_id_of(spec)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    place = place_alone()
+    set_up(spec)
+    join(spec, place, RecoverySettings().collective_timeout_s)
+    try:
+        return run_rank(
+            spec,
+            run_dir,
+            place,
+            fresh=False,
+            stopping=threading.Event(),
+            say=say,
+            train=train_in_the_open,
+        )
+    finally:
+        end_process_group()
+
+
+def run_id_of(spec: RunSpec) -> str:
+    """Return the default name of a run's directory: the spec's name, with ``-`` in place of letters
+    that a file's name may not have."""
+    return "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-"
+        for letter in spec.name
+    )
+
+
+def train_in_the_open(ctx: WorkerContext) -> Left | None:
+    """Like ``train``, but an exception keeps its frames. No peer waits for this rank.
+
+    The state goes into a checkpoint. Snapshots on this node stay until their state is in one.
+    """
+    progress = RankProgress()
+    try:
+        return train_openly(ctx, progress)
+    except Exception:
+        if save_last(ctx, progress):
+            snapshot_store(ctx).remove_all()
+        raise

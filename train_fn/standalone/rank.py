@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
 
+import psutil
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.errors import StorageError
+from storage.claims import claim_submission, newest_attempt, succeed_submission
+from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
+from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.checkpoints.save_events import committed_data
+from train_fn.checkpoints.cadence import committed_data
 from train_fn.context import WorkerContext
-from train_fn.journal.local_journal import LocalJournal, Say, open_local_journal
+from train_fn.journal.server import LocalJournal, Say, open_local_journal
 from train_fn.loop import attempt
+from train_fn.node import children
+from train_fn.node.memory import keep_memory
+from train_fn.node.network import interface_problem, take_debug_level
+from train_fn.node.usage import set_threads
+from train_fn.recovery.evidence import StepFailed
+from train_fn.recovery.history import READ_BATCH, read_history
 from train_fn.recovery.launch import Left
-from train_fn.recovery.rank_error import StepFailed
-from train_fn.snapshots.last_save import save_own
+from train_fn.recovery.settings import device_env, take_environment
+from train_fn.snapshots.election import save_own
 from train_fn.snapshots.store import snapshot_store
-from train_fn.standalone.place import Place, device_of
-from train_fn.standalone.submission import Start, begin_run
+from train_fn.step.nccl import group_backend
 from train_fn.step.peers import Peers
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
@@ -55,7 +68,7 @@ class Ended:
 def run_rank(
     spec: RunSpec,
     run_dir: RunDir,
-    place: Place,
+    place: LocalPlace,
     *,
     fresh: bool,
     stopping: threading.Event,
@@ -100,7 +113,7 @@ def run_rank(
 def begin_attempt(
     spec: RunSpec,
     run_dir: RunDir,
-    place: Place,
+    place: LocalPlace,
     device: torch.device,
     fresh: bool,
     stopping: threading.Event,
@@ -108,7 +121,7 @@ def begin_attempt(
 ) -> tuple[WorkerContext, LocalJournal]:
     """Let rank 0 choose the numbers of this attempt, and tell the journal of it. A collective."""
     peers = Peers(place.rank, place.world_size, device)
-    start: Start | EverstepError | StorageError | None = None
+    start: LocalStart | EverstepError | StorageError | None = None
     if place.rank == 0:
         try:
             start = begin_run(run_dir, spec, place.launch, fresh=fresh)
@@ -168,3 +181,202 @@ def save_left(ctx: WorkerContext, say: Say) -> None:
     if saved.manifest is not None:
         ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(saved.manifest))
     say(f"stopped by an error; {saved.summary}")
+
+
+# ---------------------------------------------------------------- place
+
+# Where a rank runs: its number, its node, its device.
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """One process among those that were started together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    launch: str
+    """Names who started the process. A process that torchrun starts in place of another one has the
+    same."""
+
+
+def place_from_env(env: Mapping[str, str]) -> LocalPlace:
+    """Return where torchrun put this process. Raises UsageError if torchrun did not start it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: start this by torchrun, "
+            "`torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml`, or alone, `everstep "
+            "run SPEC.yaml --local`"
+        )
+    rank, world_size, local_rank, local_world_size = (int(env[name]) for name in names[:4])
+    agent = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid())
+    return LocalPlace(
+        rank, world_size, local_rank, local_world_size, os.uname().nodename, launch_of(agent)
+    )
+
+
+def launch_of(process: psutil.Process) -> str:
+    """Return a name for ``process`` that no other process has, now or later."""
+    return f"{os.uname().nodename}/{process.pid}/{process.create_time():.2f}"
+
+
+def place_alone() -> LocalPlace:
+    """Return the place of this process as the only rank."""
+    return LocalPlace(0, 1, 0, 1, os.uname().nodename, launch_of(psutil.Process()))
+
+
+def device_of(spec: RunSpec, place: LocalPlace) -> torch.device:
+    """Return this rank's GPU if the spec wants one and the node has it, else the CPU. Raises
+    UsageError."""
+    wanted, available = spec.scaling.use_gpu, torch.cuda.device_count()
+    if wanted is False or (wanted == "auto" and available < place.local_world_size):
+        return torch.device("cpu")
+    if available < place.local_world_size:
+        raise UsageError(
+            f"scaling.use_gpu is true, but {place.node} has {available} GPUs for "
+            f"{place.local_world_size} ranks; start fewer, "
+            "or set scaling.use_gpu to false"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+# ---------------------------------------------------------------- process
+
+# This process as a rank: its settings, its process group, its signals.
+
+
+def set_up(spec: RunSpec) -> None:
+    """Prepare this process to be a rank: its environment before anything reads it, its memory and
+    its threads."""
+    take_environment(device_env(spec) | spec.env)
+    keep_memory()
+    set_threads(spec)
+
+
+def join(spec: RunSpec, place: LocalPlace, timeout_s: float) -> None:
+    """Create the process group at the address that torchrun gave. A process that is alone needs no
+    network. Raises UsageError."""
+    device = device_of(spec, place)
+    problem = interface_problem(os.environ, nccl=device.type == "cuda")
+    if problem is not None and place.world_size > 1:
+        raise UsageError(problem)
+    backend, timeout = group_backend(device), timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    take_debug_level(over_nccl=backend != "gloo")
+    if place.world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    children.begin()
+    dist.init_process_group(backend, timeout=timeout)
+    children.connected()
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM, SIGHUP and the first Ctrl-C set, for all ranks to save at one
+    step and leave. The second Ctrl-C ends the process."""
+    stopping = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        stopping.set()
+        if signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, ask)
+    return stopping
+
+
+# ---------------------------------------------------------------- submission
+
+# How a start of these processes becomes a submission and an attempt of the run.
+
+MAY_CHANGE = frozenset(
+    {"name", "project", "priority", "tags", "scaling", "checkpoint", "recovery", "env"}
+)
+"""Fields of a spec that another start of the same run may change: none of them changes what is
+computed."""
+
+
+@dataclass(frozen=True)
+class LocalStart:
+    """The numbers that rank 0 chose for this start, for all ranks."""
+
+    submission: int
+    attempt: int
+
+
+def begin_run(run_dir: RunDir, spec: RunSpec, launch: str, *, fresh: bool) -> LocalStart:
+    """Create the run's directory, or continue the run that is there. Called by rank 0 alone.
+
+    Raises UsageError if the directory holds a run of another spec.
+    """
+    if fresh:
+        run_dir.delete()
+    try:
+        kept = run_dir.read_spec()
+    except StorageNotFound:
+        kept = spec
+    differing = _differences(kept, spec)
+    if differing:
+        raise UsageError(
+            f"{run_dir.uri} holds a run of another spec ({', '.join(differing)} differ); choose "
+            "another --run-id, or begin anew "
+            "by --fresh, which deletes it"
+        )
+    run_dir.write_spec(spec)
+    submissions = run_dir.submissions()
+    last_attempt = read_history(run_dir).last_attempt
+    newest = submissions[-1] if submissions else 0
+    same = newest > 0 and _launched_by(run_dir, newest) == launch
+    if not same:
+        newest = _claim_next(run_dir, newest)
+    return LocalStart(newest, newest_attempt(run_dir, newest, last_attempt) + 1)
+
+
+def _claim_next(run_dir: RunDir, newest: int) -> int:
+    """Claim the first submission after ``newest`` that nobody has begun. Two starts at the same
+    time get one each."""
+    number = newest + 1
+    while True:
+        try:
+            claim_submission(run_dir, number)
+        except AlreadyClaimed:
+            number += 1
+        else:
+            succeed_submission(run_dir, number)
+            return number
+
+
+def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:
+    """Return the names of the fields that differ between two specs and change what is computed."""
+    before, after = kept.model_dump(), spec.model_dump()
+    names = [
+        name
+        for name in after
+        if name not in MAY_CHANGE and name != "train" and before.get(name) != after[name]
+    ]
+    names += [
+        f"train.{name}"
+        for name in after["train"]
+        if name != "loader" and before["train"].get(name) != after["train"][name]
+    ]
+    return names + (
+        ["the resolved micro_batch_size"] if kept.micro_batch_size != spec.micro_batch_size else []
+    )
+
+
+def _launched_by(run_dir: RunDir, submission: int) -> str | None:
+    """Return who started the processes of a submission's last attempt."""
+    launch, cursor = None, None
+    while True:
+        events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
+        for event in events:
+            if event.kind is EventKind.ATTEMPT_STARTED:
+                launch = event.data.get("launch")
+        if not events:
+            return launch

@@ -22,8 +22,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from train_fn.samples.as_built import left_as_built
-from train_fn.samples.randomness import seed_sample
+from train_fn.errors import BadTask, DataChanged
+from train_fn.samples.loader import left_as_built
+from train_fn.samples.sampler import seed_sample
+from train_fn.step.fingerprints import word_sum
 from train_fn.tasks.checks import is_iterable
 
 NUM_SAMPLES = 8
@@ -268,3 +270,148 @@ def _enter_numbers(flat: Any, itemsize: int, exact: Any, numbers: list[list[floa
 
 def _thinned(size: int) -> Any:
     return np.linspace(0, size - 1, _MOST_NUMBERS).astype(np.int64)
+
+
+# ---------------------------------------------------------------- same data
+
+# Refuse to resume a state on other training data than it was trained on.
+
+
+def require_same_data(
+    state: Mapping[str, Any],
+    data_name: str,
+    *,
+    fingerprint: str,
+    steps_per_epoch: int,
+    contents: Contents | None,
+) -> None:
+    """Raise DataChanged if a saved state was trained on data with another fingerprint, length or
+    samples.
+
+    Args:
+        state: The saved state.
+        data_name: Name of the data in errors.
+        fingerprint: Of the data that are there now, as their number of steps and their contents.
+        contents: Sketches of a few samples; None if they are not compared.
+    """
+    if state["fingerprint"] != fingerprint:
+        raise DataChanged(
+            f"{data_name} changed since step {state['step']}: "
+            f"it was {state['fingerprint']}, now it is {fingerprint}. "
+            "Put the data back as it was, or start a new run"
+        )
+    if divmod(state["step"], steps_per_epoch) != (state["epoch"], state["k"]):
+        raise DataChanged(
+            f"{data_name} has another length since step {state['step']}, though it calls "
+            f"itself {fingerprint} as "
+            "before. Put the data back as it was, or start a new run"
+        )
+    if contents is not None and state.get("contents"):
+        require_same_contents(state["contents"], state["step"], data_name, contents)
+
+
+def require_same_contents(saved: str, step: int, data_name: str, contents: Contents) -> None:
+    """Raise DataChanged if samples have changed since they were saved at this step. States of older
+    versions hold no samples to compare."""
+    changed = contents.differing(json.loads(saved))
+    unstable = contents.unstable(changed)
+    contents.forget(unstable)
+    changed = [name for name in changed if name not in unstable]
+    if changed:
+        raise DataChanged(
+            f"{data_name} changed since step {step}: not the same: "
+            f"{few(changed)}. Put the data back as it was, "
+            "or start a new run. If nothing was changed, each process builds other data: "
+            f"{DRAW_ALIKE}"
+        )
+
+
+# ---------------------------------------------------------------- frozen part
+
+# The frozen parameters of a model, which a run's states may leave out: the task builds them anew
+# in every attempt.
+
+_WAY_OUT = "Set checkpoint.parameters to all, or keep what changes in a buffer"
+
+
+class FrozenPart:
+    """Know the names and the contents of the parameters that are not trained, by their names in the
+    model's ``state_dict``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {
+            name: value
+            for name, value in model.named_parameters(remove_duplicate=False)
+            if not value.requires_grad and not is_lazy(value)
+        }
+        trained = {
+            value.untyped_storage().data_ptr()
+            for value in model.parameters()
+            if value.requires_grad and not is_lazy(value)
+        }
+        for name, value in list(self._parameters.items()):
+            if value.untyped_storage().data_ptr() in trained:  # changes with them
+                del self._parameters[name]
+        self.sums = sums_of(self._parameters, self._parameters)
+        """Sums of the words of each parameter, as the task built it."""
+        self._marks = self._present_marks()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def without(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of ``weights`` that are not frozen."""
+        return {name: value for name, value in weights.items() if name not in self._parameters}
+
+    def require_none(self, names: Iterable[str]) -> None:
+        """Raise BadTask if a forward pass changes one of these parameters."""
+        if changed := [name for name in names if name in self._parameters]:
+            raise BadTask(
+                f"forward changes frozen parameters: {few(changed)}. With checkpoint.parameters: "
+                f"trainable no checkpoint holds them. {_WAY_OUT}"
+            )
+
+    def require_unchanged(self, *, thorough: bool) -> None:
+        """Raise BadTask if a frozen parameter has other contents than as it was built.
+
+        Args:
+            thorough: whether to read all of them. Else only those are read that torch knows to be
+                written to.
+        """
+        marks = self._present_marks()
+        suspects = [name for name in marks if thorough or marks[name] != self._marks[name]]
+        if not suspects:
+            return
+        now = sums_of(self._parameters, suspects)
+        if changed := [name for name in suspects if now[name] != self.sums[name]]:
+            raise BadTask(
+                f"frozen parameters have changed since the model was built: {few(changed)}. With "
+                f"checkpoint.parameters: trainable no checkpoint holds them. {_WAY_OUT}"
+            )
+        self._marks = marks
+
+    def _present_marks(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (value._version, value.data_ptr()) for name, value in self._parameters.items()
+        }
+
+
+def sums_of(weights: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
+    """Return the sums of the words of the named tensors that are among ``weights``."""
+    return {
+        name: word_sum(weights[name])
+        for name in names
+        if isinstance(weights.get(name), torch.Tensor)
+    }
+
+
+def other_base(saved: Mapping[str, int], own: Mapping[str, Any]) -> list[str]:
+    """Return the frozen parameters that a state leaves out and that ``own``, a model's
+    ``state_dict``, has not or has with other contents.
+
+    Args:
+        saved: the sums that the state holds in their place.
+    """
+    now = sums_of(own, saved)
+    return [name for name, value in saved.items() if now.get(name) != value]

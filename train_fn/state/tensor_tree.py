@@ -1,9 +1,11 @@
 """Copy nested dicts with tensors into reused memory, or split them into structure and tensors for
-sending, and join them again."""
+sending, and join them again.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import sys
@@ -15,8 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from train_fn.errors import BadTask
+from train_fn.step.fingerprints import word_sum
 
 PIECE_BYTES = 4 << 20
 """Pieces of about this size are copied in parallel. A state smaller than two pieces is copied by
@@ -306,3 +310,112 @@ def of_own_types(value: Any, own: Any) -> Any:
     if isinstance(own, list) and isinstance(value, list) and len(own) == len(value):
         return [of_own_types(each, other) for each, other in zip(value, own, strict=True)]
     return value
+
+
+# ---------------------------------------------------------------- digest
+
+# Compute digests of training states, to compare them between ranks and attempts.
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Return a digest of a state, to compare counters, ledger and all bits of all tensors.
+
+    A tensor enters as the sum of its 8-byte words modulo 2**64, which runs at memory speed. The
+    tail's times and the newest checkpoint are left out, since they may differ between ranks.
+    """
+    hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
+    for name in ("model", "optimizer", "scaler", "ema"):
+        hashed.update(_text(state[name], name))
+    for name in ("unsaved", "task", "scheduler", "chain"):  # which older states do not have
+        if state.get(name):
+            hashed.update(_text(state[name], name))
+    return hashed.hexdigest()
+
+
+def tree_digest(tree: Any) -> str:
+    """Return a digest of nested plain values and tensors."""
+    return hashlib.sha256(_text(tree, "")).hexdigest()
+
+
+def _text(tree: Any, name: str) -> bytes:
+    return "".join(f"{path} {_leaf_text(leaf)}\n" for path, leaf in leaves(tree, name)).encode()
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return str(word_sum(leaf))
+    return repr(sorted(map(repr, leaf))) if isinstance(leaf, set) else repr(leaf)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested dicts, lists and tuples with its path, in order."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from leaves(value, f"{path}/{name}")
+    elif isinstance(tree, list | tuple):
+        for position, value in enumerate(tree):
+            yield from leaves(value, f"{path}/{position}")
+    else:
+        yield path, tree
+
+
+# ---------------------------------------------------------------- shared memory
+
+# Let a model take over the memory of a restored state, in place of a copy.
+#
+# To copy a large state into memory that a new process has not used yet takes longer than to read
+# it.
+
+_WORTH_IT = 1 << 20
+"""Bytes from which a parameter takes over memory."""
+
+
+def adopt(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Let frozen parameters of ``model`` take over the memory of the tensors of their names.
+    Loading ``saved`` then copies nothing into them.
+
+    Only those that nothing else shares memory with: a view, or an array, would go on to show what
+    was there before. One that is trained is written at each step, and would have its pages copied
+    then, one by one.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = Counter(map(id, own.values()))
+    for name, value in model.state_dict(keep_vars=True).items():
+        parameter = own.get(name)
+        if (
+            parameter is value
+            and name in saved
+            and names[id(parameter)] == 1
+            and _may_take_over(parameter, saved[name])
+        ):
+            parameter.data = saved[name]
+
+
+def _may_take_over(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    return (
+        type(parameter) is nn.Parameter
+        and type(value) is torch.Tensor
+        and not parameter.requires_grad
+        and parameter.nbytes >= _WORTH_IT
+        and (parameter.shape, parameter.dtype, parameter.device, parameter.stride())
+        == (value.shape, value.dtype, value.device, value.stride())
+        and value.is_cpu
+        and _has_memory_alone(parameter)
+        and value.untyped_storage().nbytes() == value.nbytes
+    )
+
+
+def _has_memory_alone(parameter: nn.Parameter) -> bool:
+    """Whether as many use its memory as that of a new parameter."""
+    new = nn.Parameter(torch.empty(1), requires_grad=False)
+    return parameter.untyped_storage().nbytes() == parameter.nbytes and (
+        _users(parameter) == _users(new) != (0, 0)
+    )
+
+
+def _users(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how many tensors and how many Python objects hold its memory; zeros where this torch
+    does not tell."""
+    storage = parameter.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return (count(storage._cdata), sys.getrefcount(storage)) if count else (0, 0)

@@ -1,36 +1,34 @@
 """TrainState: the one registry of everything that a run needs to resume exactly where it
-stopped."""
+stopped.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from train_fn.errors import BadTask
-from train_fn.samples.bookmarks import Bookmarks
-from train_fn.samples.ledger import Ledger
+from everstep.wire.events import EventKind
+from train_fn.errors import BadTask, NothingTrained
+from train_fn.samples.ledger import Bookmarks, Ledger
 from train_fn.samples.sampler import Sampler
 from train_fn.state.chain import Chain
-from train_fn.state.contents import Contents, few
-from train_fn.state.ema import Ema
-from train_fn.state.event_tail import EventTail
-from train_fn.state.frozen_part import FrozenPart, other_base
-from train_fn.state.optim import match_layout
-from train_fn.state.optimizers import Optimizers, each_of
-from train_fn.state.packed_moments import Packer, unpacked
-from train_fn.state.same_data import require_same_data
-from train_fn.state.shared_memory import adopt
-from train_fn.state.skipped_steps import SkippedSteps
-from train_fn.state.sound_state import require_sound
-from train_fn.state.tensor_tree import copy_to_cpu, of_own_types
-from train_fn.step.modes import BuiltModes
-from train_fn.step.untrained import Place, copy_all, is_alike, untrained_places
+from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
+from train_fn.state.optim import Ema, Optimizers, Packer, each_of, match_layout, unpacked
+from train_fn.state.sound_state import not_finite, require_sound
+from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types
+from train_fn.step.precision import BuiltModes
+from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
+from train_fn.tasks.checks import where
+from train_fn.tasks.protocol import Task
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ tensor."""
 
 
 @dataclass(frozen=True)
-class Best:
+class BestSoFar:
     """Describe the best evaluation so far. ``checkpoint`` names the checkpoint that holds it."""
 
     metric: str
@@ -116,7 +114,7 @@ class TrainState:
         self.chain = Chain()
         self.metrics: dict[str, float] = {}
         """Latest validation metrics."""
-        self.best: Best | None = None
+        self.best: BestSoFar | None = None
         self.parent: str | None = None
         """Newest committed checkpoint that this rank knows this state to descend from."""
         self.tail = EventTail()
@@ -124,7 +122,7 @@ class TrainState:
         """Fingerprint of the run's kernels (``Numerics``); None if the state is older."""
         self.task: Any = None
         """The task's own state (``TaskState``) after the last step."""
-        self._unsaved: dict[str, Place] = {}
+        self._unsaved: dict[str, TensorPlace] = {}
         """Buffers, by name, that forward passes change but the model's state_dict leaves out."""
         self.complete = False
         """Whether a run can resume from this state. It must be restored, and no commit may have
@@ -138,7 +136,7 @@ class TrainState:
     def k(self) -> int:
         return self.step % self.steps_per_epoch
 
-    def carry(self, places: Iterable[Place]) -> None:
+    def carry(self, places: Iterable[TensorPlace]) -> None:
         """Also save these places if the model's ``state_dict`` does not, since forward passes
         change them."""
         places = list(places)
@@ -259,7 +257,7 @@ class TrainState:
         self.hook_due = state.get("hook_due", False)
         self.evaluated_step = state["evaluated_step"]
         self.metrics = dict(state["metrics"])
-        self.best = Best(**state["best"]) if state["best"] else None
+        self.best = BestSoFar(**state["best"]) if state["best"] else None
         self.parent = state["parent"]
         self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
         self.complete = True
@@ -306,3 +304,190 @@ class _Commit:
         if kind is None:
             self._state.step += 1
             self._state.complete = True
+
+
+# ---------------------------------------------------------------- event tail
+
+# The last events that a rank reported. They are part of its training state, since the rank that
+# sends them to the journal may die before it has done so.
+
+NUM_POINTS = 64
+"""Steps whose metrics are always kept. Older ones are kept until the journal has them."""
+MOST_POINTS = 4096
+"""Limit on steps whose metrics are kept in all, for when rank 0 is cut off from the journal."""
+NUM_OTHERS = 16
+"""Other events (ends of epochs, evaluations) that are always kept. Older ones are kept until the
+journal has them. They are separate from metrics, so that short steps do not push out events that
+are reported once an epoch."""
+MOST_OTHERS = 1024
+"""Limit on other events in all."""
+_METRICS_KIND = EventKind.METRICS.value
+
+
+class EventTail:
+    """Keep a rank's last events.
+
+    An entry is ``{"kind": …, "at": Unix time in seconds, "data": …}`` and can be written as JSON.
+    """
+
+    def __init__(self, entries: list[dict[str, Any]] | None = None) -> None:
+        self.points: deque[dict[str, Any]] = deque()
+        """Metrics events. Every step appends one (``add_point``)."""
+        self.others: deque[dict[str, Any]] = deque()
+        """Events between steps (``add_other``)."""
+        for entry in entries or ():
+            (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
+
+    def add_point(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
+        """Append a step's metrics, and drop the oldest that need not be kept.
+
+        Args:
+            journaled_step: returns the newest step that the journal has.
+        """
+        points = self.points
+        points.append(entry)
+        while len(points) > NUM_POINTS and (
+            len(points) > MOST_POINTS or points[0]["data"]["step"] <= journaled_step()
+        ):
+            points.popleft()
+
+    def add_other(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
+        """Append an event between steps, and drop the oldest as ``add_point`` does.
+
+        ``entry`` also has a ``step``. Entries from older versions have none, and are dropped beyond
+        NUM_OTHERS.
+        """
+        others = self.others
+        others.append(entry)
+        while len(others) > NUM_OTHERS and (
+            len(others) > MOST_OTHERS or others[0].get("step", -1) < journaled_step()
+        ):
+            others.popleft()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over all entries by time."""
+        return iter(sorted((*self.points, *self.others), key=itemgetter("at")))
+
+    def dump(self) -> str:
+        """Return all entries as one JSON string. As many small values would add a millisecond to
+        each copy of the state at a step boundary."""
+        return json.dumps([*self.points, *self.others])
+
+
+# ---------------------------------------------------------------- skipped steps
+
+# Count the steps that fp16's loss scaler skipped because gradients were not finite. Raise an error
+# if no other step succeeds.
+
+MOST_IN_A_ROW = 30
+"""Limit on consecutive skipped steps. Each halves the scale, so a scale may start 2**30 times too
+high. GradScaler starts at 2**16."""
+LEAST_SCALE = 2.0**-14
+"""Below this scale, scaled gradients underflow in fp16, so scaling no longer helps."""
+
+
+class SkippedSteps:
+    """Count skipped steps, as part of the training state. A skipped step has used its samples: the
+    position in the data and the schedule still advance."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.in_a_row = 0
+
+    def note(self, scaler: torch.amp.GradScaler, scale_before: float) -> bool:
+        """Count a step after the scaler's update, and return whether it was skipped. A scaler
+        lowers its scale exactly when it skips a step."""
+        scale = scaler.get_scale()
+        skipped = scale < scale_before or scale == 0
+        self.total += skipped
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        return skipped
+
+    def check(
+        self,
+        step: int,
+        scaler: torch.amp.GradScaler,
+        named: Iterable[tuple[str, nn.Parameter]],
+        *,
+        last: bool,
+    ) -> None:
+        """Raise NothingTrained if steps keep being skipped, and name the gradients that are not
+        finite. Call this after a skipped step.
+
+        Args:
+            step: steps done.
+            named: parameters with the gradients of the step.
+            last: whether the run has no further step.
+        """
+        scale = scaler.get_scale()
+        if (
+            self.in_a_row < MOST_IN_A_ROW
+            and scale >= LEAST_SCALE
+            and not (last and self.total == step)
+        ):
+            return
+        names = not_finite({name: value.grad for name, value in named if value.grad is not None})
+        raise NothingTrained(step, self.total, self.in_a_row, scale, names)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.in_a_row = state["total"], state["in_a_row"]
+
+
+# ---------------------------------------------------------------- task state
+
+# The task's own state: the result of its ``state_dict`` after each step, saved with the training
+# state.
+
+
+class TaskState:
+    """Call a task's optional methods ``state_dict()`` and ``load_state_dict(state)``. Do nothing if
+    the task has neither.
+
+    Raise BadTask for a task that has only one of the two.
+    """
+
+    def __init__(self, task: Task) -> None:
+        names = ("state_dict", "load_state_dict")
+        own = [
+            name
+            for name in names
+            if callable(getattr(task, name, None)) and not _is_torchs(task, name)
+        ]
+        if len(own) == 1:
+            lacking = names[own == [names[0]]]
+            raise BadTask(
+                f"{where(task, own[0])} needs {lacking} beside it: a restart goes on from what the "
+                "two of them keep"
+            )
+        self._task: Any = task if own else None
+
+    def __bool__(self) -> bool:
+        return self._task is not None
+
+    def capture(self) -> Any:
+        """Return a copy of the task's current state; None if it has no such methods. Raise BadTask
+        for a value that cannot be saved."""
+        return (
+            copy_to_cpu({"task": self._task.state_dict()})["task"]
+            if self._task is not None
+            else None
+        )
+
+    def load(self, state: Any) -> None:
+        """Load a captured state into the task."""
+        if self._task is None:
+            if state is not None:
+                logger.warning(
+                    "the state to resume holds a state of the task, but the task has no "
+                    "load_state_dict any more, so that state is dropped"
+                )
+        elif state is not None:
+            self._task.load_state_dict(copy.deepcopy(state))
+
+
+def _is_torchs(task: Task, name: str) -> bool:
+    """Return whether this is nn.Module's own method, whose state is the model's."""
+    return isinstance(task, nn.Module) and getattr(type(task), name) is getattr(nn.Module, name)

@@ -7,8 +7,11 @@ that is unfrozen later would never learn, without any error.
 
 from __future__ import annotations
 
+import copy
+import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
 from train_fn.state.contents import Sketch, few, sketch
-from train_fn.state.optimizers import Optimizers
-from train_fn.step.word_sums import word_sum
+from train_fn.state.optim import Optimizers, each_of, match_layout
+from train_fn.state.train_state import TrainState
+from train_fn.step.fingerprints import word_sum
+from train_fn.step.plain_attributes import PlainAttributes
 
 _WATCHED_BYTES = 64 << 20
 
@@ -292,3 +297,68 @@ def _held(optimizer: torch.optim.Optimizer | Optimizers) -> list[list[int]]:
 
 def _by_name(names: dict[int, str]) -> dict[str, int]:
     return {name: number for number, name in names.items()}
+
+
+# ---------------------------------------------------------------- steppers
+
+# Optimizers and schedulers as owners of plain attributes, such as a count of calls. Their
+# ``state_dict`` may leave these out, so that a restart begins with the first values.
+
+logger = logging.getLogger(__name__)
+
+
+def steppers_of(state: TrainState) -> dict[str, Any]:
+    """Return the run's optimizers and its scheduler, by the name to use for them."""
+    optimizers = each_of(state.optimizer).items()
+    found: dict[str, Any] = {f"optimizer {name}".strip(): each for name, each in optimizers}
+    return found if state.scheduler is None else {**found, "scheduler": state.scheduler}
+
+
+@contextmanager
+def steppers_held(state: TrainState) -> Iterator[None]:
+    """Keep what the state holds of optimizers and scheduler while their attributes are put back."""
+    held = [
+        (each, copy.deepcopy(each.state_dict()))
+        for each in steppers_of(state).values()
+        if _holds_attributes(each)
+    ]
+    yield
+    for stepper, saved in held:
+        stepper.load_state_dict(saved)
+        if isinstance(stepper, torch.optim.Optimizer):
+            match_layout(stepper)
+
+
+def _holds_attributes(stepper: Any) -> bool:
+    """Return whether its ``state_dict`` holds some. Torch's holds those of a scheduler, and none of
+    an optimizer."""
+    return type(stepper).state_dict is not torch.optim.Optimizer.state_dict
+
+
+class StepperWatch:
+    """Warn of attributes that the first step of an attempt changes and no checkpoint holds."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._steppers = steppers_of(state)
+        self._before: PlainAttributes | None = PlainAttributes(self._steppers)
+
+    def look(self) -> None:
+        """Look once, after the step."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if lost := [name for name in before.changed() if not self._is_held(name)]:
+            logger.warning(
+                "a step changes %s, which no checkpoint holds: a restart begins with the first "
+                "values. Let state_dict() and load_state_dict() of the optimizer or scheduler keep "
+                "it, or put it into the optimizer's param_groups",
+                few(lost),
+            )
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether an attribute, ``optimizer.calls``, is in its owner's ``state_dict``."""
+        owner, _, attribute = name.partition(".")
+        stepper: Any = self._steppers[owner]
+        key = attribute.partition(".")[0]
+        is_torchs = key.startswith("_") and isinstance(stepper, torch.optim.Optimizer)
+        return is_torchs or (_holds_attributes(stepper) and key in stepper.state_dict())

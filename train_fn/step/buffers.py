@@ -13,11 +13,18 @@ from contextlib import contextmanager
 
 import torch
 
-from train_fn.step.buffer_rules import Rule, rules_of
 from train_fn.step.late_changes import LateChanges
 from train_fn.step.peers import Peers
 from train_fn.step.step_values import StepValues
-from train_fn.step.untrained import Place, copy_all, is_alike, present, shape_fault
+from train_fn.step.untrained import (
+    Rule,
+    TensorPlace,
+    copy_all,
+    is_alike,
+    present,
+    rules_of,
+    shape_fault,
+)
 
 
 class BufferSums:
@@ -29,7 +36,9 @@ class BufferSums:
         """Return the sums of tensors that are known to change."""
         return StepValues(tensors, rules, peers)
 
-    def late_changes(self, places: list[Place], ignored: set[int], peers: Peers) -> LateChanges:
+    def late_changes(
+        self, places: list[TensorPlace], ignored: set[int], peers: Peers
+    ) -> LateChanges:
         """Return the watch over the others."""
         return LateChanges(places, ignored, peers)
 
@@ -55,11 +64,11 @@ class VolatileBuffers:
 
     def __init__(
         self,
-        places: list[Place],
+        places: list[TensorPlace],
         moving: Iterable[int],
         ignored: Iterable[int],
         peers: Peers,
-        carry: Callable[[list[Place]], None],
+        carry: Callable[[list[TensorPlace]], None],
         *,
         runs_again: bool = False,
         sums: BufferSums | None = None,
@@ -83,12 +92,12 @@ class VolatileBuffers:
         self._values = self._sums.values(self._tensors, rules_of(self.moving), self._peers)
 
     @property
-    def moving(self) -> list[Place]:
+    def moving(self) -> list[TensorPlace]:
         """Return the places of the tensors that forward passes change."""
         return [self._places[number] for number in self._moving]
 
     @property
-    def ignored(self) -> list[Place]:
+    def ignored(self) -> list[TensorPlace]:
         """Return the places of the tensors that depend on the batch alone."""
         return [self._places[number] for number in sorted(self._ignored)]
 
@@ -186,7 +195,7 @@ class VolatileBuffers:
         values. All ranks call this at the same step."""
         self._late.agree(self.moving, self._num_samples, self._own_samples)
 
-    def before_step(self) -> list[tuple[Place, torch.Tensor]] | None:
+    def before_step(self) -> list[tuple[TensorPlace, torch.Tensor]] | None:
         """Return the places that forward passes change, each with its value from the beginning of
         the step. Return None if a tensor changed whose earlier value is not known.
 

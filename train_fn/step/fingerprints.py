@@ -1,16 +1,22 @@
 """Digests of what all ranks must have in common after each step: the summed gradient, and a part of
-the weights that moves on, so that all of them have been compared after ``MOST_PARTS`` steps."""
+the weights that moves on, so that all of them have been compared after ``MOST_PARTS`` steps.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 
 from train_fn.errors import FOUND_WITHIN
-from train_fn.samples.randomness import MASK64
-from train_fn.step.word_sums import bytes_of, start_totals
+from train_fn.samples.loader import tensors_in
+from train_fn.samples.sampler import MASK64, key
 
 MOST_PARTS = FOUND_WITHIN - 1
 """Parts of the weights of a large model. One is digested at each step and compared at the next."""
@@ -125,3 +131,231 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
     return bytes_of(tensor)
+
+
+# ---------------------------------------------------------------- audit rules
+
+# Which steps are audited, whose micro-batch each rank computes again, and who computed wrongly.
+# Everything here is pure, so all ranks decide alike.
+
+_STEPS, _RANKS, _PLACES = 13, 14, 15
+"""Purposes of the draws for audits."""
+
+
+class Computed(NamedTuple):
+    """Hold what one rank computed of a micro-batch: equal for equal bits."""
+
+    samples: int
+    """Digest of the batch."""
+    loss: str
+    """The exact loss and weight, in hexadecimal."""
+    gradient: int
+    """Digest of the gradients of this micro-batch alone."""
+    buffers: int
+    """Digest of what the forward pass changed, such as running statistics."""
+
+    def differing(self, other: Computed) -> list[str]:
+        """Return what differs, in words; nothing if all is equal."""
+        words = ("its samples", "its loss", "its gradient", "what its forward pass changes")
+        return [word for word, one, two in zip(words, self, other, strict=True) if one != two]
+
+
+class Dispute(NamedTuple):
+    """Two computations of one micro-batch that differ."""
+
+    number: int
+    """Of the micro-batch, in the global batch."""
+    owner: int
+    """The rank whose micro-batch it is."""
+    auditor: int
+    own: Computed
+    audited: Computed
+
+
+def is_audited(seed: int, step: int, fraction: float) -> bool:
+    """Return whether the step after ``step`` steps done is audited: ``fraction`` of all are."""
+    return key(seed, step, _STEPS) < fraction * (1 << 64)
+
+
+def audited_rank(seed: int, step: int, rank: int, world_size: int) -> int:
+    """Return the rank of whose micro-batches ``rank`` computes one again: its neighbour at a
+    distance that changes from audit to audit. A rank that is alone audits itself."""
+    if world_size == 1:
+        return 0
+    return (rank + 1 + key(seed, step, _RANKS) % (world_size - 1)) % world_size
+
+
+def audited_place(seed: int, step: int, rank: int, share_size: int) -> int:
+    """Return which of the micro-batches in the share of ``rank`` is computed again."""
+    return key(seed, step, rank, _PLACES) % share_size
+
+
+def settled(dispute: Dispute, again: Sequence[Computed]) -> tuple[int, ...]:
+    """Return the ranks that computed a disputed micro-batch wrongly; none if it cannot be decided.
+
+    The result of most ranks counts, if at least two computations had it.
+
+    Args:
+        again: what each rank found when all of them computed the micro-batch once more.
+    """
+    usual, count = Counter(again).most_common(1)[0]
+    results = [
+        (dispute.owner, dispute.own),
+        (dispute.auditor, dispute.audited),
+        *enumerate(again),
+    ]
+    agreeing = sum(found == usual for _, found in results)
+    if 2 * count <= len(again) or agreeing < 2:
+        return ()
+    return tuple(sorted({rank for rank, found in results if found != usual}))
+
+
+# ---------------------------------------------------------------- word sums
+
+# Sums over the words of tensors: equal for equal bits, additive over any cut between words, and as
+# fast as memory.
+
+
+class Words(NamedTuple):
+    """Sum of the 8-byte words of some bytes, and the bytes after the last whole word as a
+    number."""
+
+    whole: int
+    rest: int
+
+
+def word_sum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's 8-byte words modulo 2**64, at memory speed."""
+    return joined(words_in(bytes_of(tensor)))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, without a copy if it is contiguous: shape (nbytes,), uint8."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def words_in(data: torch.Tensor) -> Words:
+    """Return the words of a part of ``bytes_of``. Only the last part may end within a word."""
+    whole = data.numel() // 8 * 8
+    if data.storage_offset() % 8:
+        data = data.clone()  # torch reads words only where they are aligned
+    if whole == data.numel():
+        return Words(int(data.view(torch.int64).sum()), 0)
+    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    return Words(words, int.from_bytes(bytes(data[whole:].tolist()), "little"))
+
+
+def start_totals(parts: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Start to sum both numbers of ``words_in`` for each part, modulo 2**64. Return what returns
+    the sums.
+
+    A GPU sums the values that the parts have when its stream comes to it, and is waited for once,
+    by the returned function.
+    """
+    if not parts or not parts[0].is_cuda:
+        totals = [sum(words_in(data)) for data in parts]
+        return lambda: totals
+    on_device = torch.stack(list(map(total_on_device, parts)))
+    return on_device.tolist
+
+
+def total_on_device(data: torch.Tensor) -> torch.Tensor:
+    """Return the sum of both numbers of ``words_in`` where the data is: shape (), int64."""
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    if whole == data.numel():
+        return data.view(torch.int64).sum()
+    rest = pad(data[whole:], (0, whole + 8 - data.numel()))
+    return data[:whole].view(torch.int64).sum() + rest.view(torch.int64)[0]
+
+
+def joined(words: Words) -> int:
+    """Return the ``word_sum`` of a tensor from the sums over its parts."""
+    signed = (words.whole + (1 << 63)) % (1 << 64) - (1 << 63)  # as torch's sum wraps
+    return signed ^ words.rest
+
+
+# ---------------------------------------------------------------- pass record
+
+# Digest what one forward and backward pass reads and computes, without changing any of it.
+
+
+class PassRecord:
+    """Watch one pass of a micro-batch by hooks, within a ``with`` block around it.
+
+    Gradients are those of this pass alone: tensor hooks see them before they are added to others.
+
+    Args:
+        module: computes (loss sum, weight) of a batch.
+        parameters: those that get gradients.
+        buffers: returns the tensors that a forward pass changes, as they are now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        buffers: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        self._module, self._parameters, self._buffers = module, parameters, buffers
+        self._handles: list[RemovableHandle] = []
+        self._samples: list[torch.Tensor] = []
+        self._changed: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._measured: tuple[Any, Any] | None = None
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            self._module.register_forward_pre_hook(self._before),
+            self._module.register_forward_hook(self._after),
+            *(
+                parameter.register_hook(partial(self._gradient, number))  # type: ignore[no-untyped-call]
+                for number, parameter in enumerate(self._parameters)
+            ),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def computed(self) -> Computed:
+        """Return the digests. Waits for the device."""
+        assert self._measured is not None, "no pass was made"
+        loss, weight = (float(value) for value in self._measured)
+        return Computed(
+            _total(self._samples),
+            f"{loss.hex()} {weight.hex()}",
+            _total(self._gradients),
+            _total(self._changed),
+        )
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        tensors = tensors_in(arguments)
+        self._samples = _digests(each for each in tensors if each.layout is torch.strided)
+
+    @torch.no_grad()
+    def _after(self, module: nn.Module, arguments: tuple[Any, ...], answer: Any) -> None:
+        loss_sum, weight = answer
+        self._measured = (loss_sum.detach(), weight)
+        self._changed = _digests(self._buffers())
+
+    @torch.no_grad()
+    def _gradient(self, number: int, gradient: torch.Tensor) -> None:
+        parts = [gradient]
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            parts = [gradient.indices(), gradient.values()]
+        self._gradients += [(2 * number + 1) * digest for digest in _digests(parts)]
+
+
+def _digests(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a digest of each tensor, which depends on its place among them: shape (), int64."""
+    return [
+        (2 * place + 1) * total_on_device(bytes_of(tensor)) for place, tensor in enumerate(tensors)
+    ]
+
+
+def _total(digests: list[torch.Tensor]) -> int:
+    return sum(int(digest.item()) for digest in digests) & MASK64

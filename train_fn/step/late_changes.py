@@ -15,9 +15,17 @@ from typing import Any
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.step.buffer_rules import rules_of
 from train_fn.step.peers import Peers
-from train_fn.step.untrained import Kept, Place, Watch, copy_all, is_alike, keep, shape_fault
+from train_fn.step.untrained import (
+    EarlierValue,
+    TensorPlace,
+    TensorWatch,
+    copy_all,
+    is_alike,
+    keep,
+    rules_of,
+    shape_fault,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +53,19 @@ class LateChanges:
         ignored: numbers of places that are left alone.
     """
 
-    def __init__(self, places: list[Place], ignored: set[int], peers: Peers) -> None:
+    def __init__(self, places: list[TensorPlace], ignored: set[int], peers: Peers) -> None:
         self._places, self._ignored, self._peers = places, ignored, peers
         self.found: dict[int, Change] = {}
         """Changes that the ranks have not agreed on, by number of the place."""
-        self._unfit: dict[int, Kept] = {}
+        self._unfit: dict[int, EarlierValue] = {}
         """Tensors that took another shape since the watch began."""
         self._agreed: dict[int, torch.Tensor] = {}
-        self._watch = Watch({})
+        self._watch = TensorWatch({})
 
     def watch_others(self, moving: Iterable[int]) -> None:
         """Watch all places but ``moving``, which are known to change, from their current values."""
         skipped = self._ignored.union(moving, self.found, self._unfit)
-        self._watch = Watch(
+        self._watch = TensorWatch(
             {number: place for number, place in enumerate(self._places) if number not in skipped}
         )
 
@@ -113,7 +121,7 @@ class LateChanges:
             )
         return fault
 
-    def agree(self, moving: Sequence[Place], num_samples: int, own_samples: int) -> None:
+    def agree(self, moving: Sequence[TensorPlace], num_samples: int, own_samples: int) -> None:
         """Agree over ranks on which tensors changed for the first time in this step, and on their
         values. A collective.
 
@@ -181,7 +189,7 @@ class LateChanges:
         """Return whether some tensor has changed without an agreed value. Compares contents."""
         return bool(self.found or self._unfit or self._watch.moved() or self._watch.differing())
 
-    def unsaved_changes(self) -> list[Place]:
+    def unsaved_changes(self) -> list[TensorPlace]:
         """Return the places that have other contents than when the watch began, and that the
         model's ``state_dict`` leaves out."""
         return [self._places[number] for number in self._watch.unsaved_changes()]
@@ -212,11 +220,17 @@ class LateChanges:
         current = keep([kept.tensor], kept.tensor.nbytes)[0]
         return self._change_of(current, kept.tensor, own_samples, 0, is_first=True)
 
-    def _is_torn(self, number: int, kept: Kept) -> bool:
+    def _is_torn(self, number: int, kept: EarlierValue) -> bool:
         return self._places[number].is_saved and kept.differs(kept.tensor)
 
     def _change_of(
-        self, kept: Kept, now: torch.Tensor, own_samples: int, num_samples: int, *, is_first: bool
+        self,
+        kept: EarlierValue,
+        now: torch.Tensor,
+        own_samples: int,
+        num_samples: int,
+        *,
+        is_first: bool,
     ) -> Change:
         """Return the entry for a tensor that is ``now``, and was as ``kept`` after the step's
         earlier passes."""

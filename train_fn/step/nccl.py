@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from train_fn.errors import PeersGone
+from train_fn.recovery.hang import CollectiveCounts, read_counts
 
 _FAIL_BY_THEMSELVES = frozenset({"gloo"})
 
@@ -191,3 +193,26 @@ def _inner(group: dist.ProcessGroup) -> Any:
 def _outer(group: dist.ProcessGroup) -> Any:
     device = dist.Backend.backend_capability[backend_of(group)][0]
     return group._get_backend(torch.device(device))
+
+
+# ---------------------------------------------------------------- flight recorder
+
+# Read torch's flight recorder in this process. It records the collectives of every process group,
+# whatever the backend, unless TORCH_FR_BUFFER_SIZE is 0.
+
+
+def collective_counts() -> CollectiveCounts | None:
+    """Return how far this process is in the collectives of its group of all ranks; None without a
+    group, or if the group's numbers do not tell that. Does not wait for the device."""
+    if not dist.is_initialized():
+        return None
+    group: Any = dist.distributed_c10d._get_default_group()
+    try:
+        enqueued = group._get_sequence_number_for_group()
+    except RuntimeError:  # a backend that does not number its collectives
+        return None
+    recorder: Any = _distributed_c10d
+    # A build for GPUs records NCCL's collectives apart from those of other backends.
+    is_nccl = dist.get_backend() == "nccl"
+    dump = recorder._dump_nccl_trace_json if is_nccl else recorder._dump_fr_trace_json
+    return read_counts(enqueued, dump(includeCollectives=True))

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from train_fn.step.buffer_rules import Rule
 from train_fn.step.peers import Peers
-from train_fn.step.untrained import copy_all
+from train_fn.step.untrained import Rule, copy_all
 
 _ALIGNMENT = 16
 """Alignment in bytes that suits the elements of every dtype."""

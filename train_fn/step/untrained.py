@@ -1,19 +1,21 @@
 """Find which tensors a model changes without its optimizer: buffers and parameters that are not
-trained."""
+trained.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from train_fn.errors import BadTask
-from train_fn.step.word_sums import word_sum
+from train_fn.step.fingerprints import word_sum
 
 COPIED_BYTES = 64 << 20
 """Limit on the total size of copies of tensors that are not known to change. A tensor that does not
@@ -24,7 +26,7 @@ _SAMPLED = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Name the attribute of a module that holds a tensor. A forward pass may assign another tensor
     to it (``self.mean = 0.9 * self.mean + …``)."""
 
@@ -48,7 +50,7 @@ class Place:
         return self.holder[self.key]
 
 
-def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[Place]:
+def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[TensorPlace]:
     """Return the places of all tensors that are not in ``trained`` and share no memory with it.
 
     Each tensor appears once, in the order of ``named_modules``.
@@ -68,7 +70,7 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
                     continue
                 seen.add(id(tensor))
                 if not tensor.numel() or tensor.untyped_storage().data_ptr() not in taken:
-                    places.append(Place(f"{prefix}.{key}".strip("."), module, key, is_buffer))
+                    places.append(TensorPlace(f"{prefix}.{key}".strip("."), module, key, is_buffer))
     return places
 
 
@@ -95,7 +97,7 @@ def copy_all(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None
 
 
 def shape_fault(
-    place: Place, now: torch.Tensor | None, before: torch.Tensor | None
+    place: TensorPlace, now: torch.Tensor | None, before: torch.Tensor | None
 ) -> BadTask | None:
     """Return the error for replacing ``before`` by ``now`` at ``place``; None if that is allowed.
 
@@ -116,7 +118,7 @@ def _described(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else f"a {tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-class Kept(NamedTuple):
+class EarlierValue(NamedTuple):
     """Hold an earlier value of a tensor: a copy, a sample of a large one's elements, or both."""
 
     tensor: torch.Tensor
@@ -136,16 +138,16 @@ class Kept(NamedTuple):
         return not torch.equal(now.detach(), self.copy)
 
 
-def keep(tensors: Iterable[torch.Tensor], limit_bytes: int = COPIED_BYTES) -> list[Kept]:
+def keep(tensors: Iterable[torch.Tensor], limit_bytes: int = COPIED_BYTES) -> list[EarlierValue]:
     """Copy tensors until their copies take ``limit_bytes`` in all; sample those that do not fit."""
     kept, left = [], limit_bytes
     for tensor in tensors:
         form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if tensor.nbytes <= left:
             left -= tensor.nbytes
-            kept.append(Kept(tensor, form, tensor.detach().clone(), None))
+            kept.append(EarlierValue(tensor, form, tensor.detach().clone(), None))
         else:
-            kept.append(Kept(tensor, form, None, _sample(tensor)))
+            kept.append(EarlierValue(tensor, form, None, _sample(tensor)))
     return kept
 
 
@@ -154,13 +156,13 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, len(flat) // _SAMPLED)].clone()
 
 
-class Watch:
+class TensorWatch:
     """Detect which tensors at the given places changed, by version counter and data pointer.
 
     A write through ``tensor.data`` changes neither. ``differing`` finds it by comparing contents.
     """
 
-    def __init__(self, places: dict[int, Place]) -> None:
+    def __init__(self, places: dict[int, TensorPlace]) -> None:
         self._places = {
             number: place for number, place in places.items() if place.tensor is not None
         }
@@ -225,7 +227,7 @@ class Watch:
         self._look()
         return True
 
-    def drop(self, numbers: Iterable[int]) -> dict[int, Kept]:
+    def drop(self, numbers: Iterable[int]) -> dict[int, EarlierValue]:
         """Stop watching these places. Return their kept values by number."""
         dropped = {number: self._kept.pop(number) for number in numbers if number in self._kept}
         if dropped:
@@ -243,7 +245,7 @@ def _marks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
-def present(place: Place) -> torch.Tensor:
+def present(place: TensorPlace) -> torch.Tensor:
     """Return the tensor at a place where one is known to be."""
     tensor = place.tensor
     assert tensor is not None, f"{place.name} is None"
@@ -263,20 +265,20 @@ class WarmUp:
     def __init__(
         self,
         model: nn.Module,
-        places: list[Place],
+        places: list[TensorPlace],
         *,
         is_fresh: bool,
         moving: Collection[str] | None = None,
     ) -> None:
         self._places = places
         named = [
-            Place(f"{prefix}.{key}".strip("."), module, key, True)
+            TensorPlace(f"{prefix}.{key}".strip("."), module, key, True)
             for prefix, module in model.named_modules()
             for key in module._buffers
         ]
         self._empty = [place for place in named if place.tensor is None]
         self._kept = keep(map(present, places))
-        self._seen: dict[int, Kept] = {}
+        self._seen: dict[int, EarlierValue] = {}
         for at, (place, kept) in enumerate(zip(places, self._kept, strict=True)):
             is_known = moving is not None and place.name in moving
             if kept.copy is None and (is_fresh or is_known or not place.is_saved):
@@ -347,3 +349,53 @@ class WarmUp:
             for at, before in self._sums.items()
             if word_sum(self._kept[at].tensor) != before
         ]
+
+
+# ---------------------------------------------------------------- buffer rules
+
+# Choose which value a step commits for each tensor that forward passes change.
+#
+# - ``mean``: the mean of the values after each micro-batch, weighted by its samples. So running
+#   statistics take one momentum update a step, and ``num_batches_tracked`` counts steps.
+# - ``first``: the value after the global batch's first micro-batch. It is used where a mean has no
+#   meaning: for integers and booleans, for buffers in the same module as these (a queue and its
+#   pointer), and for parameters that are not trained (a teacher's).
+#
+# A module chooses for all of its tensors by an attribute ``buffers_take = "mean"`` or ``"first"``.
+
+Rule = Literal["mean", "first"]
+
+
+def rules_of(places: Sequence[TensorPlace], others: Sequence[TensorPlace] = ()) -> list[Rule]:
+    """Return which value the step commits for each of ``places``.
+
+    This depends on what else changes in a tensor's module, among ``places`` and ``others``. Raise
+    BadTask for a module whose ``buffers_take`` is neither 'mean' nor 'first'.
+    """
+    counting = {place.module for place in (*places, *others) if not _is_number(place)}
+    rules: list[Rule] = []
+    for place in places:
+        asked = getattr(place.module, "buffers_take", None)
+        if asked not in (None, "mean", "first"):
+            raise BadTask(
+                f"buffers_take of {type(place.module).__name__} is {asked!r}; it is 'mean' or "
+                "'first'"
+            )
+        if asked == "mean" and not present(place).is_complex() and _is_number(place):
+            rules.append("mean")
+        else:
+            meant = (
+                asked is None
+                and place.is_buffer
+                and _is_number(place)
+                and place.module not in counting
+            )
+            rules.append("mean" if meant else "first")
+    return rules
+
+
+def _is_number(place: TensorPlace) -> bool:
+    """Return whether a mean of the tensor's values has a meaning by itself. It has for real
+    numbers, and for BatchNorm's count, which every pass increases by one."""
+    is_count = place.key == "num_batches_tracked" and isinstance(place.module, _NormBase)
+    return present(place).is_floating_point() or is_count

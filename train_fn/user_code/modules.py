@@ -1,5 +1,6 @@
 """Unpack users' code once per node, keep it for later attempts, and import it. Errors name the file
-and line."""
+and line.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -19,14 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from everstep.code.rules import import_roots
-from storage.code.archive import read_members, unpack
-from storage.code.store import CodeStore
+import torch
+
+from everstep.code import import_roots
+from storage.code import CodeStore, read_members, unpack
 from storage.filesystem import Storage
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import cache_root, files_of, once_a_node
 from train_fn.recovery.error_text import ended_program, user_place
-from train_fn.user_code.torchvision_ops import declare_missing_ops
 
 _path_lock = threading.Lock()
 """Two threads that invalidate the import caches at once remove one entry twice: KeyError."""
@@ -137,3 +139,59 @@ def files_on_node(storage: Storage, digest: str) -> CodeOnNode:
     directory = cache_root() / "code" / digest.partition(":")[2]
     once_a_node(directory, lambda temporary: unpack(CodeStore(storage).read(digest), temporary))
     return CodeOnNode(directory, files_of(directory).keys())
+
+
+# ---------------------------------------------------------------- torchvision ops
+
+# Make torchvision importable with a CPU build of torch.
+#
+# torchvision's wheel carries operators compiled for CUDA torch. If they do not load, importing
+# torchvision fails, because it registers shape functions for operators that do not exist. Declaring
+# their schemas first fixes that. The operators themselves (box suppression) serve detection, which
+# nothing here uses.
+
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_kept_alive: list[Any] = []
+
+
+def torchvision_models() -> ModuleType:
+    """Return ``torchvision.models``. The first call imports it, which takes about a second."""
+    declare_missing_ops()
+    from torchvision import models
+
+    return models  # type: ignore[no-any-return]
+
+
+def torchvision_datasets() -> ModuleType:
+    """Return ``torchvision.datasets``, imported by the first call."""
+    declare_missing_ops()
+    from torchvision import datasets
+
+    return datasets  # type: ignore[no-any-return]
+
+
+def declare_missing_ops() -> None:
+    """Declare the operators that torchvision expects and its own library does not bring."""
+    if _kept_alive or _library_loads():
+        return
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for schema in _SCHEMAS.values():
+        library.define(schema)  # type: ignore[no-untyped-call]
+    _kept_alive.append(library)
+
+
+def _library_loads() -> bool:
+    """Return whether torchvision's compiled operators load into this torch."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return True
+    libraries = list(Path(spec.submodule_search_locations[0]).glob("_C*.so"))
+    try:
+        for library in libraries:
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError:
+        return False
+    return bool(libraries)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.code.rules import MODULE_FLAG, script_path
+from everstep.code import MODULE_FLAG, script_path
 from everstep.wire import ErrorKind
 from train_fn.errors import BadTask, PeersGone, ScriptExited
-from train_fn.recovery.error_kinds import kind_of
-from train_fn.user_code.torchvision_ops import declare_missing_ops
+from train_fn.recovery.evidence import kind_of
+from train_fn.user_code.modules import declare_missing_ops
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,7 @@
 
 from alembic import context
 
-from service.db.alert_tables import alerts
-from service.db.sweep_tables import sweeps
-from service.db.tables import metadata
+from service.db.tables import alerts, metadata, sweeps
 
 assert alerts.metadata is sweeps.metadata is metadata
 

@@ -22,7 +22,7 @@ from tests.integration.test_exactness import final_state, make_spec
 from tests.integration.test_exactness_elastic import elastic
 from tests.integration.test_exactness_failures import errors_of
 from tests.integration.test_staying import Run, require_done, restored, stay_of
-from train_fn.step.determinism import FLOAT_TOLERANCE
+from train_fn.step.precision import FLOAT_TOLERANCE
 
 KILLED_AFTER = 7
 

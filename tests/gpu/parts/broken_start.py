@@ -19,8 +19,8 @@ from tests.gpu.verdict import Shown
 from tests.integration.ranks import Job, Outcome, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from train_fn.loop import attempt
-from train_fn.recovery import environment
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery import settings
+from train_fn.recovery.evidence import StepFailed
 
 KILLED_AFTER = 13
 HUNG_S = 15.0
@@ -76,7 +76,7 @@ def die_in_the_first() -> None:
 
 def _die_as_training_begins(delay_s: float) -> None:
     faulthandler.dump_traceback_later(HUNG_S, exit=False)  # for the log
-    environment.NCCL_ENV["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "20"
+    settings.NCCL_ENV["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "20"
     train = attempt.train
 
     def train_and_die(ctx: object) -> object:

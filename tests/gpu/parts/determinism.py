@@ -17,7 +17,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.gpu.alone import spec_of
 from tests.gpu.verdict import Shown
-from train_fn.standalone.local import run_local
+from train_fn.standalone.command import run_local
 
 STEPS = {"cuda": 200, "cpu": 12}
 

@@ -16,10 +16,10 @@ from tests.gpu.parts.nccl_abort import SPIN_S, hang
 from tests.gpu.shared_gpu import share_gpu
 from tests.gpu.verdict import Shown
 from train_fn.errors import PeersGone
-from train_fn.recovery.collective_trace import CollectiveCounts, find_late
-from train_fn.recovery.environment import NCCL_ENV
+from train_fn.recovery.hang import CollectiveCounts, find_late
+from train_fn.recovery.settings import NCCL_ENV
 from train_fn.step import nccl
-from train_fn.step.flight_recorder import collective_counts
+from train_fn.step.nccl import collective_counts
 from train_fn.step.peers import Peers, end_process_group
 
 WORLD_SIZE, LATE = 3, 1

@@ -17,9 +17,8 @@ from tests.gpu.alone import begin, context_of, run_dir_in
 from tests.gpu.verdict import Shown
 from tests.integration.trainees import Regression
 from train_fn.loop import attempt, replica
-from train_fn.node.device_evidence import with_device_evidence
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.node.device import with_device_evidence
+from train_fn.recovery.evidence import Evidence, RankReport, StepFailed
 from train_fn.recovery.verdict import judge
 
 BREAKS_IN_PASS = 8

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.gpu.verdict import Shown
-from train_fn.node.gpu_memory import wait_for_free_memory
+from train_fn.node.memory import wait_for_free_memory
 
 SHARE_HELD = 0.75
 """60 GB of a GPU with 80."""

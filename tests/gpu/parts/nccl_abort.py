@@ -23,7 +23,7 @@ from tests.integration.trainees import Regression
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
 from train_fn.loop import attempt, replica
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step import nccl
 from train_fn.step.peers import Peers, end_process_group

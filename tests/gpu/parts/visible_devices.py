@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu.verdict import Shown
-from train_fn.node.device_evidence import look_at_gpu, visible_gpu
+from train_fn.node.device import look_at_gpu, visible_gpu
 from train_fn.node.preflight import check_in_new_process
 
 MOST_ORDERS = 6

@@ -17,7 +17,7 @@ import yaml
 from compose_spec import PyCompose
 
 from everstep.options.serve import VARIABLES, ServeOptions
-from service.process.arguments import flags_of
+from service.process.serving import flags_of
 
 ROOT = Path(__file__).parents[3]
 OURS = {"prepare", "bucket", "head", "worker", "gpu-worker", "service-a", "service-b"}

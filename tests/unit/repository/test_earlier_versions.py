@@ -21,7 +21,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.support.digits_run import STEPS_PER_EPOCH
 from tests.support.release_home import EPOCHS, VERSIONS, unpack_home
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 
 
 @pytest.fixture(params=VERSIONS)

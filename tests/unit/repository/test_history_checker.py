@@ -13,7 +13,7 @@ from everstep import Client
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from service.projections.goodput import TimeLedger
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from tests.chaos import soak
 from tests.chaos.faults import KINDS
 from tests.chaos.history_checker import Expected, strangers, violations

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from everstep.options.serve import VARIABLES, ServeOptions
-from service.process.arguments import flags_of
+from service.process.serving import flags_of
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kuberay"

@@ -14,8 +14,7 @@ import pytest
 from everstep.spec.parsing import parse_spec
 from service import tree_copy
 from service.backup.__main__ import main
-from service.backup.copies import MANIFEST, create, restore
-from service.backup.database_copy import BackupError
+from service.backup.copies import MANIFEST, BackupError, create, restore
 from service.db.engine import Database
 from service.db.errors import DatabaseError
 from service.db.run_lookup import RunFilter

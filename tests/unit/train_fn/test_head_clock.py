@@ -17,7 +17,7 @@ from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn import clock as head_clock
 from train_fn.journal.client import ActorJournalClient
-from train_fn.journal.delivery import Reply, SourceEvent
+from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.journal.server import JournalServer
 
 

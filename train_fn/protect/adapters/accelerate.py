@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from train_fn.errors import BadTask
-from train_fn.protect.arguments import Parts, check_torn, named, parts_of
-from train_fn.protect.place import OnItsOwn
+from train_fn.protect.arguments import LoopParts, check_torn, named, parts_of
 from train_fn.protect.protected import Protected
+from train_fn.protect.training import OnItsOwn
 
 _WHOLE_STATE = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of Accelerate's distribution with which every rank has the whole state."""
@@ -28,7 +28,7 @@ class AcceleratedLoop(Protected):
             super().step(**metrics)
 
 
-def parts_of_accelerator(accelerator: Any, extra: Any) -> Parts:
+def parts_of_accelerator(accelerator: Any, extra: Any) -> LoopParts:
     """Return the parts of what an Accelerator prepared. Raises BadTask."""
     kind = accelerator.distributed_type.name
     if kind not in _WHOLE_STATE:

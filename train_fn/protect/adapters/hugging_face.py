@@ -24,12 +24,11 @@ from transformers import TrainerCallback, TrainerControl
 
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.protect.adapters.callbacks import CallbackWatch
-from train_fn.protect.adapters.trainer_state import TrainerPlace, TrainerScheduler
-from train_fn.protect.arguments import Parts, named, parts_of
+from train_fn.protect.adapters.trainer_state import CallbackWatch, TrainerPlace, TrainerScheduler
+from train_fn.protect.arguments import LoopParts, named, parts_of
 from train_fn.protect.followed import set_order
-from train_fn.protect.place import OnItsOwn
 from train_fn.protect.protected import Protected
+from train_fn.protect.training import OnItsOwn
 
 __all__ = ["Protect"]
 
@@ -116,7 +115,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
             with self._resumed() as directory:
                 return self._unprotected(directory, ignore_keys_for_eval=ignore_keys_for_eval)
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> LoopParts:
         trainer = self._trainer
         given = {name or "given": each for name, each in named("extra", self._extra).items()}
         extra = {**given, "trainer": self._place}

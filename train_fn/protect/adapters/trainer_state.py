@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
+
+from train_fn.errors import BadTask
+from train_fn.protect.arguments import named
+from train_fn.state.contents import few
+from train_fn.step.plain_attributes import PlainAttributes
 
 FLAGS = (
     "should_log",
@@ -116,3 +126,92 @@ class TrainerPlace:
     def _exportable(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+# ---------------------------------------------------------------- callbacks
+
+# Callbacks of a user's own in somebody's trainer: what they change is part of no state, unless
+# they keep one.
+
+logger = logging.getLogger(__name__)
+
+
+class CallbackWatch:
+    """Name what callbacks of the user's own changed in the first step of an attempt, and no state
+    holds."""
+
+    def __init__(self, callbacks: Iterable[Any], extra: Any, way_out: str) -> None:
+        """``extra`` is what the user gave to be kept; ``way_out`` names its argument."""
+        self._kept = list(named("extra", extra).values())
+        self._way_out = way_out
+        self._owners = {
+            type(each).__name__: each
+            for each in callbacks
+            if _is_own(type(each)) and not _keeps_itself(each) and not self._is_kept(each)
+        }
+        self._before: PlainAttributes | None = PlainAttributes(dict(self._owners))
+        self._weights = set(self._held())
+
+    def committing(self) -> None:
+        """Look once, before the first commit. Raises BadTask for tensors that a restart would
+        lose; warns of numbers."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        tensors = sorted({name for name, _ in set(self._held()) - self._weights})
+        changed = before.changed()
+        if tensors:
+            raise BadTask(
+                f"a callback keeps tensors that no checkpoint holds, in {few(tensors)}: a restart "
+                "would begin them anew. Make them before the training begins, and pass what has "
+                f"state_dict() and load_state_dict() as {self._way_out}"
+            )
+        if changed:
+            logger.warning(
+                "a callback changes %s, which no checkpoint holds: a restart begins with the first "
+                "values. Pass an object with state_dict() and load_state_dict() that keeps them as "
+                "%s",
+                few(changed),
+                self._way_out,
+            )
+
+    def _held(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the name of each attribute with tensors, and what shows that one has changed."""
+        for owner, callback in self._owners.items():
+            for name, value in vars(callback).items():
+                if self._is_kept(value):
+                    continue
+                for tensor in _tensors(value):
+                    yield f"{owner}.{name}", (id(tensor), tensor._version)
+
+    def _is_kept(self, value: Any) -> bool:
+        return any(value is each for each in self._kept)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [each for each in value if isinstance(each, torch.Tensor)]
+    return []
+
+
+def _keeps_itself(callback: Any) -> bool:
+    """Return whether the trainer keeps a callback's state: Lightning asks for ``state_dict`` or
+    ``on_save_checkpoint``, Hugging Face for ``state``."""
+    own = {name for kind in type(callback).__mro__ if _is_own(kind) for name in vars(kind)}
+    return bool(own & {"state_dict", "on_save_checkpoint", "state"})
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class is the user's, not one of an installed package."""
+    if kind.__module__ in ("builtins", "abc"):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return "site-packages" not in file and not kind.__module__.startswith(
+        ("train_fn.", "everstep.")
+    )

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from service.alerts.sender import AlertSender
-from service.db.alert_deliveries import DeliveryStore
-from service.db.alert_incidents import IncidentStore
-from service.submission_rules.webhooks import NotifyRule
+from service.db.alerts import DeliveryStore, IncidentStore
+from service.submission_rules.packages import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
 from tests.support.scripted_http import scripted

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from everstep import Client
-from everstep.cli import completion
+from everstep.cli import terminal as completion
 from everstep.cli.main import app
-from everstep.client.contexts import read_contexts
+from everstep.client.address import read_contexts
 from everstep.errors import UsageError
 from everstep.wire import RunStatus
 from tests.support.api_service import ApiService, spec

@@ -17,14 +17,23 @@ import psutil
 import pytest
 
 from everstep import Event, UsageError
-from everstep.cli import demo_service
-from everstep.cli.demo import SPEC, Story, _conclusion, run_demo
-from everstep.cli.demo_node import Victim, choose_victim, is_process, kill, kill_all_of
-from everstep.cli.demo_service import DemoFailed
+from everstep.cli import demo
+from everstep.cli.demo import (
+    SPEC,
+    DemoFailed,
+    DemoStory,
+    Victim,
+    _conclusion,
+    choose_victim,
+    is_process,
+    kill,
+    kill_all_of,
+    run_demo,
+)
 from everstep.cli.terminal import Exit, Terminal
 from everstep.spec.parsing import parse_spec
 from everstep.wire import WorkerInfo
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 from tests.support.scripted_http import event
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -112,14 +121,14 @@ def test_what_is_left_of_a_home_is_ended_and_nothing_else(
             another.kill()
 
 
-def take(story: Story, kind: str, attempt: int = 1, **data: Any) -> None:
+def take(story: DemoStory, kind: str, attempt: int = 1, **data: Any) -> None:
     story.take(Event.model_validate({**event(1, kind, **data), "attempt": attempt}))
 
 
 def test_the_kill_is_due_at_its_share_of_the_steps_and_the_next_step_is_of_the_next_attempt() -> (
     None
 ):
-    story = Story()
+    story = DemoStory()
     take(story, "metrics", points=[{"step": 50, "at": 1.0, "values": {}}])
     assert not story.is_due  # nobody knows of how many
     take(story, "training_started", total_steps=100)
@@ -172,7 +181,7 @@ def test_a_service_that_does_not_start_is_told_with_its_log(
     homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = (sys.executable, "-c", "import sys; sys.exit('cannot listen: port in use')")
-    monkeypatch.setattr(demo_service, "SERVE", failing)
+    monkeypatch.setattr(demo, "SERVE", failing)
     with pytest.raises(DemoFailed, match=r"(?s)exit code 1; its log ends:.*port in use"):
         run_demo(Terminal(), url=None, keep=True, out="unused")
     assert list(homes.iterdir()) == []
@@ -181,8 +190,8 @@ def test_a_service_that_does_not_start_is_told_with_its_log(
 def test_a_service_that_never_is_ready_is_ended(
     homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_service, "SERVE", tuple(SLEEP))
-    monkeypatch.setattr(demo_service, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
+    monkeypatch.setattr(demo, "START_TIMEOUT_S", 0.3)
     with pytest.raises(DemoFailed, match="did not become ready"):
         run_demo(Terminal(), url=None, keep=False, out="unused")
     assert list(homes.iterdir()) == []
@@ -196,8 +205,8 @@ def test_an_interrupted_demo_ends_its_service(homes: Path, monkeypatch: pytest.M
         os.kill(os.getpid(), 15)  # as `kill` of the demo
         time.sleep(10)
 
-    monkeypatch.setattr(demo_service, "SERVE", tuple(SLEEP))
-    monkeypatch.setattr(demo_service, "_await_ready", interrupted)
+    monkeypatch.setattr(demo, "SERVE", tuple(SLEEP))
+    monkeypatch.setattr(demo, "_await_ready", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_demo(Terminal(), url=None, keep=True, out="unused")
     assert started[0].returncode == -15 and list(homes.iterdir()) == []

@@ -10,8 +10,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from everstep.cli.guide import EXAMPLES, GROUPS
 from everstep.cli.main import app
+from everstep.cli.submit import EXAMPLES, GROUPS
 
 
 def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -115,7 +115,7 @@ def test_what_the_users_code_raises_is_shown_whole(
     def broken(self: object, model: object, batch: object) -> None:
         raise OSError("the disk of the data set is away")
 
-    monkeypatch.setattr("train_fn.tasks.image_classification.ImageClassification.loss", broken)
+    monkeypatch.setattr("train_fn.tasks.builtin.ImageClassification.loss", broken)
     result = run_cli("run", spec_file, "--local")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.cli import service as cli_service
 from everstep.options.serve import FLAGS, VARIABLES, ServeOptions
-from service.process.arguments import settings_of
+from service.process.serving import settings_of
 from tests.support.command_line import run_cli
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from everstep.cli.skeleton import write_skeleton
+from everstep.cli.submit import write_skeleton
 from everstep.errors import UsageError
 
 ROOT = Path(__file__).parents[4]

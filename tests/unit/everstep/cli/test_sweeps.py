@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep import Client, Conflict, InvalidSpec, NotFound, SweepFailed, UsageError
-from everstep.cli.vary import grid_of, random_of
+from everstep.cli.local import grid_of, random_of
 from tests.support.api_service import ApiService, spec
 from tests.support.command_line import everstep
 from tests.support.sweep_runs import advance, train

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from everstep import Client
-from everstep.cli import tensorboard
+from everstep.cli import observe
 from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService
@@ -97,6 +97,6 @@ async def test_where_it_is_not_installed_the_way_out_is_said(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, *_ = await trained(api)
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(observe.importlib.util, "find_spec", lambda _name: None)
     refused = await everstep("tensorboard", run_id)
     assert refused.exit_code == 2 and "pip install tensorboard" in refused.stderr

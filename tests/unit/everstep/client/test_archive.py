@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep import CorruptDownload, Unavailable, UsageError
-from everstep.client.checkpoint_download import receive_checkpoint
+from everstep.client.download import receive_checkpoint
 
 FILES = {
     "model.pt": b"weights" * 10_000,

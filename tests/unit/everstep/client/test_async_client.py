@@ -24,11 +24,10 @@ from everstep import (
     Unavailable,
 )
 from everstep.client import admin, async_client
-from everstep.client.alerts import Alerts
+from everstep.client.admin import Alerts, Nodes
+from everstep.client.async_client import Mirror
 from everstep.client.client import Client, Runs
-from everstep.client.code_uploads import Code
-from everstep.client.mirrored import Mirror
-from everstep.client.nodes import Nodes
+from everstep.client.download import Code
 from everstep.client.sweeps import Sweeps
 from tests.support.api_service import ApiService, spec
 

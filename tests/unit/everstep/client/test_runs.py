@@ -27,7 +27,7 @@ from everstep import (
     WaitTimeout,
 )
 from everstep.client import transport
-from everstep.client.archive_stream import ArchiveStream
+from everstep.client.download import ArchiveStream
 from everstep.wire.events import EventKind
 from service.api.auth import ensure_local_token
 from storage.checkpoints.manifest import Manifest

@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.client.sse import Message, parse_sse
+from everstep.client.streams import Message, parse_sse
 
 
 def parsed(*chunks: bytes) -> list[tuple[str | None, str, str]]:

@@ -11,16 +11,7 @@ from pydantic import BaseModel
 
 import everstep
 from everstep import wire
-from everstep.spec import (
-    catalog,
-    image_task,
-    optimization,
-    run_spec,
-    sections,
-    sweep,
-    text_task,
-    user_code,
-)
+from everstep.spec import code, run_spec, sections, sweep, tasks
 
 PUBLIC = {
     *(
@@ -102,11 +93,11 @@ SPEC_MODULES = (
     run_spec,
     sections,
     sweep,
-    user_code,
-    image_task,
-    text_task,
-    optimization,
-    catalog,
+    code,
+    tasks,
+    tasks,
+    sections,
+    tasks,
 )
 
 
@@ -127,7 +118,7 @@ def test_every_field_of_a_spec_says_what_it_means(model: type[BaseModel]) -> Non
         for name, field in model.model_fields.items()
         if not field.description and name not in ("name", "args", "model", "data")
     ]
-    if issubclass(model, catalog.Catalog):
+    if issubclass(model, tasks.Catalog):
         silent = []
     assert silent == []
 

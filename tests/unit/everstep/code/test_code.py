@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from everstep import Client, InvalidSpec, UsageError
-from everstep.code.pack import pack
-from storage.code.store import CodeStore
+from everstep.code import pack
+from storage.code import CodeStore
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, zip_of
 from tests.support.command_line import everstep
@@ -133,7 +133,7 @@ def test_what_cannot_be_uploaded_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         pack(write(tmp_path / "texts", "a.txt"))
     with pytest.raises(UsageError, match="'train_fn' is reserved for Everstep itself"):
         pack(write(tmp_path / "taken", "train_fn.py"))
-    monkeypatch.setattr("everstep.code.pack.MAX_UNPACKED_BYTES", 1000)
+    monkeypatch.setattr("everstep.code.MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(
         UsageError, match=r"List data in \.everstepignore; the largest files are data\.bin"
     ):

@@ -14,11 +14,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.doctor.control_plane import cluster_findings, service_findings
 from everstep.doctor.finding import Finding
-from everstep.doctor.findings import check_findings
-from everstep.doctor.shared_storage import identity_findings
+from everstep.doctor.findings import (
+    check_findings,
+    cluster_findings,
+    identity_findings,
+    service_findings,
+)
 from everstep.wire import ClusterInfo, Readiness
+from everstep.wire.cluster import RunBehind, StorageStatus
 from everstep.wire.deployment import (
     AllReduceFacts,
     DeploymentCheck,
@@ -27,10 +31,9 @@ from everstep.wire.deployment import (
     ServiceFacts,
     StorageFacts,
 )
-from everstep.wire.storage_status import RunBehind, StorageStatus
 from service.cluster.deployment_checks import DeploymentChecks
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from storage.cluster.deployment_checks import write_report
+from storage.cluster import write_report
 from tests.support.api_service import ApiService, OneNodeCluster
 from tests.support.fake_ray import FakeRay, serving
 

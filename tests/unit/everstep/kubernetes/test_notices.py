@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.kubernetes.notices import (
+from everstep.kubernetes.api import KubeNode, RayPod, Taint, Toleration
+from everstep.kubernetes.watcher import (
     CORDONED_BEFORE,
     LEAVING,
     LONGEST_REASON,
     OURS,
-    Order,
+    MarkOrder,
     is_leaving,
     notice_of,
     orders,
 )
-from everstep.kubernetes.objects import KubeNode, RayPod, Taint, Toleration
 from everstep.wire import Node, NodeMark
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -96,7 +96,7 @@ ray_nodes = st.lists(
 )
 
 
-def carried_out(nodes: list[Node], found: tuple[Order, ...]) -> list[Node]:
+def carried_out(nodes: list[Node], found: tuple[MarkOrder, ...]) -> list[Node]:
     """As the service has its nodes after these requests."""
     states = {"drain": "DRAINING", "cordon": "CORDONED", "uncordon": "ALIVE"}
     by_id = {order.node_id: order for order in found}
@@ -141,7 +141,7 @@ def test_a_pod_that_ends_drains_its_node_and_one_that_is_gone_opens_none(
 
 def only(
     *, pod: RayPod | None = None, kube: KubeNode | None = None, ray: Node | None = None
-) -> list[Order]:
+) -> list[MarkOrder]:
     pod = pod or RayPod("p", "a", frozenset({IPS[0]}))
     return [*orders([ray or node()], [pod], {"a": kube or KubeNode("a")}, NOW)]
 
@@ -171,7 +171,7 @@ def test_a_taint_drains_cordons_or_says_nothing(taint: Taint, act: str | None) -
 
 def test_a_cordon_of_kubernetes_comes_and_goes_and_an_eviction_names_its_deadline() -> None:
     [order] = only(kube=KubeNode("a", unschedulable=True))
-    assert order == Order("cordon", "n", "Kubernetes: node a is cordoned")
+    assert order == MarkOrder("cordon", "n", "Kubernetes: node a is cordoned")
     cordoned = node(state="CORDONED", reason=order.reason)
     [opened] = only(ray=cordoned)
     assert (opened.act, opened.node_id) == ("uncordon", "n")
@@ -186,7 +186,7 @@ def test_a_cordon_of_kubernetes_comes_and_goes_and_an_eviction_names_its_deadlin
 LEAVES = KubeNode("a", taints=(Taint("ToBeDeletedByClusterAutoscaler", "NoSchedule"),))
 
 
-def marked(order: Order) -> Node:
+def marked(order: MarkOrder) -> Node:
     return carried_out([node()], (order,))[0]
 
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from everstep.client.client import Client
-from everstep.client.timing import Timing
+from everstep.client.transport import Timing
 from everstep.errors import AuthError, ServiceError, Unavailable
-from everstep.kubernetes.api import Access, Gone, KubernetesApi
-from everstep.kubernetes.mirror import Mirror
-from everstep.kubernetes.objects import KubeNode, RayPod
-from everstep.kubernetes.watcher import NodeWatcher
+from everstep.kubernetes.api import Access, Gone, KubeNode, KubernetesApi, RayPod
+from everstep.kubernetes.watcher import MarkMirror, NodeWatcher
 from tests.support.scripted_http import Answer, Handler, ScriptedServer, reply, scripted
 
 NODES = "/api/v1/nodes"
@@ -43,7 +41,7 @@ class World:
         self.pauses: list[float] = []
         self.changed = threading.Event()
         timing = Timing(now=lambda: 0.0, sleep=self.pauses.append, jitter=lambda: 1.0)
-        self.mirror = Mirror(
+        self.mirror = MarkMirror(
             api, NODES, KubeNode.of, self.changed, say=self.said.append, timing=timing
         )
 
@@ -181,7 +179,7 @@ def test_a_value_that_cannot_be_read_ends_no_thread(
     }
     server.script[PODS] = [listed(7, pod), watched(bookmark(8))]
     said: list[str] = []
-    mirror = Mirror(api, PODS, RayPod.of, threading.Event(), say=said.append)
+    mirror = MarkMirror(api, PODS, RayPod.of, threading.Event(), say=said.append)
     mirror.turn()
     assert mirror.items == {} and mirror.problem is None and "left out" in said[0]
 

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from everstep.options.flags import as_variables, is_list, is_switch
 from everstep.options.model import FlagValue, SettingsError
-from everstep.options.serve import FLAGS, OPTIONS, SECRET_VARIABLES, VARIABLES, ServeOptions
+from everstep.options.serve import (
+    FLAGS,
+    OPTIONS,
+    SECRET_VARIABLES,
+    VARIABLES,
+    ServeOptions,
+    as_variables,
+    is_list,
+    is_switch,
+)
 from scripts.settings_reference import PAGE, page
 
 OTHERS = {

@@ -8,9 +8,8 @@ import jsonschema
 import pytest
 
 from everstep.errors import InvalidSpec
-from everstep.spec.catalog import CatalogEntry, catalog
-from everstep.spec.image_task import TORCHVISION_MODELS
 from everstep.spec.parsing import parse_spec
+from everstep.spec.tasks import TORCHVISION_MODELS, CatalogEntry, catalog
 
 KINDS = ("tasks", "models", "data", "optimizers", "schedules")
 ENTRIES = [(kind, entry) for kind in KINDS for entry in getattr(catalog(), kind)]

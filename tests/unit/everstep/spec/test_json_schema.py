@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from everstep import Client
-from everstep.cli.skeleton import SCHEMA_FILE, schema_line
-from everstep.spec.json_schema import spec_schema
+from everstep.cli.submit import SCHEMA_FILE, schema_line
 from everstep.spec.parsing import parse_spec
+from everstep.spec.run_spec import spec_schema
 from everstep.spec.yaml_file import read_spec
 from tests.support.api_service import ApiService, spec
 from tests.support.command_line import run_cli

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep import UsageError
-from everstep.code.source import with_code
+from everstep.code import with_code
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import parse_yaml, read_spec

@@ -7,14 +7,14 @@ from typing import Any
 
 from everstep.cli.drills import report_fields as drill_fields
 from everstep.client.notebook import run_html
-from everstep.text import events, failure, losses, words
-from everstep.text.ending import summary as ending_of
+from everstep.text import events, failure, words
+from everstep.text.events import summary as ending_of
 from everstep.wire import Event, Failure
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
 from everstep.wire.run import Links, Run, RunStatus
 from service.model.rows import EventRow
-from service.projections import drills, failures
+from service.projections import attempts, drills
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 FAILED = {"verdict": "worker_lost", "first_rank": 1, "evidence": {"worked_s": 12.0}}
@@ -59,7 +59,7 @@ def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said()
             (2, EventKind.RECOVERED, {**cost, "phases": {}}),
         )
     ]
-    [found] = failures.failures(rows)
+    [found] = attempts.failures(rows)
     assert words in failure.story(found)[-1] and words in failure.sentence(found)
     unknown = {**cost, "since_report_s": None}
     assert events.event(event(EventKind.RECOVERED, **unknown)).endswith("2 reports lost")
@@ -67,7 +67,7 @@ def test_reports_of_a_function_are_called_so_and_the_work_between_them_is_said()
 
 def test_a_run_without_steps_claims_none_lost() -> None:
     def lost(**fields: int) -> str:
-        return losses.of_run(Run.model_construct(**fields))
+        return failure.of_run(Run.model_construct(**fields))
 
     assert lost(restarts=1, step=0, steps_lost=0) == "no steps reported"
     assert lost(restarts=0, step=0, steps_lost=0) == "0 steps lost"
@@ -77,13 +77,13 @@ def test_a_run_without_steps_claims_none_lost() -> None:
 
 def test_a_run_whose_steps_are_reports_says_how_long_was_done_again() -> None:
     def lost(**fields: Any) -> str:
-        return losses.of_run(Run.model_construct(restarts=2, step=9, **fields))
+        return failure.of_run(Run.model_construct(restarts=2, step=9, **fields))
 
     redone = "at most 24.0 s of work between reports done again"
     assert lost(steps_lost=2, redone_s=24.0) == f"2 reports lost and {redone}"
     assert lost(steps_lost=1, redone_s=0.0) == "1 report lost"
     early = Run.model_construct(restarts=1, step=0, steps_lost=0, redone_s=24.0)
-    assert losses.of_run(early) == f"0 reports lost and {redone}", "before its first report"
+    assert failure.of_run(early) == f"0 reports lost and {redone}", "before its first report"
     shown = Run.model_construct(
         id="run_1",
         name="mine",

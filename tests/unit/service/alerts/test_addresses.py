@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.alerts.addresses import NotAllowed, check_url, is_public, reachable
-from service.submission_rules.webhooks import NOBODY, NotifyRule
+from service.alerts.sender import NotAllowed, check_url, is_public, reachable
+from service.submission_rules.packages import NOBODY, NotifyRule
 
 RULE = NotifyRule(frozenset({"http://10.0.0.1:9000"}))
 

@@ -14,8 +14,8 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope, LoginPassword, Session
 
 from everstep.options.model import SettingsError
-from service.alerts.mail import send
-from service.model.mail_server import MailServer
+from service.alerts.sender import send
+from service.model.provider_rule import MailServer
 from service.settings import Settings
 from tests.support.service_process import free_port
 from tests.unit.service.process.test_serve_tls import certificate

@@ -15,16 +15,14 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire.alerts import AlertRequest
 from everstep.wire.events import EventKind
 from service.alerts.sender import AlertSender
-from service.db.alert_deliveries import KEPT_S, DeliveryStore
-from service.db.alert_incidents import IncidentStore
-from service.db.alert_tables import alert_deliveries, alert_incidents
-from service.db.alerts import RETRIES_LAST_S, AlertStore
+from service.db.alerts import KEPT_S, RETRIES_LAST_S, AlertStore, DeliveryStore, IncidentStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.model.alert_rows import AlertRow
-from service.submission_rules.webhooks import NOBODY, NotifyRule
+from service.db.tables import alert_deliveries, alert_incidents
+from service.model.rows import AlertRow
+from service.submission_rules.packages import NOBODY, NotifyRule
 from tests.support.api_service import Journal, ManualClock, spec
 from tests.support.scripted_http import Answer, ScriptedServer, scripted
 

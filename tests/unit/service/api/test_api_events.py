@@ -14,8 +14,9 @@ import pytest
 
 from everstep.wire import Attempt, Event, Failure, Goodput, Samples
 from everstep.wire.events import EventKind
-from service.api import followers, sse
-from service.api import series as series_routes
+from service.api import history as series_routes
+from service.api import streams as followers
+from service.api import streams as sse
 from tests.support.api_service import NOON, ApiService, Journal
 
 

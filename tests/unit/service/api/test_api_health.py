@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from everstep.spec.catalog import Catalog
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.tasks import Catalog
 from everstep.wire import ClusterInfo, Readiness
 from tests.support.api_service import ApiService, spec
 

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from everstep.errors import InvalidSpec
-from everstep.spec import field_errors
-from everstep.spec.field_errors import MAX_FAULTS
-from everstep.spec.parsing import parse_spec
-from everstep.text import close_names
-from service.api.spec_body import MAX_VALUES
+from everstep.spec import parsing
+from everstep.spec.parsing import MAX_FAULTS, parse_spec
+from everstep.text import words
+from service.api.bodies import MAX_VALUES
 from tests.support.api_service import ApiService, spec
 
 
@@ -76,13 +75,13 @@ def test_what_is_echoed_of_a_request_is_short() -> None:
 
 def test_a_suggestion_compares_few_and_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = counted(monkeypatch, difflib.SequenceMatcher, "real_quick_ratio")
-    assert close_names.closest("epohcs", ["max_steps", "epochs"]) == "epochs"
+    assert words.closest("epohcs", ["max_steps", "epochs"]) == "epochs"
     for count in (10_000, 100_000):
         compared[0] = 0
-        close_names.closest("abcdefgh", (f"abc{n:05d}" for n in range(count)))
+        words.closest("abcdefgh", (f"abc{n:05d}" for n in range(count)))
         assert compared[0] <= 500
     compared[0] = 0
-    assert close_names.closest("a" * 10_000, ["a" * 10_000]) is None and compared[0] == 0
+    assert words.closest("a" * 10_000, ["a" * 10_000]) is None and compared[0] == 0
 
 
 async def test_a_body_of_too_many_values_is_refused_before_it_is_validated(
@@ -103,7 +102,7 @@ async def test_others_are_served_while_a_body_is_validated(
     """Validation of a body stands still here until another request was answered: in the event loop,
     that would be never."""
     answered = asyncio.Event()
-    real, loop = field_errors.field_errors, asyncio.get_running_loop()
+    real, loop = parsing.field_errors, asyncio.get_running_loop()
 
     def waits(*args: Any) -> Any:
         asyncio.run_coroutine_threadsafe(answered.wait(), loop).result(30)

@@ -17,7 +17,7 @@ from everstep.cli.main import app
 from everstep.wire import Node
 from everstep.wire.events import EventKind
 from service.cluster.cluster_view import HEARD_S
-from storage.cluster.node_marks import NodeMark, read_node_marks
+from storage.cluster import NodeMark, read_node_marks
 from tests.support.api_service import NOON, ApiService
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
-from service.api.rate_limit import RateLimit
-from service.submission_rules.storage_roots import StorageRoots
+from service.api.callers import RateLimit
+from service.submission_rules.packages import StorageRoots
 from tests.support.api_service import ApiService, spec
 
 HEADERS = (

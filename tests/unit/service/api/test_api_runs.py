@@ -13,7 +13,7 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Run
-from service.api.kept_answers import KeptAnswers
+from service.api.context import KeptAnswers
 from service.model.run_rows import RunHead
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.problems import problem

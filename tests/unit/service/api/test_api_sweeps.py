@@ -251,7 +251,7 @@ async def test_a_checkpoint_is_kept_for_runs_that_a_sweep_will_submit(api: ApiSe
     of_kinds = api.context.events.of_kinds
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(  # no files lie there
-            "service.api.origins._hold", lambda *given: held.append(given[3].step)
+            "service.api.guard._hold", lambda *given: held.append(given[3].step)
         )
         patched.setattr(
             api.context.events,

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import delete
 
 from everstep import AuthError, Client, Conflict, InvalidSpec, NotFound
-from service.api.rate_limit import RateLimit
+from service.api.callers import RateLimit
 from service.db.tables import projects
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.command_line import everstep
@@ -318,7 +318,7 @@ def test_no_limit_lets_everybody_in_and_the_books_stay_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert {RateLimit(0.0).wait_s("a") for _ in range(10)} == {0}
-    monkeypatch.setattr("service.api.rate_limit._MAX_TOKENS", 10)
+    monkeypatch.setattr("service.api.callers._MAX_TOKENS", 10)
     limit = RateLimit(1.0, lambda: 0.0)
     assert all(limit.wait_s(str(token)) == 0 for token in range(100))
     assert len(limit._buckets) == 10

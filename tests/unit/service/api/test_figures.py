@@ -13,7 +13,7 @@ from everstep.wire import GoodputBuckets, ProjectGoodput
 from everstep.wire.events import EventKind
 from service.api.goodput_summary import TimeBook
 from service.projections.goodput import TimeLedger, to_us
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.db.test_goodput import BEGIN, any_event
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.wire.events import EventKind
-from everstep.wire.metric_names import MAX_NAMES, MAX_STEP_NAMES, NameLimit
+from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit
 from tests.support.api_service import ApiService
 from tests.unit.train_fn.loop.test_reporter import begin
 

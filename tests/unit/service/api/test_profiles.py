@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from everstep import Client, Conflict, InvalidSpec, NotFound
+from everstep.wire.drills import Profile, ProfileState
 from everstep.wire.events import EventKind
-from everstep.wire.profiles import Profile, ProfileState
 from storage.run_control import ProfileOrder
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
-from service.api import followers
+from service.api import streams
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.api.test_api_events import Stream
@@ -75,8 +75,8 @@ async def test_what_a_stream_holds_for_a_client_that_does_not_read_is_one_piece(
     from_ring = [piece async for piece in first(api.context.feed.follow(run_id, last - 75), 15)]
     await follower.aclose()
     for pieces in (from_database, from_ring):
-        assert max(map(len, pieces)) <= followers.PIECE_BYTES + 21_000
-        assert min(map(len, pieces[1:-1])) > followers.PIECE_BYTES / 2, "not one by one either"
+        assert max(map(len, pieces)) <= streams.PIECE_BYTES + 21_000
+        assert min(map(len, pieces[1:-1])) > streams.PIECE_BYTES / 2, "not one by one either"
 
 
 async def first(pieces: AsyncGenerator[bytes], count: int) -> AsyncIterator[bytes]:
@@ -111,8 +111,8 @@ async def test_a_client_that_reads_nothing_is_dropped(tmp_path: Path) -> None:
 async def test_one_caller_has_so_many_streams_and_leaves_some_to_others(
     api: ApiService, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(followers, "MOST_OF_CALLER", 3)
-    monkeypatch.setattr(followers, "MOST_STREAMS", 5)
+    monkeypatch.setattr(streams, "MOST_OF_CALLER", 3)
+    monkeypatch.setattr(streams, "MOST_STREAMS", 5)
     run_id, _ = await api.running()
     name = "events.out.tfevents.1.everstep.s001"
     run_dir = RunDir(api.storage, run_id)

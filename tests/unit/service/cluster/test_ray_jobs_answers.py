@@ -8,8 +8,14 @@ import httpx
 import pytest
 
 from everstep.wire import NodeLoad
-from service.cluster.ray_errors import JobRejected, RayRefused, RayUnavailable
-from service.cluster.ray_jobs import MOST_SUBMITS, RayEndpoint, RayJobs
+from service.cluster.ray_jobs import (
+    MOST_SUBMITS,
+    JobRejected,
+    RayEndpoint,
+    RayJobs,
+    RayRefused,
+    RayUnavailable,
+)
 from tests.support.fake_ray import FakeRay, serving
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from service.db.code_archives import CodeArchives
+from service.db.checkpoints import CodeArchives
 from service.db.engine import Database
 from service.db.projects import QuotaExceeded
 

@@ -11,11 +11,10 @@ from sqlalchemy import Table, insert
 
 from everstep.wire.team import Quotas
 from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
-from service.db.code_archives import CodeArchives
+from service.db.checkpoints import CodeArchives
 from service.db.engine import Database
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarkStore, StorageRecords
 from service.db.projects import ProjectStore
-from service.db.storage_identity import StorageRecords
 from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
 from service.db.tokens import TokenStore, sha256_of
 from service.model.rows import NodeMarkRow, TokenRow

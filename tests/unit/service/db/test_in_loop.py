@@ -16,11 +16,10 @@ from sqlalchemy import make_url, text
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
-from service.db import postgresql as connections
-from service.db.engine import Database
+from service.db import engine as connections
+from service.db.engine import LOOKS, WRITES, Database
 from service.db.errors import DatabaseUnavailable
-from service.db.idempotency import IdempotencyKey
-from service.db.postgresql import LOOKS, WRITES
+from service.db.lease import IdempotencyKey
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow

@@ -13,9 +13,8 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.db.errors import Unstorable
-from service.db.events import EventPage, EventStore, JournalGap
+from service.db.events import EventPage, EventStore, JournalGap, SeriesStore
 from service.db.runs import RunStore
-from service.db.series import SeriesStore
 from service.db.tables import metrics
 from service.model.rows import METRIC_NAME_CHARS, EventRow
 from service.model.run_rows import RunRow
@@ -23,7 +22,7 @@ from service.model.states import TransitionConflict
 from service.reconciler.facts import TailFact
 from service.reconciler.tail import JournalTail
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, Journal, ManualClock, spec

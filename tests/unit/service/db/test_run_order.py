@@ -10,8 +10,7 @@ from sqlalchemy import update
 
 from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
-from service.db.run_lookup import RunFilter
-from service.db.run_order import Place, RunOrder
+from service.db.run_lookup import OrderPlace, RunFilter, RunOrder
 from service.db.runs import RunStore
 from service.db.tables import runs as table
 from service.model.run_rows import RunRow
@@ -58,7 +57,7 @@ def read(
 ) -> list[str]:
     """The ids of all pages."""
     found: list[str] = []
-    after: Place | None = None
+    after: OrderPlace | None = None
     while True:
         heads, after = runs.ordered(where or RunFilter(), order, limit, after)
         found += [head.id for head in heads]

@@ -21,8 +21,13 @@ from everstep.wire import Reason, ReasonCode, RunStatus
 from service.db.engine import Database
 from service.db.errors import DatabaseUnavailable
 from service.db.events import EventStore
-from service.db.idempotency import IdempotencyConflict, IdempotencyKey
-from service.db.ids import ALPHABET, RUN_ID_PATTERN, new_run_id
+from service.db.lease import (
+    ALPHABET,
+    RUN_ID_PATTERN,
+    IdempotencyConflict,
+    IdempotencyKey,
+    new_run_id,
+)
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
@@ -450,7 +455,7 @@ _SUBMIT_FOREVER = """
 import sys
 from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
-from service.db.idempotency import IdempotencyKey
+from service.db.lease import IdempotencyKey
 from service.db.runs import RunStore
 from tests.support.api_service import spec
 database = Database(sys.argv[1])

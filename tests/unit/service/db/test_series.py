@@ -6,8 +6,8 @@ from sqlalchemy import insert
 
 from everstep.spec.parsing import parse_spec
 from service.db.engine import Database
+from service.db.events import SeriesStore
 from service.db.runs import RunStore
-from service.db.series import SeriesStore
 from service.db.tables import metrics
 from tests.support.api_service import NOON, spec
 

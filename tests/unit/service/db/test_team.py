@@ -25,7 +25,7 @@ from service.db.runs import RunStore
 from service.db.tokens import TokenStore
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
-from service.reconciler.leadership import RENEW_S, Leadership
+from service.reconciler.loop import RENEW_S, Leadership
 from tests.support.api_service import NOON, Journal, ManualClock, spec
 from tests.support.postgres_server import PostgresServer
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.options.flags import as_variables
 from everstep.options.model import SettingsError
-from everstep.options.serve import FLAGS
+from everstep.options.serve import FLAGS, as_variables
 from service.embedded.environment import cluster_environment
 from service.settings import Settings
 

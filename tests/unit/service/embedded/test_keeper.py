@@ -18,13 +18,13 @@ from typing import ClassVar
 import pytest
 from ray._private.parameter import RayParams
 
-from service.cluster.cluster_note import ClusterNote, NodeNote, read_note
+from service.cluster.cluster_view import ClusterNote, NodeNote, read_note
 from service.embedded import keeper as keeper_module
-from service.embedded.cluster_parts import agent_ports, cores_of
+from service.embedded.cluster import agent_ports, cores_of
 from service.embedded.keeper import Keeper
-from service.embedded.node_returns import NodeReturns
 from service.embedded.precedence import SUBMISSION_S
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
+from service.embedded.supervisor import NodeReturns
 
 
 def node(slot: int, pids: tuple[int, ...] = ()) -> NodeNote:
@@ -62,7 +62,7 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     pid = os.getpid()
     note = ClusterNote("starting", pid, started_at(pid), str(tmp_path), 4, 1)
     with_head = replace(note, gcs_pid=pid, dashboard_pid=pid, nodes=(node(0, pids=(1, 2)),))
-    monkeypatch.setattr(keeper_module.cluster_parts, "start_head", lambda _, names_ports: with_head)
+    monkeypatch.setattr(keeper_module.cluster, "start_head", lambda _, names_ports: with_head)
     monkeypatch.setattr(keeper_module, "lives", lambda pid, _: pid is not None)
     for name in ("said", "running", "most", "late"):
         monkeypatch.setattr(Counting, name, [])
@@ -104,7 +104,7 @@ def test_agents_get_their_ports_once_a_raylet_did_not_wait_for_them(
             raise Exception("The current node timed out during startup.")
         return node(slot)
 
-    monkeypatch.setattr(keeper_module.cluster_parts, "start_node", start_node)
+    monkeypatch.setattr(keeper_module.cluster, "start_node", start_node)
     monkeypatch.setattr(Counting, "_start_node", Keeper._start_node)
     counting._start_head()
     counting._fill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.embedded.node_returns import FORGET_S, LONGEST_S, RETRY_S, NodeReturns
+from service.embedded.supervisor import FORGET_S, LONGEST_S, RETRY_S, NodeReturns
 
 
 class Clock:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.cluster_note import ClusterNote, NodeNote, write_note
+from service.cluster.cluster_view import ClusterNote, NodeNote, write_note
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, started_at
 from service.embedded.supervisor import ClusterSupervisor

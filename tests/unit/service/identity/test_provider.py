@@ -15,10 +15,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import ECKey, RSAKey
 
-from service.identity.flow import Flow
-from service.identity.problems import LogInRefused, ProviderUnavailable
-from service.identity.provider import KNOWN_S, Provider
-from service.identity.subject import Identity
+from service.identity import KNOWN_S, Flow, Identity, LogInRefused, Provider, ProviderUnavailable
 from service.model.provider_rule import GrantRule, ProviderRule
 
 ISSUER = "https://login.example.org/realms/ml"

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from service.identity.provider import CALLBACK_PATH, Provider
+from service.identity import CALLBACK_PATH, Provider
 from service.model.provider_rule import GrantRule, ProviderRule
 from service.web.session import COOKIE, csrf_token
 from tests.support.api_service import ApiService, spec

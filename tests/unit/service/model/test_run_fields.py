@@ -16,11 +16,10 @@ from everstep.wire import ForkedFrom, Run, RunStatus
 from service.api.answers import run_answer, run_json
 from service.db import tables
 from service.db.engine import Database
-from service.db.new_run import new_row
-from service.db.runs import RunStore
+from service.db.runs import RunStore, new_row
 from service.model.run_rows import ListedRun, RunRow
 from service.projections.protection import protection
-from service.reconciler.row_facts import facts_of
+from service.reconciler.observe import facts_of
 from tests.support.api_service import NOON, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]

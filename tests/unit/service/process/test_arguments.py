@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.process.arguments import settings_of
+from service.process.serving import settings_of
 
 
 @pytest.mark.parametrize(

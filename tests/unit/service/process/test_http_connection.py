@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from service.process import http_connection
-from service.process.http_connection import HttpConnection
+from service.process import http
+from service.process.http import HttpConnection
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -32,8 +32,8 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    monkeypatch.setattr(http_connection, "HEADERS_S", 1.0)
-    monkeypatch.setattr(http_connection, "BODY_S", 1.0)
+    monkeypatch.setattr(http, "HEADERS_S", 1.0)
+    monkeypatch.setattr(http, "BODY_S", 1.0)
     config = uvicorn.Config(echo, port=0, http=HttpConnection, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())

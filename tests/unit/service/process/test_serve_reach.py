@@ -10,9 +10,8 @@ from typing import cast
 
 import pytest
 
-from service.cluster.ray_errors import RayRefused, RayUnavailable
-from service.cluster.ray_jobs import RayJobs
-from service.process.backends import reach
+from service.cluster.ray_jobs import RayJobs, RayRefused, RayUnavailable
+from service.process.app import reach
 from service.settings import CannotStart, Settings
 
 

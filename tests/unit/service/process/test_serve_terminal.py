@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.log_in_codes import VALID_S, LogInCodes
+from service.api.callers import VALID_S, LogInCodes
 from tests.support.api_service import ManualClock
 from tests.support.fake_ray import FakeRay, serving
 from tests.support.narrow_terminal import NarrowTerminal

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from everstep.wire.events import EventKind
 from service.model.rows import CheckpointCheck, EventRow
-from service.projections import checkpoints, samples
+from service.projections import checkpoints, protection
 from service.projections.handlers import project
 from tests.support.api_service import NOON
 from tests.support.projected_events import committed, event, run_row
@@ -133,12 +133,12 @@ def epoch(number: int, **counts: int) -> EventRow:
 
 
 def test_samples_of_the_lineage() -> None:
-    found = samples.samples(
+    found = protection.samples(
         [epoch(0), epoch(1, missing=1), event(EventKind.RESTORED, step=15, epoch=1), epoch(1)]
     )
     assert [(item.epoch, item.missing, item.digest) for item in found.epochs] == [
         (0, 0, "d0"),
         (1, 0, "d1"),
     ]
-    back = samples.samples([epoch(0), epoch(1), event(EventKind.RESTORED, step=5, epoch=0)])
+    back = protection.samples([epoch(0), epoch(1), event(EventKind.RESTORED, step=5, epoch=0)])
     assert back.epochs == ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
-from service.projections import failures
+from service.projections import attempts
 from service.projections.handlers import project
 from tests.support.api_service import NOON
 from tests.support.projected_events import committed, event, run_row
@@ -18,7 +18,7 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
         {"name": "step-000000020.s001", "problem": "model.pt: expected 7 bytes, found 5 bytes"},
         {"name": "snapshot of step 25 by rank 0 of attempt 1", "problem": "cannot be read"},
     ]
-    found = failures.failures(
+    found = attempts.failures(
         [
             event(EventKind.FAILURE, verdict="worker_lost", step=25),
             event(
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
 
 
 def test_a_failure_learns_from_its_recovery() -> None:
-    found = failures.failures(
+    found = attempts.failures(
         [
             event(
                 EventKind.FAILURE,
@@ -81,7 +81,7 @@ def test_a_failure_learns_from_its_recovery() -> None:
 
 def test_a_recovery_that_is_told_of_late_is_not_that_of_the_next_failure() -> None:
     """The ranks' node stood still, with what it had to tell, until it was given up."""
-    found = failures.failures(
+    found = attempts.failures(
         [
             event(EventKind.FAILURE, attempt=2, verdict="worker_lost"),
             event(EventKind.FAILURE, attempt=3, verdict="node_lost"),
@@ -162,7 +162,7 @@ def test_saves_that_fail_are_one_failure_and_leave_recoveries_to_the_others() ->
     lost = event(EventKind.FAILURE, 1, verdict="node_lost", action="restart")
     saves = [failed_save(number, seq=1 + number) for number in (1, 2, 3, 4)]
     recovered = event(EventKind.RECOVERED, 9, attempt=2, recovery_s=2.5)
-    found = failures.failures([lost, *saves, recovered])
+    found = attempts.failures([lost, *saves, recovered])
     assert [(item.verdict, item.recovery_s) for item in found] == [
         ("node_lost", 2.5),
         ("storage", None),

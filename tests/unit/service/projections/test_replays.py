@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from everstep.wire import Attempt
-from service.projections.replays import Stretch, stretches, words
+from service.projections.drills import Stretch, stretches, words
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

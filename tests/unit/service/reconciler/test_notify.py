@@ -15,12 +15,12 @@ import pytest
 from everstep.options.model import SettingsError
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
+from service.db.audit import NotificationStore
 from service.db.engine import Database
-from service.db.notifications import NotificationStore
 from service.db.runs import RunStore
 from service.reconciler.webhook_sender import GIVE_UP_S, Notifier
 from service.settings import Settings
-from service.submission_rules.webhooks import NOBODY, NotifyRule
+from service.submission_rules.packages import NOBODY, NotifyRule
 from tests.support.api_service import ApiService, ManualClock, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]

@@ -9,24 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.wire import ReasonCode, RunStatus
-from service.reconciler.admission import Admission
-from service.reconciler.facts import NodeFacts, RunFacts
-from service.reconciler.schedule import plan
+from service.reconciler.facts import NodeState, RunFacts
+from service.reconciler.schedule import Admission, plan
 
 
 def run(name: str, **values: Any) -> RunFacts:
     return RunFacts(**{"id": name, "status": RunStatus.QUEUED, "created_at": 0.0, **values})
 
 
-def nodes(*cpus: float, gpus: float = 0) -> tuple[NodeFacts, ...]:
+def nodes(*cpus: float, gpus: float = 0) -> tuple[NodeState, ...]:
     return tuple(
-        NodeFacts(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9})
+        NodeState(f"n{i}", {"CPU": count, "GPU": gpus, "memory": 1e9})
         for i, count in enumerate(cpus)
     )
 
 
 def admit(
-    queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeFacts]
+    queued: Sequence[RunFacts], holding: Sequence[RunFacts], nodes: Sequence[NodeState]
 ) -> tuple[Admission, ...]:
     return plan(queued, holding, nodes).admissions
 
@@ -134,8 +133,8 @@ def test_what_starts_fits_at_its_least(queue: list[dict[str, Any]], cpus: list[i
 
 def marked(
     mark: Literal["cordoned", "draining"], *cpus: float, first: int = 10
-) -> tuple[NodeFacts, ...]:
-    return tuple(NodeFacts(f"n{first + i}", {"CPU": count}, mark) for i, count in enumerate(cpus))
+) -> tuple[NodeState, ...]:
+    return tuple(NodeState(f"n{first + i}", {"CPU": count}, mark) for i, count in enumerate(cpus))
 
 
 def test_marked_nodes_are_no_room_but_could_be_again() -> None:

@@ -21,19 +21,24 @@ from service.reconciler.decide import (
     backoff_s,
     decide,
 )
-from service.reconciler.decisions import (
+from service.reconciler.facts import (
     ChangeStatus,
     Decision,
     DeliverStop,
     EndJob,
+    Facts,
+    JobFact,
+    NodeState,
+    RunFacts,
     SetReason,
     Start,
+    StrayJob,
     SubmitClaimed,
+    TailFact,
     submission_id,
 )
-from service.reconciler.facts import Facts, JobFact, NodeFacts, RunFacts, StrayJob, TailFact
 
-NODES = (NodeFacts("n0", {"CPU": 1.0}), NodeFacts("n1", {"CPU": 1.0}))
+NODES = (NodeState("n0", {"CPU": 1.0}), NodeState("n1", {"CPU": 1.0}))
 NOW = 1000.0
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from service.reconciler.pace import PIECE, in_pieces
+from service.reconciler.execute import PIECE, in_pieces
 
 
 @pytest.mark.parametrize("number", [0, 1, PIECE, PIECE + 1, 5 * PIECE])

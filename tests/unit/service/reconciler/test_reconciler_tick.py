@@ -16,7 +16,7 @@ import pytest
 from everstep.wire import ReasonCode, RunStatus
 from service.db.errors import DatabaseUnavailable
 from service.reconciler import execute
-from storage.cluster.identity import Known, read_identity
+from storage.cluster import Known, read_identity
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 from tests.support.reconciler_world import World

@@ -15,14 +15,20 @@ from hypothesis import strategies as st
 from everstep.wire import ErrorKind, Verdict
 from everstep.wire.events import GPU_FAULTY, EventKind
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.control_files.node_marks import MarksFile
+from service.control_files import MarksFile
 from service.db.node_marks import GONE_KEPT_S
 from service.db.tables import runs
 from service.model.rows import NodeFailure
-from service.reconciler.node_care import BY_ITSELF, NodeCare
+from service.reconciler.nodes import (
+    BY_ITSELF,
+    CordonRule,
+    NodeCare,
+    Suspect,
+    choose_to_cordon,
+    find_suspects,
+)
 from service.reconciler.tail import JournalTail
-from service.reconciler.unhealthy import CordonRule, Suspect, choose_to_cordon, find_suspects
-from storage.cluster.node_marks import PATH, read_node_marks
+from storage.cluster import PATH, read_node_marks
 from tests.support.fake_ray import FakeRay, serving
 from tests.support.reconciler_world import World
 

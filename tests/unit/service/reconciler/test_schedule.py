@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.team import Quotas
-from service.reconciler.capacity import leaving
+from service.reconciler.capacity import SHRINK_GRACE_S, leaving
 from service.reconciler.decide import decide
-from service.reconciler.decisions import Grow, Preempt, Shrink, Start
-from service.reconciler.facts import Facts, NodeFacts, RunFacts
-from service.reconciler.preemption import SHRINK_GRACE_S
+from service.reconciler.facts import Facts, Grow, NodeState, Preempt, RunFacts, Shrink, Start
 from service.reconciler.schedule import PATIENCE_S, Plan, plan
 
 
@@ -43,8 +41,8 @@ def running(name: str, ranks: int, at: float = 0.0, **values: Any) -> RunFacts:
     )
 
 
-def cpus(*counts: float) -> tuple[NodeFacts, ...]:
-    return tuple(NodeFacts(f"n{index}", {"CPU": count}) for index, count in enumerate(counts))
+def cpus(*counts: float) -> tuple[NodeState, ...]:
+    return tuple(NodeState(f"n{index}", {"CPU": count}) for index, count in enumerate(counts))
 
 
 def started(made: Plan) -> list[str]:
@@ -271,7 +269,7 @@ class Life:
     """A cluster of one-CPU ranks that does what the plan says: runs end after their time, paused
     ones queue again."""
 
-    def __init__(self, nodes: tuple[NodeFacts, ...], quotas: dict[str, Quotas]) -> None:
+    def __init__(self, nodes: tuple[NodeState, ...], quotas: dict[str, Quotas]) -> None:
         self.nodes, self.quotas = nodes, quotas
         self.capacity = int(sum(node.resources["CPU"] for node in nodes))
         self.now = 0.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
-from service.control_files.kept_checkpoints import KeptSteps
+from service.control_files import KeptSteps
 from service.reconciler import scrub as scrub_module
-from service.reconciler.background import Background
+from service.reconciler.loop import Background
 from service.reconciler.scrub import Pace, Scrubber, ScrubRule, ScrubStopped
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from everstep.spec.user_code import CodeSpec
-from service.submission_rules import module_tree
+from everstep.spec.code import CodeSpec
+from service.submission_rules import user_code
 from service.submission_rules.user_code import faults_of
 from tests.support.code_archives import TASK
 
@@ -214,7 +214,7 @@ def test_a_class_is_asked_once_however_many_ways_lead_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten bases of ten bases of ten … would be asked 10^20 times."""
-    asked = counted(monkeypatch, module_tree, "_members")
+    asked = counted(monkeypatch, user_code, "_members")
     classes = ["class C0:\n    pass"]
     classes += [
         f"class C{n}({', '.join(f'C{n - 1}' for _ in range(10))}):\n    pass" for n in range(1, 16)
@@ -226,7 +226,7 @@ def test_a_class_is_asked_once_however_many_ways_lead_to_it(
 def test_a_name_of_very_many_parts_is_followed_no_deeper_than_a_path_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked = counted(monkeypatch, module_tree, "module_path")
+    looked = counted(monkeypatch, user_code, "module_path")
     source = TASK + "\nimport " + ".".join(["a"] * 20_000) + "\n"
     assert faults({"task.py": source}) == []
     assert looked[0] < 200

@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
-from service.process.arguments import settings_of
-from service.process.backends import opened
+from service.process.app import opened
+from service.process.serving import settings_of
 from service.settings import CannotStart, Settings
-from service.submission_rules.storage_roots import ANYWHERE, StorageRoots
+from service.submission_rules.packages import ANYWHERE, StorageRoots
 from storage.errors import InvalidStorage, StorageUnavailable
 from storage.filesystem import Storage, open_storage
 from tests.support.api_service import ApiService, spec

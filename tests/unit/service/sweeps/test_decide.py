@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from everstep.spec.sweep import AshaSpec
 from everstep.wire import RunStatus
 from service.model.states import LIVE
-from service.sweeps.decide import Cancel, End, GoOn, Pause, Submit, SweepFacts, decide
-from service.sweeps.halving import TrialFacts, rung_step
+from service.sweeps.decide import (
+    Cancel,
+    End,
+    GoOn,
+    Pause,
+    Submit,
+    SweepFacts,
+    TrialFacts,
+    decide,
+    rung_step,
+)
 
 SEEDS = st.integers(0, 2**32)
 """Of the order in which things happen."""

@@ -14,12 +14,12 @@ from everstep.spec.trials import trials_of
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.sweep import SweepStatus
-from service.api.sweep_answers import best_of
+from service.api.sweeps import best_of
 from service.db.events import EventStore
 from service.db.runs import RunStore
 from service.db.sweeps import SweepStore
+from service.model.rows import SweepRow, TrialRow
 from service.model.run_rows import RunRow
-from service.model.sweep_rows import SweepRow, TrialRow
 from service.sweeps.driver import SweepDriver
 from tests.support.api_service import Journal, ManualClock, spec
 from tests.support.prepared_database import prepared_database

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from service.alerts.sender import AlertSender
-from service.db.alert_deliveries import DeliveryStore
-from service.db.alert_incidents import IncidentStore
-from service.submission_rules.webhooks import NotifyRule
+from service.db.alerts import DeliveryStore, IncidentStore
+from service.submission_rules.packages import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
 from tests.support.web_browser import Browser

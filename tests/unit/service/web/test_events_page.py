@@ -12,7 +12,7 @@ import pytest
 from everstep.text import events as event_words
 from everstep.wire import Event
 from everstep.wire.events import EventKind
-from service.web.events_page import LONGEST_TEXT, PAGE_EVENTS, SHOWN
+from service.web.logs import LONGEST_TEXT, PAGE_EVENTS, SHOWN
 from tests.support.api_service import NOON, ApiService
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser

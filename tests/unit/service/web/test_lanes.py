@@ -7,7 +7,7 @@ from typing import Any
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.web import curves
-from service.web.lanes import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
+from service.web.run_page import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
 
 
 def history(*entries: tuple[float, EventKind, int, dict[str, Any]]) -> list[EventRow]:

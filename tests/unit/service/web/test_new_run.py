@@ -13,11 +13,11 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from everstep.spec.catalog import catalog
 from everstep.spec.run_spec import RunSpec
+from everstep.spec.tasks import catalog
 from everstep.spec.yaml_file import parse_yaml
 from service.db.tables import runs as runs_table
-from service.web.starting_specs import templates
+from service.web.new_run import templates
 from tests.support.api_service import ApiService, spec
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser

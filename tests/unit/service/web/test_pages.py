@@ -16,8 +16,8 @@ from sqlalchemy import insert
 from everstep.spec.parsing import parse_spec
 from everstep.wire import NodeLoad, Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.ids import new_run_id
-from service.db.new_run import new_row
+from service.db.lease import new_run_id
+from service.db.runs import new_row
 from service.db.tables import runs as runs_table
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir

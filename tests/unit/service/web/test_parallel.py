@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everstep.wire import Run
-from service.web.parallel import picture
+from service.web.compare import picture
 from tests.support.api_service import ApiService, Journal
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser

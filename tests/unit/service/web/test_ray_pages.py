@@ -15,9 +15,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from service.cluster import ray_dashboard
-from service.cluster.ray_dashboard import RayDashboard
+from service.cluster.ray_dashboard import RayAccess, RayDashboard, access_to, is_log_tail
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.cluster.ray_routes import RayAccess, access_to, is_log_tail
 from service.model.rows import AuditRow
 from tests.support.api_service import ApiService
 from tests.support.service_process import free_port
@@ -343,7 +342,7 @@ async def test_ray_that_is_away_slow_or_strange_is_a_clear_page(
         yield b""
 
     ray.answers["/nodes"] = StreamingResponse(hanging())
-    monkeypatch.setattr("service.web.ray_pages.READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("service.web.cluster.READ_TIMEOUT_S", 0.2)
     with pytest.raises(httpx.RemoteProtocolError):
         await viewer.get("/ray/nodes")
     never.set()

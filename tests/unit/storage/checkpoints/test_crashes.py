@@ -16,8 +16,7 @@ import pytest
 from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, quick_directory, save

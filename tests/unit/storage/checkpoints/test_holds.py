@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from storage.checkpoints import holds as holds_module
+from storage.checkpoints import retention as holds_module
 from storage.checkpoints import retention as retention_module
-from storage.checkpoints.holds import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
+from storage.checkpoints.retention import HOLD_S, CheckpointHold, SeenHolds, held_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageFull
 from storage.files.local import LocalFiles

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import attempt_starts
-from storage.checkpoints.lineage import RestorePoint, in_lineage
 from storage.checkpoints.manifest import MANIFEST
+from storage.checkpoints.reader import RestorePoint, in_lineage
+from storage.checkpoints.retention import attempt_starts
 from storage.checkpoints.store import CheckpointStore
 from storage.logs.journal_writer import JournalWriter
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName, Origin
+from storage.run_dir import CheckpointName, Origin, RunDir
 from tests.support.storage_places import (
     event,
     memory_run_dir,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.projections import checkpoints as projection
-from storage.checkpoints.lineage import RestorePoint, best_of, in_lineage
-from storage.run_names import CheckpointName, Origin
+from storage.checkpoints.reader import RestorePoint, best_of, in_lineage
+from storage.run_dir import CheckpointName, Origin
 from train_fn.snapshots import election
 from train_fn.snapshots.store import Label
 

@@ -12,8 +12,7 @@ from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CheckpointReplaced, CorruptFile
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
 from tests.support.storage_places import (
     quick_directory,
     record_restored,

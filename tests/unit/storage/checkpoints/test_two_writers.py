@@ -16,8 +16,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.checkpoints.writer import TRASH
 from storage.errors import CheckpointExists, CheckpointReplaced
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
 from tests.support.storage_places import MemoryObjects, memory_run_dir, quick_directory
 
 NAME = CheckpointName(50, 1, 1)

@@ -12,10 +12,10 @@ from typing import IO, Any
 import pytest
 import torch
 
-from storage.checkpoints import verified_file
+from storage.checkpoints import reader
 from storage.checkpoints.manifest import FileEntry, new_hash
+from storage.checkpoints.reader import VerifiedFile
 from storage.checkpoints.store import CheckpointStore
-from storage.checkpoints.verified_file import VerifiedFile
 from storage.errors import CorruptCheckpoint
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
@@ -125,7 +125,7 @@ def test_bytes_that_change_between_two_looks_are_seen(
 ) -> None:
     """What was read ahead is compared when its turn in the digest comes, across the borders of
     blocks too."""
-    monkeypatch.setattr(verified_file, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(reader, "_BLOCK_BYTES", 1000)
     data = bytes(range(256)) * 100
     path = tmp_path / "file"
     path.write_bytes(data)

@@ -17,29 +17,30 @@ import pytest
 
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.control_files.node_marks import MarksFile
+from service.control_files import MarksFile
 from service.db.engine import Database
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarkStore, StorageRecords
 from service.db.runs import RunStore
-from service.db.storage_identity import StorageRecords
 from service.model.states import SUBMITTED
-from service.storage_identity.adoption import adopt_storage, begin_with, storage_status
-from service.storage_identity.gate import StorageGate
+from service.storage_identity import StorageGate, adopt_storage, begin_with, storage_status
 from storage.checkpoints.store import CheckpointStore
-from storage.cluster.identity import (
+from storage.cluster import (
     EXIT_STORAGE,
     IDENTITY_FILE,
     KNOWN_VARIABLE,
     STORAGE_WORDS,
     Known,
+    NodeMark,
     check_identity,
     check_known,
+    encode_marks,
     new_identity,
     read_identity,
     read_identity_file,
+    read_node_marks,
     write_identity,
+    write_marks_file,
 )
-from storage.cluster.node_marks import NodeMark, encode_marks, read_node_marks, write_marks_file
 from storage.errors import CorruptFile, StorageMismatch, StorageOwned
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal_writer import JournalWriter
@@ -328,7 +329,7 @@ def test_marks_of_another_service_stay(runs: RunStore, other: Database, shared: 
 class TestReconciler:
     @pytest.fixture(autouse=True)
     def _no_kept_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("service.storage_identity.gate.KEPT_S", 0.0)
+        monkeypatch.setattr("service.storage_identity.KEPT_S", 0.0)
 
     async def paused_at_500(self, here: World, ray: FakeRay) -> str:
         """A run that was paused with a checkpoint, as the issue's experiment has it."""

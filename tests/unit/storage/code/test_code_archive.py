@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.code import rules as code_rules
-from everstep.code.rules import collisions, import_roots, module_path, modules
-from storage.code import archive as code_archive
-from storage.code.archive import read_members, unpack
-from storage.code.store import CodeStore
+from everstep import code as code_rules
+from everstep.code import collisions, import_roots, module_path, modules
+from storage import code as code_archive
+from storage.code import CodeStore, read_members, unpack
 from storage.errors import CorruptFile, InvalidArchive, InvalidStorage, StorageFull, StorageNotFound
 from storage.filesystem import open_storage
 from tests.support.code_archives import tar_entry, tar_gz, zip_of

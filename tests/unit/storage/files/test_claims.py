@@ -24,8 +24,7 @@ from storage.claims import (
 )
 from storage.errors import AlreadyClaimed
 from storage.filesystem import Storage
-from storage.run_dir import RunDir
-from storage.run_names import Origin
+from storage.run_dir import Origin, RunDir
 from tests.support.storage_places import MemoryObjects, memory_run_dir, record_restored, save
 
 pytest_plugins = ["tests.support.storage_fixtures"]

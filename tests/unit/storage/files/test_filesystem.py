@@ -24,8 +24,7 @@ from storage.errors import (
 )
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage, open_storage
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.run_dir import CheckpointName, RunDir
 from tests.support.small_disk import mounted_small_disk
 from tests.support.storage_places import event, save
 

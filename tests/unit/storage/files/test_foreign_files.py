@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from everstep.spec import plain_text
-from everstep.wire import relative_names
+from everstep.wire import base
 from storage.checkpoints.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import (
@@ -29,10 +29,10 @@ from storage.errors import (
     StorageError,
 )
 from storage.filesystem import Storage
-from storage.logs import append_log, growing_log, journal, journal_line
+from storage.logs import growing_log, journal
+from storage.logs.growing_log import MAX_LINE_BYTES, LogCursor
 from storage.logs.journal import journal_stamp, may_be_cut, read_journal
 from storage.logs.journal_writer import JournalWriter
-from storage.logs.log_lines import MAX_LINE_BYTES, LogCursor
 from storage.logs.rank_logs import last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import event, save
@@ -241,7 +241,7 @@ def test_a_long_line_is_read_with_work_that_grows_with_its_length(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * (kib << 10) + b"\n")
         began = time.process_time()
-        [line] = append_log.read_log(run_dir.files, run_dir.journal_stem(number), LogCursor(), 10)
+        [line] = growing_log.read_log(run_dir.files, run_dir.journal_stem(number), LogCursor(), 10)
         took_s.append(time.process_time() - began)
         assert len(line.data) == kib << 10
     assert took_s[1] < 25 * took_s[0]
@@ -272,7 +272,7 @@ def test_a_journal_of_long_events_comes_in_pieces(
 def test_an_event_that_no_reader_would_take_is_cut_as_it_is_written(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_line, "MAX_LINE_BYTES", 50_000)
+    monkeypatch.setattr(journal, "MAX_LINE_BYTES", 50_000)
     run_dir = RunDir(local_storage, "run_a")
     with JournalWriter(run_dir, 1) as writer:
         writer.append(
@@ -347,7 +347,7 @@ def test_a_manifest_that_names_other_files_is_no_manifest(
     ):
         with pytest.raises(CorruptCheckpoint, match=r"file name|hex escape"):
             read(manifest.name)
-    assert relative_names.fault_of(name)
+    assert base.fault_of(name)
     with store.begin(2, 1, 1) as writer, pytest.raises(InvalidStorage):
         writer.write_file(name)
 
@@ -371,4 +371,4 @@ def test_plain_names_are_taken() -> None:
         "a..b",
         "x" * 255,
     ):
-        assert relative_names.fault_of(name) is None
+        assert base.fault_of(name) is None

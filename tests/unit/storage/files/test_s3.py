@@ -14,7 +14,7 @@ import pytest
 from storage.checkpoints.store import CheckpointStore
 from storage.claims import claim_submission
 from storage.errors import InvalidStorage, LogTakenOver, StorageError, StorageNotFound
-from storage.files.conditional_puts import S3ConditionalPuts
+from storage.files.object_store import S3ConditionalPuts
 from storage.filesystem import Storage, open_storage
 from storage.logs.journal import read_journal
 from storage.logs.journal_writer import JournalWriter

@@ -17,12 +17,9 @@ from storage.errors import CorruptFile, InvalidStorage, LogTakenOver, StorageFul
 from storage.files.local import LocalFiles
 from storage.filesystem import Storage
 from storage.logs import growing_log
-from storage.logs.append_log import open_log, read_log
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.growing_log import LogCursor, SegmentedLog, open_log, read_log
+from storage.logs.journal import JournalEvent, read_journal
 from storage.logs.journal_writer import JournalWriter
-from storage.logs.log_lines import LogCursor
-from storage.logs.segmented_log import SegmentedLog
 from storage.run_dir import RunDir
 from tests.support.storage_places import MemoryObjects, event, memory_run_dir
 

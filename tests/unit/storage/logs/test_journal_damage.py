@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.projections import failures
-from storage.checkpoints.journal_records import reported_checkpoints
+from service.projections import attempts
+from storage.checkpoints.retention import reported_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, has_checksum, read_journal, with_checksum
 from storage.logs.journal_writer import JournalWriter
-from storage.logs.line_checksum import has_checksum, with_checksum
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
 from tests.support.reconciler_world import World
@@ -241,7 +239,7 @@ async def test_the_service_reads_on_and_says_what_is_lost(here: World, ray: Fake
     events = here.events.after(run.id, 0, 100)
     [damaged] = [one for one in events if one.kind == EventKind.JOURNAL_DAMAGED]
     assert (damaged.data["file"], damaged.data["lines"]) == (str(path), [2])
-    [failure] = failures.failures(events)
+    [failure] = attempts.failures(events)
     assert (
         failure.verdict == "storage"
         and str(path) in str(failure.exception)

@@ -14,8 +14,7 @@ from everstep.wire.events import EventKind
 from storage.errors import StorageError
 from storage.filesystem import open_storage
 from storage.logs import growing_log
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import MemoryObjects, event, memory_run_dir, quick_directory

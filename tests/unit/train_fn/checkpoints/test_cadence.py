@@ -9,11 +9,12 @@ import pytest
 
 from everstep.spec.sections import CheckpointSpec
 from train_fn.checkpoints.cadence import (
+    ASSUMED_MTBF_S,
+    ObservedFailures,
     SaveCadence,
     choose_interval,
     young_daly_s,
 )
-from train_fn.checkpoints.past_failures import ASSUMED_MTBF_S, ObservedFailures
 
 
 def cadence(**checkpoint: Any) -> SaveCadence:

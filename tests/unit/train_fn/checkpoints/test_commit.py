@@ -23,11 +23,11 @@ from tests.support.saves import (
     weight_in,
 )
 from tests.support.storage_places import record_restored, save
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
-from train_fn.journal.local_journal import open_local_journal
+from train_fn.journal.server import open_local_journal
 
 pytestmark = pytest.mark.own_process
 

@@ -26,7 +26,7 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
@@ -384,7 +384,7 @@ def test_safetensors_hold_the_same_weights(storage: Storage) -> None:
 def test_safetensors_of_every_dtype_and_layout() -> None:
     from safetensors.torch import load as load_safetensors
 
-    from train_fn.checkpoints.safetensors_file import require_safetensors, write_safetensors
+    from train_fn.checkpoints.torch_file import require_safetensors, write_safetensors
 
     state = {
         "half": torch.arange(7).to(torch.bfloat16),

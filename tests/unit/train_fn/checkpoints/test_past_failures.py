@@ -7,10 +7,10 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
-from train_fn.checkpoints.past_failures import ASSUMED_MTBF_S, ObservedFailures, observed_failures
+from train_fn.checkpoints.cadence import ASSUMED_MTBF_S, ObservedFailures, observed_failures
 
 
 def test_failures_are_observed_in_the_journals_of_all_submissions(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from storage.errors import StorageFull
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
-from train_fn.checkpoints import save_failures
+from train_fn.checkpoints import cadence
 from train_fn.context import WorkerContext
-from train_fn.loop import final_checkpoint
+from train_fn.loop import attempt as final_checkpoint
 from train_fn.loop.attempt import train
 from train_fn.snapshots.store import snapshot_store
 
@@ -58,7 +58,7 @@ def attempt(place: Path, number: int) -> tuple[WorkerContext, list[str]]:
 def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_or_from_the_newest(
     node_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_failures, "RETRY_S", 0.001)
+    monkeypatch.setattr(cadence, "RETRY_S", 0.001)
     monkeypatch.setattr(final_checkpoint, "STOP_PATIENCE_S", 0.01)
     begin = CheckpointStore.begin
 

@@ -30,9 +30,9 @@ from tests.support.saves import (
     weight_in,
 )
 from tests.support.small_disk import mounted_small_disk
-from train_fn.checkpoints import save_failures, save_slot
+from train_fn.checkpoints import cadence, save_slot
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
 from train_fn.state.train_state import TrainState
@@ -42,8 +42,8 @@ pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_failures, "RETRY_S", 0.01)
-    monkeypatch.setattr(save_failures, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(cadence, "RETRY_S", 0.01)
+    monkeypatch.setattr(cadence, "RETRY_MAX_S", 0.02)
 
 
 class FailingStorage:

@@ -18,13 +18,13 @@ from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.storage_places import quick_directory
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot_module
-from train_fn.state.digest import digest
+from train_fn.state.tensor_tree import digest
 
 pytestmark = pytest.mark.own_process
 

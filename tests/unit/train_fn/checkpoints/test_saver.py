@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.hashed_file import CheckpointFile
-from storage.run_names import CheckpointName
+from storage.checkpoints.writer import CheckpointFile
+from storage.run_dir import CheckpointName
 from tests.support.one_rank import journal_of
 from tests.support.saves import (
     CountedCopies,
@@ -35,14 +35,13 @@ from tests.support.saves import (
 )
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints import saver as saver_module
-from train_fn.checkpoints.reading import load_checkpoint
-from train_fn.checkpoints.save_slot import Save
+from train_fn.checkpoints.commit import load_checkpoint
+from train_fn.checkpoints.save_slot import BoundaryCopies, Save
 from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.samples.ledger import Count
-from train_fn.state.packed_moments import unpacked
+from train_fn.state.optim import unpacked
 from train_fn.state.tensor_tree import size_bytes, take_apart
-from train_fn.state.train_state import Best, TrainState
+from train_fn.state.train_state import BestSoFar, TrainState
 
 pytestmark = pytest.mark.own_process
 
@@ -254,7 +253,7 @@ def test_whatever_a_state_is_made_of_a_save_is_of_its_step(place: Path) -> None:
         state.ledger.commit(step, partial(Count, 5, 0, 0, step))
         step = state.step = step + 1
         state.metrics["accuracy"], state.evaluated_step = float(step), step
-        state.best = Best("accuracy", float(step), step, "")
+        state.best = BestSoFar("accuracy", float(step), step, "")
         saver.offer(due=due or step == 1, is_best=False)
     saver.close()
     committed = ctx.checkpoints.list()
@@ -316,7 +315,7 @@ def test_retention_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         advance(state, step)
         if step == 20:
-            state.best = Best("val_accuracy", 0.9, 20, "step-000000020.s001.a001")
+            state.best = BestSoFar("val_accuracy", 0.9, 20, "step-000000020.s001.a001")
         saver.save_now(is_best=step == 20)
     assert [manifest.step for manifest in ctx.checkpoints.list()] == [20, 40, 50]
     assert journal_of(ctx).steps(EventKind.CHECKPOINT_DELETED) == [10, 30]

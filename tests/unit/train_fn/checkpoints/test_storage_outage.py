@@ -18,17 +18,17 @@ from everstep.wire.events import EventKind
 from tests.support.saves import make_context, make_state, weight_in
 from tests.support.service_process import free_port, wait_for
 from tests.unit.train_fn.checkpoints.test_save_failures import reported, train_until
-from train_fn.checkpoints import save_failures, save_slot
+from train_fn.checkpoints import cadence, save_slot
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 
 pytestmark = pytest.mark.chaos
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_failures, "RETRY_S", 0.05)
-    monkeypatch.setattr(save_failures, "RETRY_MAX_S", 0.5)
+    monkeypatch.setattr(cadence, "RETRY_S", 0.05)
+    monkeypatch.setattr(cadence, "RETRY_MAX_S", 0.5)
 
 
 # ---------------------------------------------------------------- a filesystem that stands still

@@ -16,13 +16,17 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
-from everstep.spec.image_task import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
 from everstep.spec.run_spec import RunSpec
-from train_fn.data.cache import decoded_once
-from train_fn.data.cifar10 import load_cifar10
-from train_fn.data.digits import load_digits, stratified_holdout
-from train_fn.data.fashion_mnist import load_fashion_mnist, read_idx
+from everstep.spec.tasks import Cifar10Args, DigitsArgs, FashionMnistArgs, ImageFolderArgs
 from train_fn.data.image_folder import load_image_folder
+from train_fn.data.image_sets import (
+    load_cifar10,
+    load_digits,
+    load_fashion_mnist,
+    read_idx,
+    stratified_holdout,
+)
+from train_fn.data.images import decoded_once
 from train_fn.errors import DataMissing
 from train_fn.node import node_dir
 from train_fn.samples.loader import KeyedDataset, Loader, num_loader_workers

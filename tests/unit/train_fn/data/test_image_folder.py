@@ -11,12 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from everstep.spec.image_task import ImageClassificationSpec, ImageFolderArgs
-from train_fn.data import image_index
-from train_fn.data.image_folder import load_image_folder
-from train_fn.data.image_index import index_images
+from everstep.spec.tasks import ImageClassificationSpec, ImageFolderArgs
+from train_fn.data import image_folder
+from train_fn.data.image_folder import index_images, load_image_folder
 from train_fn.errors import DataMissing
-from train_fn.tasks.image_classification import ImageClassification
+from train_fn.tasks.builtin import ImageClassification
 
 
 @pytest.fixture(autouse=True)
@@ -105,13 +104,13 @@ def test_files_are_looked_up_once_a_node_until_a_directory_changes(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scans = []
-    scan = image_index._scan
+    scan = image_folder._scan
 
-    def counted(split: Path, classes: list[str]) -> tuple[image_index.Arrays, list[str]]:
+    def counted(split: Path, classes: list[str]) -> tuple[image_folder.Arrays, list[str]]:
         scans.append(split.name)
         return scan(split, classes)
 
-    monkeypatch.setattr(image_index, "_scan", counted)
+    monkeypatch.setattr(image_folder, "_scan", counted)
     classes = ["ant", "bée", "cat"]
     first = index_images(root / "train", classes)
     assert [first.path(index).name for index in range(4)] == ["0.jpg", "1.png", "2.jpg", "3.png"]

@@ -11,11 +11,11 @@ import torch
 
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
-from everstep.spec.text_task import GptArgs, LanguageModelingSpec, TextFilesArgs
+from everstep.spec.tasks import GptArgs, LanguageModelingSpec, TextFilesArgs
 from train_fn.data.text_files import END_OF_TEXT, load_text_files
 from train_fn.errors import DataMissing
-from train_fn.models.gpt import Gpt
-from train_fn.tasks.language_modeling import LanguageModeling
+from train_fn.models import Gpt
+from train_fn.tasks.builtin import LanguageModeling
 
 pytestmark = pytest.mark.own_process
 

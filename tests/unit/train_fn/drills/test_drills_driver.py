@@ -15,11 +15,10 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent, read_journal
 from storage.run_control import DrillOrder
 from storage.run_dir import RunDir
-from train_fn.drills.orders import DrillRefused, Drills, plan
+from train_fn.drills import DrillRefused, Drills, plan
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.server import JournalServer
 from train_fn.recovery.history import RankPlace, read_history

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.drills.node_faults import find_raylet, kill_ranks, kill_raylet, signal_ranks
+from train_fn.drills import find_raylet, kill_ranks, kill_raylet, signal_ranks
 from train_fn.node.node_dir import snapshots_dir
-from train_fn.ray_train.stopped_processes import signalled, stopped
+from train_fn.ray_train.node_checks import signalled, stopped
 
 NODE_ID = "c0ffee" * 9
 PROGRAM = "sleep 60 & echo $!; wait"

@@ -19,7 +19,7 @@ from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir, record_restored, save
 from train_fn.driver import watch as watch_module
 from train_fn.driver.supervision import Driver
-from train_fn.driver.watch import EXIT_REPLACED, Watch
+from train_fn.driver.watch import EXIT_REPLACED, ControlWatch
 from train_fn.errors import Replaced
 from train_fn.recovery.outcome import Stopping
 from train_fn.recovery.settings import RecoverySettings
@@ -37,10 +37,10 @@ def driver(tmp_path: Path) -> Driver:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Watch:
+def watch(tmp_path: Path) -> ControlWatch:
     """What a driver watches; no stop comes, so that the journal is never called."""
     run_dir = RunDir(open_storage(str(tmp_path)), "run_a")
-    return Watch(run_dir, 1, cast(Any, None), Stopping(None))
+    return ControlWatch(run_dir, 1, cast(Any, None), Stopping(None))
 
 
 def test_it_does_not_begin(driver: Driver) -> None:
@@ -52,7 +52,7 @@ def test_it_does_not_begin(driver: Driver) -> None:
 
 
 def test_it_ends_when_it_finds_itself_replaced(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    watch: ControlWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_module, "FENCE_POLL_S", 0.0)
     monkeypatch.setattr(watch_module, "STOP_POLL_S", 0.01)
@@ -69,7 +69,7 @@ def test_it_ends_when_it_finds_itself_replaced(
 
 @pytest.mark.timeout(20)
 def test_a_storage_that_does_not_answer_replaces_nobody(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    watch: ControlWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_module, "FENCE_POLL_S", 0.0)
     monkeypatch.setattr(watch_module, "STOP_POLL_S", 0.01)

@@ -17,7 +17,7 @@ from train_fn.driver.fit_loop import fit_until_decided
 from train_fn.driver.submission_journal import FINAL_FLUSH_S, close_journal
 from train_fn.errors import Replaced
 from train_fn.recovery.history import History
-from train_fn.recovery.launch import Outcome
+from train_fn.recovery.launch import ControllerOutcome
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -49,9 +49,9 @@ class Client:
 def test_a_driver_whose_last_event_is_not_durable_fails() -> None:
     reason = {"code": ReasonCode.NO_PROGRESS.value, "message": "too often"}
     client: Any = Client(is_durable=True)
-    close_journal(client, Outcome(False, last_step=7), "failed", reason)
+    close_journal(client, ControllerOutcome(False, last_step=7), "failed", reason)
     finished = {"outcome": "failed", "reason": reason, "step": 7}
     assert client.events == [(EventKind.FINISHED, finished)]
     client = Client(is_durable=False)
     with pytest.raises(RuntimeError, match="is the storage writable"):
-        close_journal(client, Outcome(True), "succeeded", None)
+        close_journal(client, ControllerOutcome(True), "succeeded", None)

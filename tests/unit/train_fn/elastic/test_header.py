@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from train_fn.elastic.header import Header, HeaderCode, totals_of
+from train_fn.elastic.message import Header, HeaderCode, totals_of
 from train_fn.samples.ledger import Count
-from train_fn.step.step_totals import StepTotals
+from train_fn.step.totals import StepTotals
 
 
 def rank_header(step: int, number: int, *losses: float, **votes: Any) -> Header:

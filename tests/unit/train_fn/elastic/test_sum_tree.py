@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from train_fn.elastic.sum_tree import Fold, OpenTree, SumTree, completion, group_size
 from train_fn.samples.sampler import Sampler, share_of
-from train_fn.samples.stream_sampler import StreamSampler
+from train_fn.samples.streams import StreamSampler
 
 
 def together(left: str, right: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 
-from train_fn.journal.collected_log import collect_log
+from train_fn.journal.rank_log import collect_log
 
 
 async def test_who_waits_for_a_log_gets_what_any_thread_says_at_once() -> None:

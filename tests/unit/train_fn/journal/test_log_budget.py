@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train_fn.journal.log_budget import BURST_CHARS, LogBudget
+from train_fn.journal.rank_log import BURST_CHARS, LogBudget
 
 
 def test_a_budget_fills_again() -> None:

@@ -26,9 +26,8 @@ from storage.logs import rank_logs
 from storage.logs.rank_logs import LogRecord, RankLogWriter, last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir
-from train_fn.journal import log_budget, process_output
-from train_fn.journal.process_output import listen
-from train_fn.journal.rank_logging import RankLog
+from train_fn.journal import rank_log
+from train_fn.journal.rank_log import RankLog, listen
 from train_fn.samples.loader import loader_options
 
 
@@ -179,8 +178,8 @@ def test_what_ray_train_says_of_every_report_is_left_out(run_dir: RunDir) -> Non
 def test_a_rank_that_prints_without_measure_is_throttled_with_a_notice(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(log_budget, "BURST_CHARS", 10_000)
-    monkeypatch.setattr(log_budget, "RATE_CHARS_PER_S", 1)
+    monkeypatch.setattr(rank_log, "BURST_CHARS", 10_000)
+    monkeypatch.setattr(rank_log, "RATE_CHARS_PER_S", 1)
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:
@@ -208,7 +207,7 @@ def test_a_line_without_end_does_not_grow(run_dir: RunDir) -> None:
     finally:
         log.close()
     long, bar = read(run_dir)
-    assert len(long) < 2 * process_output.MAX_LINE_CHARS and "left out" in long
+    assert len(long) < 2 * rank_log.MAX_LINE_CHARS and "left out" in long
     assert bar == "step 4999"
 
 
@@ -366,8 +365,8 @@ def test_a_process_that_outlives_the_log_goes_on(run_dir: RunDir) -> None:
 def test_loader_processes_that_print_without_measure_are_throttled_too(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_budget, "BURST_CHARS", 20_000)
-    monkeypatch.setattr(log_budget, "RATE_CHARS_PER_S", 1)
+    monkeypatch.setattr(rank_log, "BURST_CHARS", 20_000)
+    monkeypatch.setattr(rank_log, "RATE_CHARS_PER_S", 1)
     log = RankLog(run_dir, 1, 1, 0)
     log.start()
     try:

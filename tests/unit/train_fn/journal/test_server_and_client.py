@@ -20,9 +20,8 @@ from tests.support.service_process import wait_for
 from tests.support.small_disk import mounted_small_disk
 from train_fn.journal import client as client_module
 from train_fn.journal import server
-from train_fn.journal.client import ActorJournalClient
-from train_fn.journal.delivery import Reply, SourceEvent
-from train_fn.journal.profile_orders import StackOrders
+from train_fn.journal.client import ActorJournalClient, StackOrders
+from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.journal.server import JournalServer
 
 

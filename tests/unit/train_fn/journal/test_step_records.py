@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.wire.replays import Replay
+from everstep.wire.run import Replay
 from train_fn.journal.step_records import StepRecords, compare
 
 REPLAY = Replay(run_id="run_a", from_step=10, to_step=14)

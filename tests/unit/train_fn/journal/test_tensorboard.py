@@ -13,7 +13,7 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.logs import event_files
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.storage_places import memory_run_dir

@@ -20,16 +20,15 @@ from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.run_dir import RunDir
 from tests.support.api_service import spec
 from tests.support.service_process import wait_for
 from tests.support.wandb_file import history, records
 from tests.unit.train_fn.journal.test_tensorboard import Submission
-from train_fn.driver.wandb_recorder import WandbRecorder, recorder_environment
+from train_fn.driver.submission_journal import WandbRecorder, recorder_environment
 from train_fn.journal.follower import NotNow
-from train_fn.journal.wandb_rows import Rows
-from train_fn.journal.wandb_tracking import WandbTracking
+from train_fn.journal.wandb_tracking import Rows, WandbTracking
 
 PATIENCE_S = 120.0
 

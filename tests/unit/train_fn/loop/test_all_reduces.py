@@ -18,9 +18,9 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt
-from train_fn.loop.step_module import wrap
-from train_fn.loop.training import Progress, Training
-from train_fn.standalone.submission import begin_run
+from train_fn.loop.replica import wrap
+from train_fn.loop.training import RankProgress, Training
+from train_fn.standalone.rank import begin_run
 from train_fn.step.peers import end_process_group
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
@@ -68,7 +68,7 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
     def count_ready(parameter: torch.Tensor) -> None:
         traffic.num_ready += 1
 
-    def prepare_wrapped(ctx: WorkerContext, progress: Progress) -> Training:
+    def prepare_wrapped(ctx: WorkerContext, progress: RankProgress) -> Training:
         training = prepare(ctx, progress)
         replica = training.replica
         replica.wrapped = wrapped = wrap(replica.step_module, torch.device("cpu"))
@@ -78,7 +78,7 @@ def train_counted(spec: RunSpec, tmp_path: Path) -> tuple[Traffic, int]:
         return training
 
     prepare = attempt.prepare
-    progress = Progress()
+    progress = RankProgress()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempt, "prepare", prepare_wrapped)
         attempt.train_openly(ctx, progress)

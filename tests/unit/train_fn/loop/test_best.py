@@ -11,7 +11,7 @@ from torch import nn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.lineage import best_of
+from storage.checkpoints.reader import best_of
 from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
@@ -20,10 +20,11 @@ from tests.support.one_rank import journal_of, one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.loop import boundary, replica
+from train_fn.loop import attempt as boundary
+from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.loop.replica import Replica
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 

@@ -21,7 +21,7 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 

@@ -16,19 +16,20 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import departure, final_checkpoint, replica
+from train_fn.loop import attempt as final_checkpoint
+from train_fn.loop import departure, replica
 from train_fn.loop.attempt import train
-from train_fn.loop.reporter import Reporter
-from train_fn.node import broken_device
+from train_fn.loop.report import Reporter
+from train_fn.node import device as broken_device
 from train_fn.profiling.profiler import StepProfiler
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
-from train_fn.state.digest import digest
+from train_fn.state.tensor_tree import digest
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
 

@@ -16,13 +16,12 @@ from tests.support.one_rank import one_rank, small_task_alone
 from train_fn.errors import StepNotWhole
 from train_fn.loop import attempt
 from train_fn.loop.departure import leave
-from train_fn.loop.training import Progress, Training
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.loop.training import RankProgress, Training
+from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.samples.ledger import Count
-from train_fn.standalone.submission import begin_run
-from train_fn.step.carrier import Carrier
+from train_fn.standalone.rank import begin_run
 from train_fn.step.peers import Peers
-from train_fn.step.step_totals import StepTotals
+from train_fn.step.totals import Carrier, StepTotals
 
 pytestmark = pytest.mark.own_process
 
@@ -109,7 +108,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
         )
 
     monkeypatch.setattr(attempt, "forward_backward", break_the_fourth)
-    progress = Progress()
+    progress = RankProgress()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         (tmp_path / "shm").mkdir()
         ctx = one_rank(spec, run_dir, submission=start.submission, attempt=start.attempt)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask
-from train_fn.loop.lazy_model import lazy_names, shape_lazy_tensors
+from train_fn.loop.build import lazy_names, shape_lazy_tensors
 
 
 class Model(nn.Module):

@@ -21,10 +21,10 @@ from tests.support.one_rank import one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
-from train_fn.snapshots import leaving, state_file
+from train_fn.snapshots import publisher, state_file
 from train_fn.snapshots import store as snapshot
 from train_fn.snapshots.election import Offer, elect
-from train_fn.snapshots.leaving import leave_snapshot
+from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 
 pytestmark = pytest.mark.own_process
@@ -77,7 +77,7 @@ def test_where_one_fits_and_two_do_not_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, state = ranks(tmp_path, 4), state_at(7)
-    room = leaving.size_bytes(state) + leaving.OVERHEAD_BYTES
+    room = publisher.size_bytes(state) + publisher.OVERHEAD_BYTES
     monkeypatch.setattr(
         snapshot.SnapshotStore,
         "free_bytes",
@@ -100,7 +100,7 @@ def test_states_that_differ_are_all_left(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_in_its_turn_holds_up_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "TURN_S", 0.05)
+    monkeypatch.setattr(publisher, "TURN_S", 0.05)
     [ctx] = ranks(tmp_path, 1)
     directory = snapshot_store(ctx).directory
     directory.mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_of_ranks_that_meet_one_writes_and_the_others_compare(
     group, state = ranks(tmp_path, 4), state_at(7)
     compared = threading.Semaphore(0)
     writes: list[Path] = []
-    write_state, state_digest = snapshot.write_state, leaving.state_digest
+    write_state, state_digest = snapshot.write_state, publisher.state_digest
 
     def write_once_others_wait(path: Path, state: Any) -> str:
         writes.append(path)
@@ -132,7 +132,7 @@ def test_of_ranks_that_meet_one_writes_and_the_others_compare(
         return found
 
     monkeypatch.setattr(snapshot, "write_state", write_once_others_wait)
-    monkeypatch.setattr(leaving, "state_digest", compare)
+    monkeypatch.setattr(publisher, "state_digest", compare)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda ctx: leave_snapshot(ctx, state), group)) == [None] * 4
     assert len(writes) == 1 and len(states(group[0])) == 1

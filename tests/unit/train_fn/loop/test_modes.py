@@ -21,7 +21,7 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.state.train_state import TrainState
-from train_fn.step.modes import evaluating, set_modes_for_training
+from train_fn.step.precision import evaluating, set_modes_for_training
 
 
 class NormInEval(nn.Module):

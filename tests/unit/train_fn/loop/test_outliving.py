@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.integration import habits
 from train_fn.loop.held_values import TooMuch, held_values
-from train_fn.loop.outliving import Beginning, _changed, _children, _threads_since
+from train_fn.loop.survivor import Beginning, _changed, _children, _threads_since
 
 VALUES = (
     "global_count",

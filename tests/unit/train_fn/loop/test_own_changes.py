@@ -17,15 +17,15 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.loop import parts, replica, training
+from train_fn.loop import build, replica, training
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots import store as snapshot
-from train_fn.standalone.submission import begin_run
-from train_fn.state.skipped_steps import MOST_IN_A_ROW
+from train_fn.standalone.rank import begin_run
+from train_fn.state.train_state import MOST_IN_A_ROW
 from train_fn.step.untrained import COPIED_BYTES
 
 pytestmark = pytest.mark.own_process
@@ -358,7 +358,7 @@ def test_skipped_steps_are_counted_over_restarts_and_leave_the_average_alone(
             return model
 
     monkeypatch.setattr(
-        parts,
+        build,
         "build_scaler",
         lambda precision, device: torch.amp.GradScaler("cpu", init_scale=64.0),
     )

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.spec.user_code import CodeSpec
+from everstep.spec.code import CodeSpec
 from storage.run_control import Distrust
 from tests.support.saves import make_context
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeerApart, RanksApart
-from train_fn.loop.built_alike import require_same_sums
+from train_fn.loop.checks import require_same_sums
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot_module
 from train_fn.state.trained_parameters import TrainedParameters

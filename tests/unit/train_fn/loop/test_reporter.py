@@ -19,12 +19,18 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.restore_rounds import make_state
-from train_fn.loop import reporter as reporter_module
-from train_fn.loop.reporter import HAND_OVER_S, Reporter
-from train_fn.ray_train.rank_journal import RankJournal
+from train_fn.loop import report as reporter_module
+from train_fn.loop.report import HAND_OVER_S, Reporter
+from train_fn.ray_train.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
-from train_fn.state.event_tail import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, EventTail
-from train_fn.state.train_state import TrainState
+from train_fn.state.train_state import (
+    MOST_OTHERS,
+    MOST_POINTS,
+    NUM_OTHERS,
+    NUM_POINTS,
+    EventTail,
+    TrainState,
+)
 
 SPEC = RunSpec.model_validate(
     {

@@ -20,9 +20,9 @@ from tests.unit.train_fn.loop.test_departure import (
 from train_fn.errors import StateNotWhole
 from train_fn.loop import rescue
 from train_fn.loop.rescue import Rescue
-from train_fn.loop.training import Progress
+from train_fn.loop.training import RankProgress
 from train_fn.snapshots.state_file import state_digest
-from train_fn.state.packed_moments import Packer
+from train_fn.state.optim import Packer
 from train_fn.state.tensor_tree import take_apart
 from train_fn.state.train_state import TrainState
 
@@ -115,10 +115,10 @@ def test_nothing_is_kept_of_a_model_that_may_hold_an_average(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evaluation puts it in the place of the weights, and may wait for its peers meanwhile."""
-    replica_of: list[Progress] = []
+    replica_of: list[RankProgress] = []
     init = Rescue.__init__
 
-    def remember(self: Rescue, ctx: Any, progress: Progress) -> None:
+    def remember(self: Rescue, ctx: Any, progress: RankProgress) -> None:
         init(self, ctx, progress)
         replica_of.append(progress)
 

@@ -14,21 +14,19 @@ import pytest
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
-from storage.checkpoints.journal_records import reported_checkpoints
+from storage.checkpoints.retention import reported_checkpoints
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.files.local import LocalFiles
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
-from storage.logs.journal_line import JournalEvent
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
+from storage.logs.journal import JournalEvent, read_journal
+from storage.run_dir import CheckpointName, RunDir
 from tests.support.one_rank import one_rank, small_task_alone
 from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.saver import Saver
-from train_fn.journal.local_journal import open_local_journal
+from train_fn.journal.server import open_local_journal
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 

@@ -9,19 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from everstep.spec.image_task import MiniResNetArgs
 from everstep.spec.run_spec import RunSpec
-from everstep.spec.text_task import GptArgs
+from everstep.spec.tasks import GptArgs, MiniResNetArgs
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.saves import make_state
 from train_fn.errors import BadTask
-from train_fn.loop.reporter import Reporter
-from train_fn.loop.speed import Speed, counted_flops, declared, peak_of, speed_of
-from train_fn.models.gpt import Gpt
-from train_fn.models.mini_resnet import MiniResNet
+from train_fn.loop.report import Reporter, Speed, counted_flops, declared, peak_of, speed_of
+from train_fn.models import Gpt, MiniResNet
 
 pytestmark = pytest.mark.own_process
 

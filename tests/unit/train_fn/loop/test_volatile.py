@@ -9,10 +9,9 @@ from torch import nn
 
 from train_fn.errors import BadTask
 from train_fn.step import untrained
-from train_fn.step.buffer_rules import rules_of
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
-from train_fn.step.untrained import Place, WarmUp, keep, untrained_places
+from train_fn.step.untrained import TensorPlace, WarmUp, keep, rules_of, untrained_places
 
 ALONE = Peers(0, 1, torch.device("cpu"))
 
@@ -30,7 +29,7 @@ class Bag(nn.Module):
         self.register_buffer("tied", self.trained.data)
 
 
-def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[Place]]:
+def volatile_of(model: Bag, *names: str) -> tuple[VolatileBuffers, list[TensorPlace]]:
     places = untrained_places(model, [model.trained])
     moving = [number for number, place in enumerate(places) if place.name in names]
     return VolatileBuffers(places, moving, (), ALONE, lambda moving: None), places

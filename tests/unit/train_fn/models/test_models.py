@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everstep.spec.image_task import TORCHVISION_MODELS, ImageClassificationSpec, MiniResNetArgs
-from train_fn.models.mini_resnet import MiniResNet
-from train_fn.tasks.image_classification import ImageClassification
-from train_fn.user_code.torchvision_ops import torchvision_models
+from everstep.spec.tasks import TORCHVISION_MODELS, ImageClassificationSpec, MiniResNetArgs
+from train_fn.models import MiniResNet
+from train_fn.tasks.builtin import ImageClassification
+from train_fn.user_code.modules import torchvision_models
 
 pytestmark = pytest.mark.own_process
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from train_fn.errors import BadTask, DataMissing
-from train_fn.models.pretrained import load_weights
-from train_fn.user_code.torchvision_ops import torchvision_models
+from train_fn.models import load_weights
+from train_fn.user_code.modules import torchvision_models
 
 pytestmark = pytest.mark.own_process
 

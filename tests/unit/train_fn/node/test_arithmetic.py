@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from train_fn.node.arithmetic import Product, compare_products
-from train_fn.node.fitness import Figures, unfit, wrong
+from train_fn.node.device import Product, compare_products
+from train_fn.node.preflight import NodeFigures, unfit, wrong
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_who_differs_from_most_is_named_and_other_kernels_are_not_compared(
     problems, undecided = compare_products({0: ("A", "aa"), 1: ("A", "cc")})
     assert problems == {} and "no majority shows which" in undecided[0]
 
-    found = [Figures(rank, f"host{rank}", kernels="A", product="aa") for rank in range(3)]
+    found = [NodeFigures(rank, f"host{rank}", kernels="A", product="aa") for rank in range(3)]
     found[1].product = "cc"
     assert list(unfit(found)) == [1] == list(wrong(found))
     found[2].product, found[2].problems = None, ["matmul: broken"]

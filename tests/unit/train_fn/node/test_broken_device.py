@@ -8,11 +8,11 @@ import weakref
 
 import torch
 
-from train_fn.node.broken_device import is_broken, keep_for_ever
+from train_fn.node.device import is_broken, keep_for_ever
 
 ENDS = """
 import os
-from train_fn.node.broken_device import keep_for_ever
+from train_fn.node.device import keep_for_ever
 
 class Memory:
     def __init__(self, name):

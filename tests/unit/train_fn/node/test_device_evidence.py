@@ -12,9 +12,9 @@ import torch
 
 from everstep.wire import ErrorKind
 from everstep.wire.events import GPU_FAULTY
-from train_fn.node import device_evidence
-from train_fn.node.device_evidence import look_at_gpu, visible_gpu, with_device_evidence
-from train_fn.recovery.rank_error import RankError
+from train_fn.node import device
+from train_fn.node.device import look_at_gpu, visible_gpu, with_device_evidence
+from train_fn.recovery.evidence import RankError
 
 CUDA = torch.device("cuda", 1)
 SOUND = "00000000:3B:00.0, NVIDIA H100, 41, 0, No, No, No"
@@ -146,7 +146,7 @@ def test_a_driver_that_hangs_is_given_up_and_the_kernel_is_asked_all_the_same(
     smi: Path, kernel_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(device_evidence, "ASK_S", 0.2)
+    monkeypatch.setattr(device, "ASK_S", 0.2)
     log(kernel_log, 79)
     found = with_device_evidence(error(), CUDA, kernel_log)
     assert found.device is not None and found.device["problem"].startswith("nvidia-smi: ")

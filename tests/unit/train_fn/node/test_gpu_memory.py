@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from train_fn.node import gpu_memory
-from train_fn.node.gpu_memory import wait_for_free_memory
+from train_fn.node import memory
+from train_fn.node.memory import wait_for_free_memory
 
 CUDA = torch.device("cuda", 0)
 TOTAL = 80 << 30
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(gpu_memory, "time", clock)
+    monkeypatch.setattr(memory, "time", clock)
     return clock
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from everstep.wire.events import EventKind
-from train_fn.node.gpu_use import GpuSample, GpuWatch
-from train_fn.recovery.progress import ProgressTracker
+from train_fn.node.usage import GpuSample, GpuWatch
+from train_fn.recovery.hang import ProgressTracker
 
 CUDA = torch.device("cuda", 0)
 

@@ -19,7 +19,7 @@ ONE_STEP = 45 << 8
 STEPS = """
 import resource, sys, threading
 import torch
-from train_fn.node.host_memory import keep_memory
+from train_fn.node.memory import keep_memory
 
 def steps():
     for number in range(16):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.wire.events import EventKind
-from train_fn.node.host_use import HostSample, HostWatch, sample_host
-from train_fn.recovery.progress import ProgressTracker
+from train_fn.node.usage import HostSample, HostWatch, sample_host
+from train_fn.recovery.hang import ProgressTracker
 
 
 class Host:

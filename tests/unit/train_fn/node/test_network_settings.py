@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import DistError
 
 from tests.support.service_process import free_port
-from train_fn.node.network_settings import (
+from train_fn.node.network import (
     interface_problem,
     meet_at_the_given_address,
     meet_on_the_clusters_network,

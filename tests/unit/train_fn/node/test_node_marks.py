@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from service.control_files.node_marks import MarksFile
+from service.control_files import MarksFile
 from service.db.engine import Database
 from service.db.node_marks import GONE_KEPT_S, NodeMarkStore
 from service.model.rows import NodeMarkRow
-from storage.cluster.node_marks import (
+from storage.cluster import (
     NO_MARKS,
     PATH,
     NodeMark,
@@ -21,7 +21,7 @@ from storage.cluster.node_marks import (
     write_marks_file,
 )
 from storage.errors import CorruptFile, StorageUnavailable
-from storage.files.regular_file import READ_LIMIT_BYTES
+from storage.files.protocol import READ_LIMIT_BYTES
 from storage.filesystem import Storage
 from tests.support.api_service import NOON, ManualClock
 from tests.support.storage_places import MemoryObjects

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train_fn.node import out_of_memory
-from train_fn.node.out_of_memory import look_for_oom, oom_kills, oom_line
+from train_fn.node import memory
+from train_fn.node.memory import look_for_oom, oom_kills, oom_line
 
 KERNEL_LOG = """6,1,100,-;eth0: link up
 4,2,200,-;Memory cgroup out of memory: Killed process 41 (python) total-vm:1kB
@@ -26,11 +26,11 @@ def test_the_kernel_s_line_of_that_process_alone(tmp_path: Path) -> None:
 def test_kills_are_counted_from_when_the_rank_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(out_of_memory, "oom_line", lambda pid: None)
-    monkeypatch.setattr(out_of_memory, "oom_kills", lambda: 3)
+    monkeypatch.setattr(memory, "oom_line", lambda pid: None)
+    monkeypatch.setattr(memory, "oom_kills", lambda: 3)
     assert look_for_oom(1, 3) is None and look_for_oom(1, None) is None
     assert look_for_oom(1, 2) == {"oom_line": None, "oom_kills": 1}
-    monkeypatch.setattr(out_of_memory, "oom_line", lambda pid: "Killed process 1 (x)")
+    monkeypatch.setattr(memory, "oom_line", lambda pid: "Killed process 1 (x)")
     assert look_for_oom(1, None) == {"oom_line": "Killed process 1 (x)", "oom_kills": None}
 
 
@@ -42,5 +42,5 @@ def test_this_machine_can_be_asked() -> None:
 def test_the_count_of_a_cgroup(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\nmax 5\noom 2\noom_kill 7\noom_group_kill 1\n")
-    assert out_of_memory._count_in(events) == 7
-    assert out_of_memory._count_in(tmp_path / "none") is None
+    assert memory._count_in(events) == 7
+    assert memory._count_in(tmp_path / "none") is None

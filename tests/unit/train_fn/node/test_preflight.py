@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node import preflight
-from train_fn.node.fitness import Figures, unfit
 from train_fn.node.preflight import (
+    NodeFigures,
     check_in_new_process,
     check_node,
     check_space,
     main,
     report,
     time_links,
+    unfit,
 )
 from train_fn.ray_train import worker_actor
 from train_fn.ray_train.worker_actor import EverstepTrainWorker
@@ -69,8 +70,8 @@ def test_what_fails_or_lacks_room_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def node(rank: int, **seconds: float) -> Figures:
-    return Figures(rank, f"host{rank}", seconds)
+def node(rank: int, **seconds: float) -> NodeFigures:
+    return NodeFigures(rank, f"host{rank}", seconds)
 
 
 def test_who_is_far_slower_is_named_and_a_shared_sum_blames_nobody() -> None:
@@ -136,9 +137,9 @@ def test_a_process_measures_its_node_once_before_it_trains(
     """A rank that joins is checked while the others train, and they are not measured again."""
     measured = []
 
-    def measure(number: int, *_: object) -> Figures:
+    def measure(number: int, *_: object) -> NodeFigures:
         measured.append(number)
-        return Figures(number, "host")
+        return NodeFigures(number, "host")
 
     monkeypatch.setattr(ray, "get_gpu_ids", list)
     monkeypatch.setattr(worker_actor, "own_temporary_dir", lambda: tmp_path)
@@ -146,7 +147,7 @@ def test_a_process_measures_its_node_once_before_it_trains(
     process = SimpleNamespace(_figures=None)
     figures = EverstepTrainWorker.check_node(process, 0)
     figures.seconds["link"] = 1.0  # as who compares nodes adds it
-    assert EverstepTrainWorker.check_node(process, 2) == Figures(2, "host")
+    assert EverstepTrainWorker.check_node(process, 2) == NodeFigures(2, "host")
     assert measured == [0]
 
 

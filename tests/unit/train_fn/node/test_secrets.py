@@ -17,9 +17,9 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.api_service import spec as made_spec
 from train_fn.errors import SecretMissing
-from train_fn.journal.rank_logging import RankLog
+from train_fn.journal.rank_log import RankLog
 from train_fn.node.secrets import MASK, MAX_BYTES, Redactor, read_secrets
-from train_fn.recovery.rank_error import describe_error
+from train_fn.recovery.evidence import describe_error
 
 
 def spec(**fields: Any) -> RunSpec:

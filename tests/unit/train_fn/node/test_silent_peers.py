@@ -8,13 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.node.silent_peers import (
-    SilentPeers,
-    Traffic,
-    interface_of,
-    unheard_hosts,
-    watch_peers,
-)
+from train_fn.node.network import SilentPeers, Traffic, interface_of, unheard_hosts, watch_peers
 
 LIMIT_S = 15.0
 

@@ -20,8 +20,7 @@ from tests.support.saves import make_context
 from train_fn import storage_proof
 from train_fn.errors import StorageNotShared
 from train_fn.recovery.decision import decide
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.rank_error import describe_error
+from train_fn.recovery.evidence import Evidence, RankReport, describe_error
 from train_fn.recovery.verdict import judge
 from train_fn.step.peers import Peers
 from train_fn.storage_proof import prove_storage

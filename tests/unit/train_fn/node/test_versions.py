@@ -7,9 +7,8 @@ import importlib.metadata
 import pytest
 import torch
 
-from everstep.doctor.versions import _MUST_AGREE
-from train_fn.node.node_check import NodeProbe
-from train_fn.node.versions import versions
+from everstep.doctor.nodes import _MUST_AGREE
+from train_fn.node.node_check import NodeProbe, versions
 
 
 def test_a_deployment_check_compares_what_ranks_compare() -> None:

@@ -3,6 +3,6 @@ another build."""
 
 from __future__ import annotations
 
-from train_fn.user_code.torchvision_ops import declare_missing_ops
+from train_fn.user_code.modules import declare_missing_ops
 
 declare_missing_ops()

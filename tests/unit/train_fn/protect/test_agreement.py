@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_fn.protect.agreement import MOST_VALUES, Word, decoded, encoded
-from train_fn.protect.metrics import numbers_of, received, sent
+from train_fn.protect.loop_state import numbers_of, received, sent
 from train_fn.samples.ledger import Count
 
 STEPS = st.integers(0, (1 << 32) - 1)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from train_fn.protect.departure import state_to_keep
-from train_fn.protect.updates import Updates
-from train_fn.state.shadows import Shadows
+from train_fn.protect.commits import Updates
+from train_fn.protect.training import state_to_keep
+from train_fn.state.kept_state import Shadows
 
 WHOLE = {"step": 7}
 NEWEST, OLDER = {"step": 7, "of": "newest"}, {"step": 6, "of": "older"}

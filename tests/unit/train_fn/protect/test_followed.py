@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
-from train_fn.protect.batch_marks import EqualBatches
+from train_fn.protect.batches import EqualBatches
 from train_fn.protect.followed import FollowedLoader
 
 PER_EPOCH = 5

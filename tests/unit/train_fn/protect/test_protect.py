@@ -22,9 +22,8 @@ from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged
 from train_fn.node import node_dir
 from train_fn.protect.boundary import interrupted
-from train_fn.protect.guarantees import UP_TO_LOADER
-from train_fn.protect.place import name_of
-from train_fn.protect.protected import Protected
+from train_fn.protect.protected import UP_TO_LOADER, Protected
+from train_fn.protect.training import name_of
 from train_fn.snapshots import store as snapshot
 
 

@@ -18,9 +18,8 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import StorageUnavailable
 from storage.filesystem import open_storage
-from storage.run_dir import RunDir
-from storage.run_names import CheckpointName
-from train_fn.ray_train.checkpoint_list import ListTrimmer, repair_snapshot_file
+from storage.run_dir import CheckpointName, RunDir
+from train_fn.ray_train.ray_checkpoints import ListTrimmer, repair_snapshot_file
 
 # Ray's
 pytestmark = [

@@ -10,10 +10,8 @@ import pytest
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from train_fn.ray_train.failure_policy import EvidencePolicy
-from train_fn.recovery.decision import Decision
-from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.past_failures import PastFailure
-from train_fn.recovery.rank_error import RankError
+from train_fn.recovery.decision import Decision, PastFailure
+from train_fn.recovery.evidence import RankError, RankReport
 from train_fn.recovery.staying import (
     SOON_WRITTEN_BYTES,
     Outliving,

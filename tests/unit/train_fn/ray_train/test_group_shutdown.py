@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import group_shutdown, rank_reports
-from train_fn.ray_train.group_shutdown import GroupShutdown, hold_for
+from train_fn.ray_train import group_end
+from train_fn.ray_train.group_end import GroupShutdown, hold_for
 from train_fn.ray_train.worker_actor import RankEnd
-from train_fn.recovery.evidence import RankReport
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.evidence import RankReport, StepFailed, describe_error
 from train_fn.recovery.sizing import NodeView
 
 BUSY = 'File "/home/me/task.py", line 3, in loss\n    slow()\n'
@@ -44,12 +43,12 @@ class Group:
         self.now = 0.0
         self._ends = ends
         fake = SimpleNamespace(kill=lambda actor: None, wait=self._wait, get=lambda ref: ref())
-        for module in (group_shutdown, rank_reports):
+        for module in (group_end, group_end):
             monkeypatch.setattr(module, "ray", fake)
         self.gone: set[tuple[str, int]] = set()
-        monkeypatch.setattr(group_shutdown, "find_gone", lambda places, _: self.gone & set(places))
-        monkeypatch.setattr(group_shutdown, "wake_stopped", lambda places: set())
-        monkeypatch.setattr(group_shutdown, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(group_end, "find_gone", lambda places, _: self.gone & set(places))
+        monkeypatch.setattr(group_end, "wake_stopped", lambda places: set())
+        monkeypatch.setattr(group_end, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def _wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], Any]:
         self.now += 0.1

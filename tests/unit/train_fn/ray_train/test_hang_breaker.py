@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import hang_breaker
-from train_fn.ray_train.hang_breaker import HangBreaker
-from train_fn.recovery.progress import Phase, Progress
+from train_fn.ray_train import controller
+from train_fn.ray_train.controller import HangBreaker
+from train_fn.recovery.hang import AttemptProgress, Phase
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -25,10 +25,10 @@ class Stuck:
             attempt=2, journal=SimpleNamespace(take_progress=self._progress)
         )
         self.breaker = HangBreaker(RecoverySettings(quiet_poll_s=1.0), 30.0, attempt_log)
-        monkeypatch.setattr(hang_breaker, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def _progress(self) -> Progress:
-        return Progress(
+    def _progress(self) -> AttemptProgress:
+        return AttemptProgress(
             attempt=self.attempt, num_signs=1, quiet_s=0.0, phase=Phase.STEP, step_p99_s=0.1
         )
 

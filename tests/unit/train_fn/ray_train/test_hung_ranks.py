@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from everstep.wire import Verdict
-from train_fn.ray_train import hung_ranks
-from train_fn.ray_train.hung_ranks import HungRanks
-from train_fn.recovery.collective_trace import CollectiveCounts
+from train_fn.ray_train import patience
+from train_fn.ray_train.patience import HungRanks
 from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.hang import CollectiveCounts
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.verdict import judge
 
@@ -74,7 +74,7 @@ def killed(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int
         get=lambda ref: ref.answer,
         kill=lambda actor: found.append(places[id(actor)]),
     )
-    monkeypatch.setattr(hung_ranks, "ray", stand_in)
+    monkeypatch.setattr(patience, "ray", stand_in)
     hung = HungRanks(60.0)
     assert hung.kill(ranks, "no sign of life") == found
     return found, hung

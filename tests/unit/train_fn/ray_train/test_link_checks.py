@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from train_fn.node import link_time
-from train_fn.ray_train import link_checks, start_checks
-from train_fn.ray_train.link_checks import MOST_NODES, LinkChecks
-from train_fn.ray_train.rank_reports import with_unheard
-from train_fn.ray_train.start_checks import LinksBroken, link_reports
-from train_fn.recovery.evidence import RankReport
+from train_fn.node import preflight
+from train_fn.ray_train import node_checks
+from train_fn.ray_train.group_end import with_unheard
+from train_fn.ray_train.node_checks import MOST_NODES, LinkChecks, LinksBroken, link_reports
+from train_fn.recovery.evidence import RankReport, describe_error
 from train_fn.recovery.links import Pair
-from train_fn.recovery.rank_error import describe_error
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -26,7 +24,7 @@ class Node:
 
     def __init__(self, ip: str, deaf_to: set[str], passed: list[tuple[str, str]]) -> None:
         self._ip, self._deaf_to, self._passed = ip, deaf_to, passed
-        self.take_in = _remote(link_time.take_in)
+        self.take_in = _remote(preflight.take_in)
         self.pass_time = _remote(self._pass)
         self.nodes: dict[str, Node] = {}
 
@@ -34,7 +32,7 @@ class Node:
         self._passed.append((self._ip, address[0]))
         if self._ip in self.nodes[address[0]]._deaf_to:
             return None
-        return link_time.pass_time(address, timeout_s)
+        return preflight.pass_time(address, timeout_s)
 
 
 def _remote(function: Callable[..., Any]) -> Any:
@@ -65,7 +63,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (link_checks, start_checks):
+    for module in (node_checks, node_checks):
         monkeypatch.setattr(module, "prepared", lambda calls, settings: list(calls))
     yield
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from storage.cluster.node_marks import NodeMark, encode_marks, write_marks_file
+from storage.cluster import NodeMark, encode_marks, write_marks_file
 from storage.filesystem import Storage
-from train_fn.ray_train import nodes
+from train_fn.ray_train import scaling
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
@@ -38,7 +38,7 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(
             available_resources_per_node=dict,
             get_draining_nodes=lambda: {"by_ray": 0, "drained": 90_000},
         )
-        monkeypatch.setattr(nodes, "cluster_state", state)
+        monkeypatch.setattr(scaling, "cluster_state", state)
         marks = [
             NodeMark("cordoned", "cordoned", None, "ann", 1.0),
             NodeMark("drained", "draining", None, "ann", 1.0, 70.0),
@@ -46,7 +46,7 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(
         write_marks_file(
             local_storage, encode_marks([*marks, NodeMark("gone", "cordoned", None, "ann", 1.0)])
         )
-        seen = nodes.read_nodes(5.0, MarksReader(local_storage))
+        seen = scaling.read_nodes(5.0, MarksReader(local_storage))
     assert {
         view.node_id: (view.cordoned, view.draining, view.reachable, view.usable) for view in seen
     } == {
@@ -72,10 +72,10 @@ class Seen:
     def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.num_reads = 0.0, 0
         self.views: tuple[NodeView, ...] = (A, B, HEAD)
-        monkeypatch.setattr(nodes, "node_reader", lambda timeout_s, storage: self._read)
-        monkeypatch.setattr(nodes, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(scaling, "node_reader", lambda timeout_s, storage: self._read)
+        monkeypatch.setattr(scaling, "time", SimpleNamespace(monotonic=lambda: self.now))
         settings = RecoverySettings(apart_s=60.0, resize_interval_s=1.0)
-        self.nodes = nodes.LiveNodes(settings, storage)
+        self.nodes = scaling.LiveNodes(settings, storage)
 
     def _read(self) -> tuple[NodeView, ...]:
         self.num_reads += 1

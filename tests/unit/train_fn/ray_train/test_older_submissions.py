@@ -11,8 +11,8 @@ import threading
 import psutil
 
 from tests.support.service_process import wait_for
-from train_fn.ray_train.older_submissions import actors_of_older, controller_name
-from train_fn.recovery.driver_process import DriverProcess
+from train_fn.ray_train.journal_actor import actors_of_older, controller_name
+from train_fn.recovery.marks import DriverProcess
 
 
 def test_only_what_older_submissions_of_the_same_run_left_is_found() -> None:

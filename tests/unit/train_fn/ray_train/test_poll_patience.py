@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from train_fn.ray_train import poll_patience
-from train_fn.ray_train.poll_patience import PollPatience
-from train_fn.ray_train.rank_reports import UNNOTICED, with_error
+from train_fn.ray_train import patience
+from train_fn.ray_train.group_end import UNNOTICED, with_error
+from train_fn.ray_train.patience import PollPatience
 from train_fn.ray_train.ray_internals import (
     WorkerGroup,
     WorkerHealthCheckFailedError,
@@ -65,7 +65,7 @@ class Polls:
             "_poll_workers_and_collect_errors",
             lambda _group, _timeout: list(self.statuses),
         )
-        monkeypatch.setattr(poll_patience, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def errors(self) -> list[bool]:
         return [
@@ -125,7 +125,7 @@ def test_a_rank_that_is_silent_is_looked_for_on_its_node(
         asked.append((polls.now, places))
         return {place for place in places if polls.now >= 8.0}
 
-    monkeypatch.setattr(poll_patience, "find_gone", find_gone)
+    monkeypatch.setattr(patience, "find_gone", find_gone)
     polls.nodes = (on(UP, "a"), on(REFUSING, "b"))
     polls.statuses = [WorkerStatus(running=True)] * 2
     polls.group._world_rank_to_ongoing_poll = {

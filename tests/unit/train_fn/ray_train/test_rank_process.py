@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from train_fn.ray_train import rank_process
+from train_fn.recovery.evidence import describe_error
 from train_fn.recovery.launch import RankLaunch
-from train_fn.recovery.rank_error import describe_error
 
 
 def attempt(number: int) -> rank_process._Attempt:

@@ -49,7 +49,7 @@ def test_the_table_has_every_private_name_of_ray_that_is_used() -> None:
         "worker_group": (ray_internals.WorkerGroup,),
         "scaling": (ray_internals.ScalingPolicy, ray_internals.ScalingConfig),
         "trainer": (ray_internals.DataParallelTrainer,),
-        "checkpoint_list": (ray_internals.CheckpointManager,),
+        "ray_checkpoints": (ray_internals.CheckpointManager,),
     }
     pinned = {name.rpartition(".")[2] for name in EXPECTED}
     pinned |= {name for names in ATTRIBUTES.values() for name in names}

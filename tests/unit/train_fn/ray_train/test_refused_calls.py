@@ -14,17 +14,17 @@ import torch.multiprocessing
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
-from train_fn.ray_train import user_train_fn
+from train_fn.ray_train import user_function
 from train_fn.ray_train.ray_internals import DataParallelTrainer, TrainContext
-from train_fn.ray_train.refused_calls import imports, refused_calls
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.ray_train.user_function import imports, refused_calls
+from train_fn.recovery.evidence import StepFailed
 
 __all__ = ["own_node"]
 
@@ -71,9 +71,9 @@ QUIET = "def train_fn(config):\n    print('trained')\n"
 
 @pytest.fixture(autouse=True)
 def ray_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, user_train_fn.DOOR, raising=False)
+    monkeypatch.delitem(sys.modules, user_function.DOOR, raising=False)
     found = SimpleNamespace(checkpoint=None, report_call_index=0, report=lambda *_: None)
-    monkeypatch.setattr(user_train_fn, "get_train_context", lambda: found)
+    monkeypatch.setattr(user_function, "get_train_context", lambda: found)
 
 
 def context(tmp_path: Path, name: str, source: str, **code: Any) -> WorkerContext:
@@ -98,7 +98,7 @@ def test_a_script_that_would_hang_or_report_to_nobody_is_told_what_to_do(
 ) -> None:
     before = DataParallelTrainer.fit, torch.multiprocessing.spawn
     with pytest.raises(StepFailed) as caught:
-        user_train_fn.train(context(tmp_path, "starts", source, script="starts.py"))
+        user_function.train(context(tmp_path, "starts", source, script="starts.py"))
     assert caught.value.error.kind is ErrorKind.USER
     assert words in caught.value.error.message
     assert (DataParallelTrainer.fit, torch.multiprocessing.spawn) == before
@@ -116,18 +116,18 @@ def test_a_shard_of_ray_data_is_refused_by_name() -> None:
 
 def test_a_function_that_never_reports_is_warned_of_at_its_start(tmp_path: Path) -> None:
     quiet = context(tmp_path, "quiet", QUIET)
-    assert user_train_fn.train(quiet) is None
+    assert user_function.train(quiet) is None
     [started] = journal_of(quiet).of_kind(EventKind.TRAINING_STARTED)
     assert ["begins anew after a failure" in text for text in started["warnings"]] == [True]
     reports = context(tmp_path, "reports", f"{QUIET}    from ray.train import report\n")
-    assert user_train_fn.train(reports) is None
+    assert user_function.train(reports) is None
     [started] = journal_of(reports).of_kind(EventKind.TRAINING_STARTED)
     assert "warnings" not in started
 
 
 def test_a_function_may_import_everstep_where_rays_examples_import(tmp_path: Path) -> None:
     ctx = context(tmp_path, "inside", INSIDE)
-    assert user_train_fn.train(ctx) is None
+    assert user_function.train(ctx) is None
     [restored] = journal_of(ctx).of_kind(EventKind.RESTORED)
     assert (restored["source"], restored["step"]) == ("fresh", 0)
     assert [point["step"] for point in journal_of(ctx).points] == [1, 2, 3]

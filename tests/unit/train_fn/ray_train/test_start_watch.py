@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from train_fn.ray_train import start_watch
-from train_fn.ray_train.start_watch import watched_start
+from train_fn.ray_train import patience
+from train_fn.ray_train.patience import watched_start
 from train_fn.recovery.evidence import RankReport
 
 WAITING = RankReport(0, "a", 100, still_running=True)
@@ -41,20 +41,20 @@ def test_a_start_that_takes_too_long_is_given_up() -> None:
 
 
 def test_a_stopped_rank_ends_the_start_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.05)
     watched = Watched(600.0, WAITING, STOPPED)
     assert watched.was_given_up and watched.reports == (WAITING, STOPPED)
     assert watched.num_looks == 1
 
 
 def test_a_rank_that_is_gone_ends_the_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.05)
     assert Watched(600.0, WAITING, RankReport(1, "b", 101, died=True)).was_given_up
 
 
 def test_a_start_that_has_ended_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even by a check that was under way when it ended."""
-    monkeypatch.setattr(start_watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.05)
     looking, ended = threading.Event(), threading.Event()
     given_up: list[tuple[RankReport, ...]] = []
 

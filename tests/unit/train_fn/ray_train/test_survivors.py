@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
+from train_fn.ray_train.group_end import SurvivingProcess, Survivors, end_processes
 from train_fn.ray_train.placement import Bundle
 from train_fn.ray_train.rank_actors import _on
-from train_fn.ray_train.survivors import Survivor, Survivors, end_processes
 
 
 class Actor:
@@ -81,8 +81,8 @@ def test_processes_are_ended_though_the_cluster_does_not_answer(
     assert keeps.did[-1] == "killed"
 
 
-def survivor(number: int, node_id: str, step: int) -> Survivor:
-    return Survivor(Actor(step), Bundle(None, node_id, number), 100 + number, step)  # type: ignore[arg-type]
+def survivor(number: int, node_id: str, step: int) -> SurvivingProcess:
+    return SurvivingProcess(Actor(step), Bundle(None, node_id, number), 100 + number, step)  # type: ignore[arg-type]
 
 
 def test_what_is_held_is_taken_once_newest_state_first_or_ended() -> None:

@@ -14,7 +14,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.run_control import Stop
 from storage.run_dir import RunDir
@@ -26,8 +26,8 @@ from train_fn.errors import StepNotWhole
 from train_fn.node import node_dir
 from train_fn.own_loop import Left, OwnLoop
 from train_fn.protect.commits import Commits
-from train_fn.ray_train import user_train_fn
-from train_fn.recovery.rank_error import RankError, StepFailed
+from train_fn.ray_train import user_function
+from train_fn.recovery.evidence import RankError, StepFailed
 from train_fn.snapshots import store as snapshot_store
 
 __all__ = ["own_node"]
@@ -142,7 +142,7 @@ def rank(
         found.report_call_index += 1
 
     found.report = report
-    monkeypatch.setattr(user_train_fn, "get_train_context", lambda: found)
+    monkeypatch.setattr(user_function, "get_train_context", lambda: found)
     monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda value: value)
     monkeypatch.setattr("builtins.REPORT", lambda *args: found.report(*args), raising=False)
 
@@ -180,7 +180,7 @@ def test_a_stop_that_the_code_catches_ends_the_run_as_stopped(
     habit: str, kind: str, rank: Any
 ) -> None:
     ctx = rank(protected(CATCHES[habit]), kind)
-    assert user_train_fn.train(ctx) == "pause"
+    assert user_function.train(ctx) == "pause"
     [kept] = CheckpointStore(ctx.run_dir).list()
     steps = {point["step"] for point in journal_of(ctx).points}
     assert steps == set(range(1, STOPPED_AT + 1)) and kept.step == STOPPED_AT
@@ -191,12 +191,12 @@ def test_a_stop_that_the_code_catches_ends_the_run_as_stopped(
 def test_a_stop_at_a_report_that_the_code_catches(after: str, kind: str, rank: Any) -> None:
     source = REPORTS.replace("STEPS", "6").replace("STOP", "2").replace("BREAK", after)
     ctx = rank(f"# main\n{source}", kind)
-    assert user_train_fn.train(ctx) == "pause"
+    assert user_function.train(ctx) == "pause"
     assert [point["step"] for point in journal_of(ctx).points] == [1, 2, 3]
 
 
 def test_a_script_that_catches_its_interruption_is_stopped(rank: Any) -> None:
-    assert user_train_fn.train(rank(UNPROTECTED, "script")) == "pause"
+    assert user_function.train(rank(UNPROTECTED, "script")) == "pause"
 
 
 WITHOUT_STOP = LOOP.replace("ASK()", "never(state)")
@@ -263,7 +263,7 @@ def test_a_loop_that_did_not_end_is_no_success(
         source = f"{WITHOUT_STOP}\n\nheld = threading.Event()\n"
         with pytest.raises(StepFailed) as caught:
             head, _, main = body.rpartition("\n\n\n")
-            user_train_fn.train(rank(f"{source}{head}\n\n\n# main\n{main}", kind))
+            user_function.train(rank(f"{source}{head}\n\n\n# main\n{main}", kind))
         assert words in caught.value.error.summary
         assert caught.value.error.kind is ErrorKind.USER
 
@@ -293,7 +293,7 @@ def test_an_error_of_a_commit_comes_back_however_often_it_is_caught(
         "            step(state)\n"
     )
     with pytest.raises(StepFailed) as caught:
-        user_train_fn.train(rank(f"{WITHOUT_STOP}\n\n{body}\n\n# main\n{own_data}", "train_fn"))
+        user_function.train(rank(f"{WITHOUT_STOP}\n\n{body}\n\n# main\n{own_data}", "train_fn"))
     assert "the ranks parted" in caught.value.error.summary
     assert caught.value.error.kind is ErrorKind.EXCHANGE
 
@@ -312,7 +312,7 @@ def test_a_loop_that_breaks_has_reported_its_last_step_as_the_total(rank: Any) -
         "            break\n"
     )
     ctx = rank(f"{WITHOUT_STOP}\n\n# main\n{body}", "train_fn")
-    assert user_train_fn.train(ctx) is None
+    assert user_function.train(ctx) is None
     totals = [data["total_steps"] for data in journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)]
     assert totals == [None, None, STEPS, 7]
     assert CheckpointStore(ctx.run_dir).list()[-1].step == 7
@@ -405,10 +405,10 @@ def test_a_trainer_whose_end_the_script_catches(
     ctx = rank(trainer(what), "script")
     if habit in ("error", "exit"):
         with pytest.raises(StepFailed) as caught:
-            user_train_fn.train(ctx)
+            user_function.train(ctx)
         assert str(end) in caught.value.error.summary
         return
-    assert user_train_fn.train(ctx) == end
+    assert user_function.train(ctx) == end
     step = CheckpointStore(ctx.run_dir).list()[-1].step
     totals = [data["total_steps"] for data in journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)]
     told = [total for total in totals if total is not None]

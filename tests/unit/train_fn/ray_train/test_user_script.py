@@ -14,18 +14,18 @@ import pytest
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
-from train_fn.ray_train import user_train_fn
-from train_fn.ray_train.rank_journal import RankJournal
+from train_fn.ray_train import user_function
+from train_fn.ray_train.rank import RankJournal
 from train_fn.ray_train.user_script import SHARED_VARIABLE
+from train_fn.recovery.evidence import StepFailed
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
-from train_fn.recovery.rank_error import StepFailed
 
 __all__ = ["own_node"]
 
@@ -66,7 +66,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def ray_context(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(checkpoint=None, report_call_index=0, report=lambda *_: None)
-    monkeypatch.setattr(user_train_fn, "get_train_context", lambda: found)
+    monkeypatch.setattr(user_function, "get_train_context", lambda: found)
 
 
 def context(
@@ -85,14 +85,14 @@ def context(
 
 def failure_of(ctx: WorkerContext) -> StepFailed:
     with pytest.raises(StepFailed) as caught:
-        user_train_fn.train(ctx)
+        user_function.train(ctx)
     return caught.value
 
 
 def test_a_script_finds_what_torchrun_gives_and_its_files_are_kept(tmp_path: Path) -> None:
     before = dict(os.environ), list(sys.argv), Path.cwd(), sys.modules["__main__"]
     ctx = context(tmp_path, "train.py", "--lr", "0.1", attempt=3)
-    assert user_train_fn.train(ctx) is None
+    assert user_function.train(ctx) is None
     assert ctx.run_dir.work_path is not None
     assert Path(ctx.run_dir.work_path, "out.txt").read_text() == "0 1 0 2"
     assert (dict(os.environ), list(sys.argv), Path.cwd(), sys.modules["__main__"]) == before
@@ -100,7 +100,7 @@ def test_a_script_finds_what_torchrun_gives_and_its_files_are_kept(tmp_path: Pat
     assert (restored["source"], restored["step"]) == ("own_files", 0)
     assert "checkpoints that it writes itself" in started["guarantee"]
     Path(ctx.run_dir.work_path, "helper.py").write_text("VALUE = 7  # still here\n")
-    assert user_train_fn.train(ctx) is None
+    assert user_function.train(ctx) is None
     assert "still here" in Path(ctx.run_dir.work_path, "helper.py").read_text()
     assert SHARED_VARIABLE not in os.environ
 
@@ -121,7 +121,7 @@ def test_an_exit_because_a_peer_is_gone_is_no_error_of_the_script(tmp_path: Path
 def test_exit_0_is_the_end(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert user_train_fn.train(context(tmp_path, "zero.py")) is None
+        assert user_function.train(context(tmp_path, "zero.py")) is None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -130,7 +130,7 @@ def test_a_script_that_might_protect_a_loop_and_does_not_says_at_its_end_where_i
     tmp_path: Path,
 ) -> None:
     ctx = context(tmp_path, "unused.py", files={"unused.py": "import everstep.train\n"})
-    assert user_train_fn.train(ctx) is None
+    assert user_function.train(ctx) is None
     kinds = [kind for kind, _ in journal_of(ctx).events]
     assert kinds == [EventKind.TRAINING_STARTED, EventKind.RESTORED]
 
@@ -139,7 +139,7 @@ def test_a_script_that_reports_nothing_is_interrupted_by_a_stop(tmp_path: Path) 
     ctx = context(tmp_path, "waits.py")
     journal_of(ctx).stop_requested = "pause"
     began = time.monotonic()
-    assert user_train_fn.train(ctx) == "pause"
+    assert user_function.train(ctx) == "pause"
     assert time.monotonic() - began < 30
 
 
@@ -173,7 +173,7 @@ def test_a_script_is_stopped_by_its_ranks_alone(
         journal_of(ctx).stop_requested = "pause"
 
     monkeypatch.setattr("builtins.ASK", ask, raising=False)
-    assert user_train_fn.train(ctx) == "pause"
+    assert user_function.train(ctx) == "pause"
     assert ctx.run_dir.work_path is not None
     assert Path(ctx.run_dir.work_path, "out.txt").read_text() == "127.0.0.1"
     assert [record.message for record in caplog.records if "no rank" in record.message]

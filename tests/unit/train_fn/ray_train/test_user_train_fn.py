@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ErrorKind
 from everstep.wire.events import EventKind
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
@@ -26,15 +26,16 @@ from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
-from train_fn.ray_train import user_train_fn as own_function
-from train_fn.ray_train.checkpoint_list import (
+from train_fn.ray_train import user_function as own_function
+from train_fn.ray_train.ray_checkpoints import (
+    PARTS_METRIC,
     KeepCheckpointList,
     latest_reported,
+    parts_of,
     rejected_reports,
     repair_snapshot_file,
 )
-from train_fn.ray_train.user_checkpoints import PARTS_METRIC, parts_of
-from train_fn.recovery.rank_error import StepFailed, describe_error
+from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.snapshots import store as snapshot_store
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import yield_request
-from train_fn.ray_train.yield_request import YieldRequest
+from train_fn.ray_train import controller
+from train_fn.ray_train.controller import YieldRequest
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -57,7 +57,7 @@ class Turns:
             recruits,
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1000.0 + self.now)
-        monkeypatch.setattr(yield_request, "time", clock)
+        monkeypatch.setattr(controller, "time", clock)
 
     def turn(self, now: float) -> None:
         self.now = now

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.recovery.collective_trace import CollectiveCounts, find_late, read_counts
-from train_fn.step.flight_recorder import collective_counts
+from train_fn.recovery.hang import CollectiveCounts, find_late, read_counts
+from train_fn.step.nccl import collective_counts
 from train_fn.step.peers import end_process_group
 
 NUMBERS = st.integers(0, 3)

@@ -11,10 +11,8 @@ from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
 from everstep.wire.events import GPU_FAULTY
 from tests.unit.train_fn.recovery.test_verdict import error, judged, report
-from train_fn.recovery.decision import Decision, decide
-from train_fn.recovery.evidence import Evidence
-from train_fn.recovery.past_failures import PastFailure
-from train_fn.recovery.rank_error import RankError
+from train_fn.recovery.decision import Decision, PastFailure, decide
+from train_fn.recovery.evidence import Evidence, RankError
 from train_fn.recovery.verdict import Judgement, judge
 
 

@@ -10,13 +10,13 @@ from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal_line import JournalEvent
+from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
+from train_fn.recovery.hang import ProgressTracker
 from train_fn.recovery.history import read_history
-from train_fn.recovery.launch import Outcome
+from train_fn.recovery.launch import ControllerOutcome
 from train_fn.recovery.outcome import Stopping, ending, unfinished
-from train_fn.recovery.progress import ProgressTracker
 
 
 def test_a_run_without_deadline_stops_when_its_user_asks() -> None:
@@ -46,7 +46,7 @@ def test_a_stop_of_the_user_s_comes_first_when_it_came_first() -> None:
 
 
 def test_what_the_last_event_says() -> None:
-    stopped = Outcome(finished=True, stopped="cancel", last_step=7)
+    stopped = ControllerOutcome(finished=True, stopped="cancel", last_step=7)
     name, reason = ending(stopped, overdue=True)
     assert name == "failed" and reason is not None
     assert reason["code"] == ReasonCode.DEADLINE_EXCEEDED and "step 7" in reason["message"]
@@ -54,10 +54,11 @@ def test_what_the_last_event_says() -> None:
         "stopped",
         {"code": "cancelled_by_user", "message": "stopped by request: cancel"},
     )
-    assert ending(Outcome(finished=True, last_step=10), overdue=True) == ("succeeded", None), (
-        "all steps were done in time"
-    )
-    paused = Outcome(finished=True, stopped="pause", last_step=7)
+    assert ending(ControllerOutcome(finished=True, last_step=10), overdue=True) == (
+        "succeeded",
+        None,
+    ), "all steps were done in time"
+    paused = ControllerOutcome(finished=True, stopped="pause", last_step=7)
     assert ending(paused, overdue=False)[1]["code"] == ReasonCode.PAUSED_BY_USER  # type: ignore[index]
     name, reason = ending(paused, overdue=False, by_itself=True)
     assert (
@@ -65,19 +66,21 @@ def test_what_the_last_event_says() -> None:
         and reason is not None
         and reason["code"] == ReasonCode.STORAGE_UNAVAILABLE
     )
-    waits = Outcome(
+    waits = ControllerOutcome(
         finished=False,
         stopped="pause",
         message="paused after 5 failures of the storage",
         last_step=7,
     )
-    assert waits.decided and not Outcome(finished=False).decided
+    assert waits.decided and not ControllerOutcome(finished=False).decided
     name, reason = ending(waits, overdue=False, by_itself=True)
     assert (name, reason) == (
         "stopped",
         {"code": "storage_unavailable", "message": "paused after 5 failures of the storage"},
     )
-    given_up = Outcome(finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice")
+    given_up = ControllerOutcome(
+        finished=False, failed=ReasonCode.USER_ERROR, message="it raised twice"
+    )
     assert ending(given_up, overdue=True) == (
         "failed",
         {"code": "user_error", "message": "it raised twice"},

@@ -20,15 +20,22 @@ from ray.exceptions import OutOfMemoryError, RayTaskError
 import storage.errors
 import train_fn.errors
 from everstep.wire import ErrorKind, Verdict
-from storage.code.archive import unpack
+from storage.code import unpack
 from storage.errors import StorageError, StorageUnavailable, mapped
 from tests.support.code_archives import tar_gz
 from train_fn.errors import BadTask, DataMissing, StepNotWhole, TrainError
-from train_fn.ray_train.rank_reports import with_error
-from train_fn.recovery import error_kinds
-from train_fn.recovery.error_kinds import VERDICT_OF_KIND, kind_of, kind_of_death
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.ray_train.group_end import with_error
+from train_fn.recovery import evidence
+from train_fn.recovery.evidence import (
+    VERDICT_OF_KIND,
+    Evidence,
+    RankError,
+    RankReport,
+    StepFailed,
+    describe_error,
+    kind_of,
+    kind_of_death,
+)
 from train_fn.recovery.verdict import judge
 
 
@@ -262,12 +269,12 @@ def test_an_example_of_each_row(exc: BaseException, kind: ErrorKind) -> None:
     assert kind_of(exc) is kind
 
 
-@pytest.mark.parametrize("number", range(len(error_kinds._TABLE)))
+@pytest.mark.parametrize("number", range(len(evidence._TABLE)))
 def test_every_row_of_the_table_decides_an_example(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = error_kinds._TABLE
-    monkeypatch.setattr(error_kinds, "_TABLE", rows[:number] + rows[number + 1 :])
+    rows = evidence._TABLE
+    monkeypatch.setattr(evidence, "_TABLE", rows[:number] + rows[number + 1 :])
     assert any(kind_of(exc) is not kind for exc, kind in EXAMPLES), rows[number]
 
 

@@ -27,9 +27,8 @@ from everstep.wire.events import EventKind
 from storage.logs.journal import JournalEvent
 from train_fn.recovery.decision import Decision
 from train_fn.recovery.error_text import plain_message
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.failure_event import failure_of
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.recovery.evidence import Evidence, RankError, RankReport, StepFailed, describe_error
+from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.verdict import judge
 
 pytestmark = pytest.mark.own_process

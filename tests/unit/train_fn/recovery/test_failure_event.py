@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.wire import Verdict
 from train_fn.recovery.decision import Decision
 from train_fn.recovery.evidence import Evidence
-from train_fn.recovery.failure_event import failure_of
+from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.verdict import Judgement
 
 

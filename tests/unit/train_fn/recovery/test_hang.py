@@ -10,17 +10,19 @@ import pytest
 
 import train_fn
 from everstep.wire.events import EventKind
-from train_fn.recovery import progress as progress_module
+from train_fn.recovery import hang as progress_module
 from train_fn.recovery.hang import (
     ABORTING_SILENT_S,
     WAITING_FILES,
+    AttemptProgress,
     HangWatch,
+    Phase,
+    ProgressTracker,
     find_silent,
     find_stuck,
     may_still_leave,
     waits_for_others,
 )
-from train_fn.recovery.progress import Phase, Progress, ProgressTracker
 from train_fn.recovery.settings import RecoverySettings
 
 
@@ -115,22 +117,24 @@ def test_the_limit_learns_from_steps() -> None:
 
 def test_standing_still_is_overdue_and_a_silent_journal_is_not() -> None:
     watch = HangWatch(RecoverySettings(), 10.0)
-    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    still = AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=7)
     assert [
         watch.overdue_s(still, now)
         for now in (100.0, 101.5, 103.0, 104.5, 106.0, 107.5, 109.0, 110.0)
     ] == [None] * 8
     assert watch.overdue_s(still, 110.5) == 10.5
-    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
-    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None, (
-        "no reply for 29 s: nothing was seen"
-    )
+    assert watch.overdue_s(AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=8), 111.0) is None
+    assert (
+        watch.overdue_s(AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=8), 140.0) is None
+    ), "no reply for 29 s: nothing was seen"
 
 
 def test_no_time_counts_while_what_ranks_tell_cannot_be_written() -> None:
     watch = HangWatch(RecoverySettings(), 10.0)
-    told = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
-    unwritten = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=90.0, is_written=False)
+    told = AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=7)
+    unwritten = AttemptProgress(
+        attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=90.0, is_written=False
+    )
     assert watch.overdue_s(told, 100.0) is None
     assert [watch.overdue_s(unwritten, 101.0 + now) for now in range(100)] == [None] * 100
     overdue = [watch.overdue_s(told, 200.0 + now) is not None for now in range(1, 15)]
@@ -155,9 +159,9 @@ def test_only_signs_of_progress_that_are_not_written_stop_the_watch() -> None:
 
 def test_time_runs_from_the_last_sign_and_not_from_when_it_was_seen() -> None:
     watch = HangWatch(RecoverySettings(), 10.0)
-    assert watch.overdue_s(Progress(attempt=1, phase=Phase.STEP, num_signs=6), 99.0) is None
+    assert watch.overdue_s(AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=6), 99.0) is None
     assert watch.due_at == 109.0
-    last = Progress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=0.8)
+    last = AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=7, quiet_s=0.8)
     assert watch.overdue_s(last, 100.0) is None
     assert watch.due_at == 109.2
     assert [
@@ -181,7 +185,7 @@ def test_the_tracker_tells_for_how_long_nothing_moved(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("quiet_poll_s", [0.2, 1.0, 2.0, 7.0])
 def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> None:
     watch = HangWatch(RecoverySettings(quiet_poll_s=quiet_poll_s), 10.0)
-    still = Progress(attempt=1, phase=Phase.STEP, num_signs=7)
+    still = AttemptProgress(attempt=1, phase=Phase.STEP, num_signs=7)
     # a poll itself takes some time
     looks = [100.0 + 1.5 * quiet_poll_s * number for number in range(100)]
     overdue = [watch.overdue_s(still, now) is not None for now in looks]
@@ -190,8 +194,8 @@ def test_however_seldom_ranks_are_asked_a_hang_is_seen(quiet_poll_s: float) -> N
 
 def test_evaluation_has_a_time_of_its_own() -> None:
     watch = HangWatch(RecoverySettings(hang_evaluation_s=100.0), 10.0)
-    assert watch.limit_s(Progress(attempt=1, phase=Phase.EVALUATION)) == 100.0
-    assert watch.limit_s(Progress(attempt=1, phase=Phase.START)) == 600.0
+    assert watch.limit_s(AttemptProgress(attempt=1, phase=Phase.EVALUATION)) == 100.0
+    assert watch.limit_s(AttemptProgress(attempt=1, phase=Phase.START)) == 600.0
 
 
 HOUSE = Path(train_fn.__path__[0])
@@ -242,7 +246,7 @@ def test_a_hang_names_its_limit_and_the_setting_that_allows_more(
     phase: Phase, hang_timeout_s: float | None, said: str
 ) -> None:
     watch = HangWatch(RecoverySettings(), hang_timeout_s)
-    reason = watch.reason(Progress(attempt=1, phase=phase), 12.84)
+    reason = watch.reason(AttemptProgress(attempt=1, phase=phase), 12.84)
     assert reason.startswith("no sign of life for 12.8 s")
     assert re.search(said, reason), reason
     assert reason.endswith("really takes this long, set recovery.hang_timeout_s to more")

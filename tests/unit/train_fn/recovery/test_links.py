@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from everstep.spec.sections import RecoverySpec
 from everstep.text.failure import headline, story
 from everstep.wire import ErrorKind, Failure, ReasonCode, Verdict
-from train_fn.recovery.decision import Decision, decide
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.failure_event import failure_of
+from train_fn.recovery.decision import Decision, PastFailure, decide
+from train_fn.recovery.evidence import Evidence, RankError, RankReport
 from train_fn.recovery.history import past_failure
 from train_fn.recovery.links import (
     ENDED_AFTER,
@@ -25,8 +24,7 @@ from train_fn.recovery.links import (
     pairs_of,
     times_in_a_row,
 )
-from train_fn.recovery.past_failures import PastFailure
-from train_fn.recovery.rank_error import RankError
+from train_fn.recovery.outcome import failure_of
 from train_fn.recovery.verdict import Judgement, judge
 
 NODES = ("a", "b", "c", "d")

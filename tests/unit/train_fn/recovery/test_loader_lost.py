@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from everstep.wire import ErrorKind
 from tests.support.service_process import wait_for
-from train_fn.recovery.rank_error import describe_error
+from train_fn.recovery.evidence import describe_error
 
 
 class Tensors(Dataset[torch.Tensor]):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from everstep.wire import Verdict
-from train_fn.recovery.decision import backoff
-from train_fn.recovery.past_failures import (
+from train_fn.recovery.decision import (
     SCRIPT_PROGRESS_S,
     PastFailure,
+    backoff,
     budget_of,
     failures_in_a_row,
     made_progress,

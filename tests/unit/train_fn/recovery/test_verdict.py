@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from everstep.wire import ErrorKind, Verdict
 from storage.errors import StorageFull
-from train_fn.recovery.error_kinds import kind_of
-from train_fn.recovery.evidence import Evidence, RankReport
-from train_fn.recovery.rank_error import RankError, StepFailed, describe_error
+from train_fn.recovery.evidence import (
+    Evidence,
+    RankError,
+    RankReport,
+    StepFailed,
+    describe_error,
+    kind_of,
+)
 from train_fn.recovery.verdict import Judgement, judge
 
 GLOO = (

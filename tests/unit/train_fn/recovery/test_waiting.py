@@ -14,23 +14,23 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.run_control import StackOrder
 from tests.support.one_rank import Journal
-from train_fn.ray_train import stack_reports
+from train_fn.ray_train import patience
+from train_fn.ray_train.patience import StackReports
 from train_fn.ray_train.rank_process import TRAINING_THREAD
-from train_fn.ray_train.stack_reports import StackReports
-from train_fn.recovery.waiting import bounded, does, in_words
+from train_fn.recovery.hang import bounded, does, in_words
 
 CODE = f"/tmp/everstep/cache/code/{'0' * 64}/train.py"
 REPORT = f'''Thread MainThread
   File "/usr/lib/python3.11/threading.py", line 5, in wait
 Thread {TRAINING_THREAD}(train)
   File "/x/site-packages/ray/train/v2/_internal/execution/thread_runner.py", line 60, in _run
-  File "/x/train_fn/ray_train/user_train_fn.py", line 160, in _call
+  File "/x/train_fn/ray_train/user_function.py", line 160, in _call
   File "{CODE}", line 8, in train_fn
     save(model)
   File "{CODE}", line 12, in save
     ray.train.report({{"loss": 1.0}})
   File "/x/site-packages/ray/train/v2/api/train_fn_utils.py", line 9, in report
-  File "/x/train_fn/ray_train/user_reports.py", line 98, in __call__
+  File "/x/train_fn/ray_train/user_function.py", line 98, in __call__
   File "/x/site-packages/ray/_private/worker.py", line 2962, in get
 '''
 FRAMES = {
@@ -115,7 +115,7 @@ def test_a_stack_is_bounded_from_its_outer_end() -> None:
 def test_ranks_are_asked_once_for_each_request_and_ever_more_seldom_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stack_reports, "answers", lambda asked: dict(enumerate(asked)))
+    monkeypatch.setattr(patience, "answers", lambda asked: dict(enumerate(asked)))
     metadata = SimpleNamespace(node_id="node-1")
     actor = SimpleNamespace(stack=SimpleNamespace(remote=lambda: REPORT))
     group = SimpleNamespace(get_workers=lambda: [SimpleNamespace(actor=actor, metadata=metadata)])

@@ -151,7 +151,7 @@ def test_weights_by_name_and_those_that_no_state_holds() -> None:
 
 
 ORDER = (
-    "from everstep.spec.hash_seed import fix_hash_seed; fix_hash_seed(); print(list({f'class{n}' "
+    "from everstep.spec.code import fix_hash_seed; fix_hash_seed(); print(list({f'class{n}' "
     "for n in range(50)}))"
 )
 

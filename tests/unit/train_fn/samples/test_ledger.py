@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from storage.run_control import Stop
 from train_fn.samples.ledger import Count, Ledger, difference, sample_hashes
-from train_fn.step.carrier import Carrier
 from train_fn.step.peers import Peers
-from train_fn.step.step_totals import StepTotals
-from train_fn.step.totals_encoding import expect
+from train_fn.step.totals import Carrier, StepTotals, expect
 
 pytestmark = pytest.mark.own_process
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_fn.data.augment import flip, shift
-from train_fn.samples.randomness import key, mix, seed_micro_batch, seed_sample, uniform
+from train_fn.data.images import flip, shift
+from train_fn.samples.sampler import key, mix, seed_micro_batch, seed_sample, uniform
 
 CPU = torch.device("cpu")
 

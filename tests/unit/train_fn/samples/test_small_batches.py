@@ -20,7 +20,7 @@ from tests.support.small_batches import Normed, Spoilt
 from train_fn.context import WorkerContext
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 

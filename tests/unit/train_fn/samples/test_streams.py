@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from everstep.spec.run_spec import RunSpec
 from train_fn.errors import BadTask
-from train_fn.samples.bookmarks import BOOKMARK_STEPS, Bookmarks
-from train_fn.samples.loader import Loaded
+from train_fn.samples.ledger import BOOKMARK_STEPS, Bookmarks
+from train_fn.samples.loader import Loaded, WholePass
 from train_fn.samples.sampler import MicroBatch
-from train_fn.samples.stream_sampler import StreamSampler, num_streams_of
-from train_fn.samples.stream_set import StreamSet
-from train_fn.samples.whole_pass import WholePass
+from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
 
 pytestmark = pytest.mark.own_process
 

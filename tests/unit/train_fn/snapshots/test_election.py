@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints.lineage import RestorePoint
-from storage.checkpoints.lineage import in_lineage as checkpoints_in_lineage
-from storage.run_names import CheckpointName
+from storage.checkpoints.reader import RestorePoint
+from storage.checkpoints.reader import in_lineage as checkpoints_in_lineage
+from storage.run_dir import CheckpointName
 from train_fn.snapshots.election import Offer, elect, in_lineage
 from train_fn.snapshots.store import Label, Origin
 

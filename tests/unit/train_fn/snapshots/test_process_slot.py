@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from train_fn.snapshots import process_slot
+from train_fn.snapshots import store
 
 
 class State:
@@ -23,26 +23,26 @@ class State:
 
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
-    process_slot.drop()
+    store.drop()
     yield
-    process_slot.drop()
+    store.drop()
 
 
 def test_a_state_is_taken_once() -> None:
     state = State(7)
-    process_slot.keep(state)
-    assert process_slot.kept_step() == 7
-    assert process_slot.take() is state
-    assert process_slot.take() is None and process_slot.kept_step() is None
-    assert process_slot.leave_kept_state() is None and state.num_written == 0
+    store.keep(state)
+    assert store.kept_step() == 7
+    assert store.take() is state
+    assert store.take() is None and store.kept_step() is None
+    assert store.leave_kept_state() is None and state.num_written == 0
 
 
 def test_a_state_that_is_insured_stays_and_one_that_is_left_does_not() -> None:
     state = State(7, "no room")
-    process_slot.keep(state)
-    assert process_slot.insure() == "no room" and process_slot.kept_step() == 7
-    assert process_slot.leave_kept_state() == "no room" and process_slot.kept_step() is None
-    assert state.num_written == 2 and process_slot.insure() is None
+    store.keep(state)
+    assert store.insure() == "no room" and store.kept_step() == 7
+    assert store.leave_kept_state() == "no room" and store.kept_step() is None
+    assert state.num_written == 2 and store.insure() is None
 
 
 def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
@@ -56,14 +56,14 @@ def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
             order.append("written")
             return None
 
-    process_slot.keep(Slow(7))
-    insuring = threading.Thread(target=process_slot.insure)
+    store.keep(Slow(7))
+    insuring = threading.Thread(target=store.insure)
     insuring.start()
     assert writing.wait(20)
-    taking = threading.Thread(target=lambda: (process_slot.take(), order.append("taken")))
+    taking = threading.Thread(target=lambda: (store.take(), order.append("taken")))
     taking.start()
     taking.join(0.1)
-    assert taking.is_alive() and process_slot.kept_step() == 7, "who only asks does not wait"
+    assert taking.is_alive() and store.kept_step() == 7, "who only asks does not wait"
     may_end.set()
     taking.join(20)
     insuring.join(20)

@@ -25,19 +25,23 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of
 from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import quick_directory
+from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.checkpoints.state_copy import BoundaryCopies
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
-from train_fn.snapshots import forgotten
+from train_fn.snapshots import election
 from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.election import Offer, elect
-from train_fn.snapshots.leaving import OVERHEAD_BYTES, leave_snapshot, publish_snapshot
-from train_fn.snapshots.publisher import Cadence, Publisher
+from train_fn.snapshots.publisher import (
+    OVERHEAD_BYTES,
+    Cadence,
+    Publisher,
+    leave_snapshot,
+    publish_snapshot,
+)
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
-from train_fn.state.digest import digest
-from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+from train_fn.state.tensor_tree import copy_to_cpu, digest, size_bytes
 from train_fn.state.train_state import TrainState
 
 pytestmark = pytest.mark.own_process
@@ -353,11 +357,11 @@ def test_what_dead_runs_published_is_swept_and_what_living_ones_did_is_not(
     for run_id in ("run_dead", "run_alive"):
         other = dataclasses.replace(ctx, run_dir=RunDir(open_storage(str(tmp_path)), run_id))
         assert publish_snapshot(other, state.state_dict()) is None
-    long_ago = time.time() - forgotten.FORGOTTEN_S - 60
+    long_ago = time.time() - election.FORGOTTEN_S - 60
     dead = shared_memory / "run_dead"
     for path in (dead, *dead.iterdir()):
         os.utime(path, (long_ago, long_ago))
-    sweeping = forgotten.sweep_forgotten(ctx)
+    sweeping = election.sweep_forgotten(ctx)
     assert sweeping is not None
     sweeping.join(DEADLINE_S)
     assert [path.name for path in shared_memory.iterdir()] == ["run_alive"]

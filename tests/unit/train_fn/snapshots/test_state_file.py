@@ -17,8 +17,7 @@ from train_fn.errors import BadTask
 from train_fn.snapshots import state_file
 from train_fn.snapshots.state_file import read_state, state_digest, write_state
 from train_fn.snapshots.store import Label, SnapshotStore
-from train_fn.state.digest import digest, leaves
-from train_fn.state.tensor_tree import size_bytes
+from train_fn.state.tensor_tree import digest, leaves, size_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -25,17 +25,23 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
-from train_fn.journal.local_journal import open_local_journal
-from train_fn.loop.reporter import Reporter
+from train_fn.journal.server import open_local_journal
+from train_fn.loop.report import Reporter
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.snapshots.store import Label, node_snapshots
-from train_fn.standalone.local import run_local
-from train_fn.standalone.place import Place, place_from_env
-from train_fn.standalone.process import join
-from train_fn.standalone.rank import EXIT_FAILED, EXIT_STOPPED, run_rank
-from train_fn.standalone.submission import Start, begin_run
+from train_fn.standalone.command import run_local
+from train_fn.standalone.rank import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    LocalPlace,
+    LocalStart,
+    begin_run,
+    join,
+    place_from_env,
+    run_rank,
+)
 from train_fn.step.peers import end_process_group
-from train_fn.tasks.language_modeling import LanguageModeling
+from train_fn.tasks.builtin import LanguageModeling
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +155,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
         return step_done(reporter, *arguments)
 
     monkeypatch.setattr(Reporter, "step_done", stop_at_four)
-    place = Place(0, 1, 0, 1, "here", "first")
+    place = LocalPlace(0, 1, 0, 1, "here", "first")
     join(spec, place, 60)
     assert run_rank(spec, parts, place, fresh=False, stopping=stopping).code == EXIT_STOPPED
     monkeypatch.undo()
@@ -173,7 +179,7 @@ def test_what_raises_keeps_its_frames(
         where_it_broke = batch.shape
         raise LookupError(f"broken at {where_it_broke}")
 
-    monkeypatch.setattr("train_fn.tasks.language_modeling.LanguageModeling.loss", broken)
+    monkeypatch.setattr("train_fn.tasks.builtin.LanguageModeling.loss", broken)
     with pytest.raises(LookupError) as caught:
         run_local(make_spec(text), str(tmp_path / "runs"), "broken")
     innermost = caught.traceback[-1]
@@ -213,7 +219,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
                 run_local(spec, storage.uri, "parts")
         else:
             said: list[str] = []
-            place = Place(0, 1, 0, 1, "here", "first")
+            place = LocalPlace(0, 1, 0, 1, "here", "first")
             join(spec, place, 60)
             ended = run_rank(
                 spec, parts, place, fresh=False, stopping=threading.Event(), say=said.append
@@ -239,7 +245,7 @@ def test_an_error_leaves_a_checkpoint_of_the_last_step_that_was_done(
 
 def test_another_spec_is_refused_unless_it_changes_no_result(text: Path, tmp_path: Path) -> None:
     run_dir, spec = RunDir(open_storage(str(tmp_path)), "run"), make_spec(text)
-    assert begin_run(run_dir, spec, "a", fresh=False) == Start(1, 1)
+    assert begin_run(run_dir, spec, "a", fresh=False) == LocalStart(1, 1)
     same = make_spec(
         text, checkpoint={"every_steps": 7}, scaling={"use_gpu": False, "max_workers": 4}
     )
@@ -262,8 +268,8 @@ def test_a_process_that_takes_anothers_place_is_the_same_submissions_next_attemp
     journal = open_local_journal(run_dir, 1, 1, 0, threading.Event(), lambda line: None)
     journal.emit(EventKind.ATTEMPT_STARTED, {"world_size": 1, "workers": [], "launch": "agent"})
     journal.close(10)
-    assert begin_run(run_dir, spec, "agent", fresh=False) == Start(1, 2)
-    assert begin_run(run_dir, spec, "another", fresh=False) == Start(2, 2)
+    assert begin_run(run_dir, spec, "agent", fresh=False) == LocalStart(1, 2)
+    assert begin_run(run_dir, spec, "another", fresh=False) == LocalStart(2, 2)
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from train_fn.state.ema import Ema
+from train_fn.state.optim import Ema
 
 pytestmark = pytest.mark.own_process
 

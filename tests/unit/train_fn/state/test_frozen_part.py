@@ -17,10 +17,10 @@ from storage.checkpoints.store import CheckpointStore
 from tests.integration.adapted_task import LoRA
 from tests.support.one_rank import journal_of
 from tests.support.own_task_runs import TaskRuns, refusal
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 
 pytestmark = pytest.mark.own_process
 

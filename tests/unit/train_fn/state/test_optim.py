@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.spec.optimization import (
+from everstep.spec.sections import (
     AdamSpec,
     AdamWSpec,
     ConstantScheduleSpec,
@@ -23,9 +23,8 @@ from everstep.spec.optimization import (
     StepScheduleSpec,
 )
 from train_fn.errors import BadTask
-from train_fn.state import packed_moments
-from train_fn.state.optim import build_optimizer, drop_gradients, lr_factor
-from train_fn.state.packed_moments import Packer, unpacked
+from train_fn.state import optim
+from train_fn.state.optim import Packer, build_optimizer, drop_gradients, lr_factor, unpacked
 from train_fn.state.trained_parameters import LearningRates
 
 pytestmark = pytest.mark.own_process
@@ -344,9 +343,9 @@ def test_parameters_whose_values_have_other_names_are_left_as_they_are() -> None
 def test_large_moments_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained(KINDS["adamw"]).state_dict()
     num_bytes = sum(value.nbytes for values in state["state"].values() for value in values.values())
-    monkeypatch.setattr(packed_moments, "FLAT_BYTES", num_bytes)
+    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes)
     assert "flat" in packed(state)
-    monkeypatch.setattr(packed_moments, "FLAT_BYTES", num_bytes - 1)
+    monkeypatch.setattr(optim, "FLAT_BYTES", num_bytes - 1)
     assert packed(state) is state
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from train_fn.loop.restore import _may_stay
 from train_fn.snapshots.state_file import read_state, write_state
 from train_fn.snapshots.store import SnapshotStore
-from train_fn.state import shared_memory
-from train_fn.state.shared_memory import adopt
+from train_fn.state import tensor_tree
+from train_fn.state.tensor_tree import adopt
 from train_fn.state.train_state import TrainState
 
 LARGE = 1 << 19
@@ -171,7 +171,7 @@ def parameters(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, bool]:
 @given(st.lists(parameters(), min_size=1, max_size=4))
 def test_values_are_those_of_a_copy(found: list[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "_WORTH_IT", 0)
+        patch.setattr(tensor_tree, "_WORTH_IT", 0)
         taking, copying = nn.Module(), nn.Module()
         for number, (own, _, trained) in enumerate(found):
             taking.register_parameter(f"w{number}", nn.Parameter(own.clone(), trained))

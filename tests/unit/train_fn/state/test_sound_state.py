@@ -20,17 +20,17 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of, one_rank
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
 from train_fn.node import node_dir
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Count, Ledger
 from train_fn.samples.sampler import Sampler
-from train_fn.samples.stream_sampler import StreamSampler
+from train_fn.samples.streams import StreamSampler
 from train_fn.snapshots import store as snapshot
-from train_fn.snapshots.last_save import commit_state
-from train_fn.standalone.submission import begin_run
+from train_fn.snapshots.election import commit_state
+from train_fn.standalone.rank import begin_run
 from train_fn.state.sound_state import ledger_fault, not_finite
 
 pytestmark = pytest.mark.own_process

@@ -22,11 +22,9 @@ from train_fn.samples.ledger import Count
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.store import Label, SnapshotStore
 from train_fn.state import tensor_tree
-from train_fn.state.digest import digest
-from train_fn.state.ema import Ema
-from train_fn.state.packed_moments import unpacked
-from train_fn.state.tensor_tree import copy_to_cpu, put_together, size_bytes, take_apart
-from train_fn.state.train_state import Best, TrainState
+from train_fn.state.optim import Ema, unpacked
+from train_fn.state.tensor_tree import copy_to_cpu, digest, put_together, size_bytes, take_apart
+from train_fn.state.train_state import BestSoFar, TrainState
 
 pytestmark = pytest.mark.own_process
 
@@ -68,7 +66,7 @@ def through_a_file(tree: Any) -> Any:
 
 def test_a_restored_state_goes_on_as_the_original_would() -> None:
     original, restored = make_state(num_steps=3), make_state(seed=1)
-    original.best = Best("val_accuracy", 0.5, 3, "step-000000003.s001")
+    original.best = BestSoFar("val_accuracy", 0.5, 3, "step-000000003.s001")
     restored.load_state_dict(through_a_file(original.state_dict()))
     assert (restored.step, restored.epoch, restored.k, restored.best) == (3, 0, 3, original.best)
     for state in (original, restored):

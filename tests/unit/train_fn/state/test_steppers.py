@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.integration.habits import CountingSgd
-from train_fn.state.optimizers import Optimizers
-from train_fn.state.steppers import StepperWatch, steppers_held, steppers_of
+from train_fn.state.optim import Optimizers
 from train_fn.state.train_state import TrainState
+from train_fn.state.trained_parameters import StepperWatch, steppers_held, steppers_of
 from train_fn.step.plain_attributes import PlainAttributes
 
 

@@ -23,9 +23,9 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.errors import BadTask
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
-from train_fn.state.digest import digest
-from train_fn.state.task_state import TaskState
+from train_fn.recovery.evidence import StepFailed
+from train_fn.state.tensor_tree import digest
+from train_fn.state.train_state import TaskState
 from train_fn.step.plain_attributes import PlainAttributes
 
 NUM_PASSES = 18

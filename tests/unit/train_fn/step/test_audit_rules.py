@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from train_fn.step.audit_rules import (
+from train_fn.step.fingerprints import (
     Computed,
     Dispute,
     audited_place,

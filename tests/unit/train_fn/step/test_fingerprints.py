@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from train_fn.step import fingerprints
-from train_fn.step.carrier import Carrier
-from train_fn.step.fingerprints import HEADER_BITS, MOST_PARTS, Fingerprints, parts_of
+from train_fn.step.fingerprints import (
+    HEADER_BITS,
+    MOST_PARTS,
+    Fingerprints,
+    parts_of,
+    start_totals,
+    total_on_device,
+)
 from train_fn.step.peers import Peers
-from train_fn.step.step_totals import StepTotals
-from train_fn.step.word_sums import start_totals, total_on_device
+from train_fn.step.totals import Carrier, StepTotals
 
 CPU = torch.device("cpu")
 

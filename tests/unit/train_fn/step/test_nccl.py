@@ -16,14 +16,13 @@ from everstep.spec.run_spec import RunSpec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
-from train_fn.node.gpu_memory import memory_summary
-from train_fn.recovery import environment
-from train_fn.recovery.environment import COMMUNICATOR_S, rank_env, take_environment
-from train_fn.recovery.settings import RecoverySettings
+from train_fn.node.memory import memory_summary
+from train_fn.recovery import settings
+from train_fn.recovery.settings import COMMUNICATOR_S, RecoverySettings, rank_env, take_environment
 from train_fn.step import nccl
-from train_fn.step.determinism import reproducibility, set_determinism
 from train_fn.step.nccl import ARRIVED
 from train_fn.step.peers import Peers, end_process_group
+from train_fn.step.precision import reproducibility, set_determinism
 
 
 def spec_of(**fields: Any) -> RunSpec:
@@ -175,7 +174,7 @@ def test_infiniband_gives_a_silent_host_up_as_soon_as_tcp_does_unless_somebody_k
 def test_memory_is_pinned_by_several_threads_unless_the_spec_sets_the_allocator(
     of_the_spec: dict[str, str], is_pinned_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*environment._NODE_DEFAULTS, "PYTORCH_ALLOC_CONF"):
+    for name in (*settings._NODE_DEFAULTS, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     take_environment(of_the_spec)

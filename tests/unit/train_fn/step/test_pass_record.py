@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from train_fn.loop.bit_flip import flip_low_bit
-from train_fn.step.audit_rules import Computed
-from train_fn.step.pass_record import PassRecord
+from train_fn.loop.audit import flip_low_bit
+from train_fn.step.fingerprints import Computed, PassRecord
 
 
 class Pass(nn.Module):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.unit.train_fn.samples.test_sampler import SAMPLERS
 from train_fn.samples.ledger import Count, difference, sample_hashes
 from train_fn.samples.sampler import MicroBatch, Sampler
-from train_fn.samples.stream_sampler import StreamSampler
-from train_fn.step.step_plans import _MOST_STEPS, StepPlans
-from train_fn.step.totals_encoding import expect
+from train_fn.samples.streams import StreamSampler
+from train_fn.step.totals import _MOST_STEPS, StepPlans, expect
 
 STREAM_SAMPLERS = st.builds(
     lambda num_samples, size, streams: StreamSampler(

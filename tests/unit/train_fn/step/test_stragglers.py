@@ -14,11 +14,10 @@ import torch
 from everstep.wire import StragglerReport
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
-from train_fn.step import stragglers
-from train_fn.step.carrier import Carrier
+from train_fn.step import timing as stragglers
 from train_fn.step.peers import Peers
-from train_fn.step.step_clock import StepClock
-from train_fn.step.stragglers import StragglerWatch
+from train_fn.step.timing import StepClock, StragglerWatch
+from train_fn.step.totals import Carrier
 
 CPU = torch.device("cpu")
 

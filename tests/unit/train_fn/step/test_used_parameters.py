@@ -13,8 +13,7 @@ from torch import nn
 from tests.integration.trainees import Regression
 from tests.support.own_task_runs import TaskRuns, refusal
 from train_fn.loop.attempt import train
-from train_fn.step.peers import Peers
-from train_fn.step.used_parameters import UsedParameters
+from train_fn.step.peers import Peers, UsedParameters
 
 
 def test_only_a_gradient_that_is_there_counts() -> None:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from train_fn.errors import BadTask, StepNotWhole
-from train_fn.loop.step_module import wrap
+from train_fn.loop.replica import wrap
 from train_fn.state.trained_parameters import TrainedParameters
-from train_fn.step import whole_exchange
-from train_fn.step.peers import end_process_group
-from train_fn.step.whole_exchange import fill_gradients, finish_exchange
+from train_fn.step import peers
+from train_fn.step.peers import end_process_group, fill_gradients, finish_exchange
 
 pytestmark = pytest.mark.own_process
 
@@ -118,7 +117,7 @@ def test_words_of_torch_that_name_no_parameter_are_no_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrapped, exchanged = half_a_step(Branches())
-    monkeypatch.setattr(whole_exchange, "_unfinished", lambda wrapped: "in words of a later torch")
+    monkeypatch.setattr(peers, "_unfinished", lambda wrapped: "in words of a later torch")
     with pytest.raises(StepNotWhole, match="in words of a later torch"):
         finish_exchange(wrapped, exchanged, 7, nothing_changed)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.tasks.metrics import OwnMetrics, build_own_metrics
-from train_fn.tasks.tree_metrics import TreeMetrics
-from train_fn.user_code.torchvision_ops import declare_missing_ops
+from train_fn.tasks.metrics import OwnMetrics, TreeMetrics, build_own_metrics
+from train_fn.user_code.modules import declare_missing_ops
 
 pytestmark = pytest.mark.own_process
 

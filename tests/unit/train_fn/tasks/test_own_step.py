@@ -15,12 +15,12 @@ from everstep.wire.events import EventKind
 from tests.integration.own_steps_task import Gan, Points
 from tests.support.one_rank import journal_of
 from tests.support.own_task_runs import TaskRuns, refusal
-from train_fn.checkpoints.reading import load_checkpoint
+from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.loop.attempt import train
-from train_fn.recovery.rank_error import StepFailed
+from train_fn.recovery.evidence import StepFailed
 from train_fn.snapshots.store import snapshot_store
-from train_fn.state.digest import tree_digest
-from train_fn.state.optimizers import Optimizers
+from train_fn.state.optim import Optimizers
+from train_fn.state.tensor_tree import tree_digest
 
 pytestmark = pytest.mark.own_process
 

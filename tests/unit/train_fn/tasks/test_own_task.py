@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.code.pack import pack
+from everstep.code import pack
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from service.submission_rules import user_code
-from storage.code.store import CodeStore
+from storage.code import CodeStore
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage, open_storage
 from storage.run_dir import RunDir

@@ -13,8 +13,8 @@ from torch import nn
 from tests.integration.trainees import Regression
 from tests.support.one_rank import journal_of
 from tests.support.own_task_runs import TaskRuns, refusal
-from train_fn.checkpoints.reading import load_checkpoint
-from train_fn.loop import parts
+from train_fn.checkpoints.commit import load_checkpoint
+from train_fn.loop import build as parts
 from train_fn.loop.attempt import train
 
 pytestmark = pytest.mark.own_process

@@ -1,0 +1,254 @@
+"""Commands about the cluster: nodes, checks of a deployment, the node watcher for Kubernetes."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.client.client import Client
+from everstep.doctor.finding import Finding
+from everstep.doctor.findings import (
+    check_findings,
+    cluster_findings,
+    identity_findings,
+    service_findings,
+)
+from everstep.errors import AuthError, EverstepError, Unavailable, UsageError, WaitTimeout
+from everstep.spec.plain_text import printable
+from everstep.text import words
+from everstep.wire import Node
+
+NodeArgument = Annotated[
+    str, typer.Argument(metavar="NODE", help="Id of the node, or a unique prefix.")
+]
+ReasonOption = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Reason, shown with the node.")
+]
+
+
+@command
+def cordon(
+    node: NodeArgument,
+    reason: ReasonOption = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Place no new ranks on a node; its current ranks stay."""
+    nodes = terminal().client().nodes
+    _print_node(nodes.cordon(nodes.find(node).id, reason=reason))
+
+
+@command
+def uncordon(
+    node: NodeArgument,
+    reason: ReasonOption = None,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Allow ranks on a cordoned or draining node again."""
+    nodes = terminal().client().nodes
+    _print_node(nodes.uncordon(nodes.find(node).id, reason=reason))
+
+
+@command
+def drain(
+    node: NodeArgument,
+    deadline: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="The node will be removed in this many seconds."),
+    ] = None,
+    reason: ReasonOption = None,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            "-w",
+            help="Wait until every rank has left; exit code 1 if the deadline passes first.",
+        ),
+    ] = False,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Make ranks save, leave a node and move to other nodes, without losing a step."""
+    nodes = terminal().client().nodes
+    drained = nodes.drain(nodes.find(node).id, deadline_s=deadline, reason=reason)
+    if wait:
+        if drained.runs and not terminal().as_json:
+            terminal().note(
+                f"waiting for {words.count(len(drained.runs), 'run')} to leave: "
+                f"{', '.join(drained.runs)}"
+            )
+        drained = nodes.wait_drained(drained.id, deadline)
+    _print_node(drained)
+
+
+def _print_node(node: Node) -> None:
+    if terminal().as_json:
+        terminal().json(node)
+        return
+    runs = f", with ranks of {', '.join(node.runs)}" if node.runs else ""
+    terminal().line(f"{node.id} {printable(node.hostname)} is {node.state}{runs}")
+
+
+# ---------------------------------------------------------------- node watcher
+
+# The command `node-watcher`: Kubernetes's notices as cordons and drains.
+
+
+@command
+def node_watcher(
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Namespace of Ray's pods; by default this pod's own."),
+    ] = None,
+    selector: Annotated[
+        str, typer.Option(metavar="LABELS", help="Labels of Ray's pods, as kubectl -l takes them.")
+    ] = "ray.io/is-ray-node=yes",
+    leaving_taint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Key of a further taint that says that a node is about to go; KEY* names all "
+            "that begin so. May be repeated.",
+        ),
+    ] = None,
+    api: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Kubernetes's API; by default as this pod has it."),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Token for --api, read anew each time.")
+    ] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate of the authority of --api.")
+    ] = None,
+    url: UrlOption = None,
+) -> None:
+    """Cordon and drain Ray's nodes as Kubernetes announces of its own: cordons, taints, evictions,
+    spot notices. Runs until it is stopped."""
+    from everstep.kubernetes.api import ACCOUNT, Access, KubernetesApi
+    from everstep.kubernetes.watcher import LEAVING, NodeWatcher
+
+    access = Access(api.rstrip("/"), token_file, ca_file) if api else Access.of_pod()
+    watcher = NodeWatcher(
+        terminal().client(),
+        KubernetesApi(access),
+        namespace or _own_namespace(ACCOUNT / "namespace"),
+        selector,
+        keys=(*LEAVING, *(leaving_taint or ())),
+        say=terminal().line,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: watcher.stop())
+    terminal().line("watching Kubernetes's nodes")
+    watcher.run()
+
+
+def _own_namespace(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError as exc:
+        raise UsageError("this is no pod of Kubernetes; give --namespace NAME") from exc
+
+
+# ---------------------------------------------------------------- doctor
+
+# `everstep doctor`: check a deployment from end to end, and say what to fix.
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_SIGNS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
+
+
+@command
+def doctor(
+    all_reduce: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.1, max=60.0, help="Duration of the all-reduce test."),
+    ] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Maximum time to wait for the nodes.")
+    ] = 240.0,
+    json_: JsonOption = False,
+    url: UrlOption = None,
+) -> None:
+    """Check service, nodes, versions, storage, ports, clocks and network, and say what to fix.
+    Needs an admin token.
+
+    Exit code 0 without problems (warnings are possible), 1 with problems, 3 if the service cannot
+    be reached.
+    """
+    out = terminal()
+    findings: list[Finding] = []
+    client = out.client()
+    reached = True
+    try:
+        findings += service_findings(client.ready())
+        findings += identity_findings(client.storage.status())
+        findings += _cluster(client, all_reduce, timeout)
+    except Unavailable as exc:
+        reached = bool(findings)
+        remedy = (
+            "Check that `everstep serve` runs there and listens on that address (--host), and that "
+            "no firewall or proxy in between refuses."
+        )
+        findings.append(Finding("service", "problem", str(exc), remedy))
+    except AuthError as exc:
+        remedy = (
+            "Set EVERSTEP_TOKEN to an admin token: from `everstep token create NAME --role admin`, "
+            "or the file EVERSTEP_HOME/token."
+        )
+        findings.append(Finding("service", "problem", str(exc), remedy))
+    _print_findings(findings)
+    if not reached:
+        raise typer.Exit(Exit.UNREACHABLE)
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _cluster(client: Client, all_reduce_s: float, timeout_s: float) -> list[Finding]:
+    """Return the findings about the cluster, and those of its nodes."""
+    info = client.cluster()
+    findings = cluster_findings(info)
+    if not info.available:
+        return findings
+    if not terminal().as_json:
+        terminal().note("checking every node; this takes up to a minute")
+    try:
+        asked = client.start_deployment_check(all_reduce_s=all_reduce_s)
+        check = client.wait_deployment_check(asked.id, timeout_s=timeout_s)
+    except WaitTimeout as exc:
+        remedy = (
+            "A node may hang or be slow: see `everstep cluster` and Ray's dashboard, or increase "
+            "--timeout."
+        )
+        return [*findings, Finding("nodes", "problem", str(exc), remedy)]
+    except AuthError:
+        raise
+    except EverstepError as exc:
+        return [
+            *findings,
+            Finding(
+                "nodes", "problem", f"the check was not started: {exc}", "Read the service's log."
+            ),
+        ]
+    return [*findings, *check_findings(check, asked.service.at)]
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    out = terminal()
+    problems = sum(finding.level == "problem" for finding in findings)
+    if out.as_json:
+        out.json({"ok": problems == 0, "findings": [asdict(finding) for finding in findings]})
+        return
+    for finding in findings:
+        out.line(
+            f"{_SIGNS[finding.level]} {finding.check}: {finding.message}", _STYLES[finding.level]
+        )
+        if finding.remedy:
+            out.line(f"           {finding.remedy}")
+    out.line("no problems" if problems == 0 else f"{problems} problem{'s' if problems > 1 else ''}")

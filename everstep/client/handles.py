@@ -1,0 +1,152 @@
+"""Handles of what was ordered for a run: a drill, a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from urllib.parse import quote
+
+from everstep.client.streams import Patience, wait_until
+from everstep.client.transport import Transport
+from everstep.wire.drills import (
+    AllReduce,
+    Drill,
+    DrillKind,
+    DrillReport,
+    DrillState,
+    Profile,
+    ProfileState,
+)
+
+Order = TypeVar("Order", Drill, Profile)
+
+
+class OrderHandle(Generic[Order]):
+    """One request to a run's ranks. The fields of the last response are its attributes."""
+
+    _noun: ClassVar[str]
+    _fields: ClassVar[frozenset[str]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self._fields:
+                return getattr(self._order, name)
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __init__(self, transport: Transport, run_id: str, order: Order, patience: Patience) -> None:
+        self.run_id = run_id
+        self._order: Order = order
+        self._transport = transport
+        self._patience = patience
+        self._path = f"/v1/runs/{quote(run_id, safe='')}/{self._noun}s/{quote(order.id, safe='')}"
+
+    @property
+    def id(self) -> str:
+        return self._order.id
+
+    def refresh(self) -> Self:
+        """Fetch the current state; return self."""
+        self._order = self._transport.get(self._path, type(self._order))
+        return self
+
+    def wait(self, timeout_s: float = 600.0) -> Self:
+        """Wait until the request is complete. Return self, whatever the outcome; see ``state``.
+
+        Keep waiting while the service is unreachable for a while. Raises WaitTimeout after
+        ``timeout_s`` seconds; Unavailable if the service stays unreachable.
+        """
+        wait_until(
+            lambda: self._order.complete,
+            self.refresh,
+            lambda: (
+                f"{self._noun} {self.id} of run {self.run_id} is still {self._order.state} after "
+                f"{timeout_s:g} s"
+            ),
+            self._transport.timing,
+            self._patience,
+            timeout_s=timeout_s,
+        )
+        return self
+
+
+# ---------------------------------------------------------------- drill handle
+
+# A drill: wait for it and read its report.
+
+
+class DrillFields:
+    """The fields of a drill, for type checkers."""
+
+    if TYPE_CHECKING:
+        kind: DrillKind
+        rank: int
+        state: DrillState
+        problem: str | None
+        report: DrillReport | None
+
+
+class DrillHandle(DrillFields, OrderHandle[Drill]):
+    """One drill. Its fields (``drill.state``, ``drill.report``, …) are those of the last response,
+    which ``drill.drill`` holds.
+
+    ``wait`` returns when the report is complete: the run has trained ten more steps, has ended, or
+    the drill was not carried out. ``report.parity`` compares the run before and after.
+
+    >>> run.drill("kill_worker", rank=1).wait().report.recovery_s   # doctest: +SKIP
+    1.1
+    """
+
+    _noun = "drill"
+    _fields = frozenset(Drill.model_fields)
+
+    def __repr__(self) -> str:
+        return f"<drill {self.id} {self.drill.kind} of rank {self.drill.rank}, {self.drill.state}>"
+
+    @property
+    def drill(self) -> Drill:
+        return self._order
+
+
+# ---------------------------------------------------------------- profile handle
+
+# A profile of a rank: wait for it and download its trace.
+
+
+class ProfileFields:
+    """The fields of a profile, for type checkers."""
+
+    if TYPE_CHECKING:
+        rank: int
+        steps: int
+        state: ProfileState
+        problem: str | None
+        first_step: int | None
+        all_reduces: tuple[AllReduce, ...]
+
+
+class ProfileHandle(ProfileFields, OrderHandle[Profile]):
+    """One profile. Its fields (``profile.state``, ``profile.all_reduces``, …) are those of the last
+    response, which ``profile.profile`` holds. ``wait`` returns when the trace is ready, or will
+    never be.
+
+    >>> run.profile(rank=0, steps=10).wait().download("trace.json.gz")   # doctest: +SKIP
+    PosixPath('trace.json.gz')
+    """
+
+    _noun = "profile"
+    _fields = frozenset(Profile.model_fields)
+
+    def __repr__(self) -> str:
+        return f"<profile {self.id} of rank {self.profile.rank}, {self.profile.state}>"
+
+    @property
+    def profile(self) -> Profile:
+        return self._order
+
+    def download(self, path: str | Path) -> Path:
+        """Download the trace: gzipped JSON, which https://ui.perfetto.dev opens. Return the path.
+        Raise NotFound if there is no trace, OSError if it cannot be written."""
+        answer = self._transport.send("GET", f"{self._path}/trace", repeatable=True)
+        Path(path).write_bytes(answer.content)
+        return Path(path)

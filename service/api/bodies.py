@@ -1,0 +1,316 @@
+"""Bodies of requests and answers: specs, JSON, parts of files, streams of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import anyio
+import anyio.lowlevel
+from fastapi import Request
+from fastapi.dependencies.models import Dependant
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import iterate_in_threadpool
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from everstep.errors import FieldError
+from everstep.spec import plain_text
+from everstep.spec.parsing import few, field_errors
+from everstep.text.words import closest
+from service.api.auth import bearer, principal
+from service.api.problems import ProblemError
+
+if TYPE_CHECKING:
+    from service.api.auth import Principal
+    from service.api.context import ApiContext
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+MAX_BODY_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 20_000
+"""Maximum number of values in a body, including those in lists and mappings."""
+_SMALL_BYTES: Final = 16 << 10
+_validators: Final = ThreadPoolExecutor(2, "validate")
+"""Few threads: validation holds the interpreter lock much of the time."""
+
+
+async def validated(parse: Callable[[Any], T], raw: Any) -> T:
+    """Run ``parse`` on a body in a thread and return its result: a large body takes time."""
+    return await asyncio.get_running_loop().run_in_executor(_validators, parse, raw)
+
+
+async def read_model(model: type[M], request: Request) -> M:
+    """Return the request's body as ``model``. Raises 422 with one entry for each fault, and as
+    ``read_json``."""
+    return await validated(partial(parse_model, model), await read_json(request))
+
+
+def optional_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
+    """Return a dependency that reads the request's body as ``read_model``; without a body, or
+    with ``null``, it is the model's defaults.
+
+    FastAPI would parse a body that is a parameter before it looks at the caller.
+    """
+
+    async def read(request: Request) -> M:
+        body = await _read_limited(request)
+        if not body.strip():
+            return model()
+        _check_content_type(request.headers.get("content-type"))
+        raw = await _json_value(body)
+        return await validated(partial(parse_model, model), {} if raw is None else raw)
+
+    return read
+
+
+def parse_model(model: type[M], raw: Any) -> M:
+    """Return a JSON value as ``model``. Raises 422 with one entry for each fault."""
+    try:
+        found = model.model_validate(raw)
+    except ValidationError as exc:
+        raise _invalid(field_errors(model, raw, exc)) from exc
+    if faults := plain_text.faults(raw):
+        raise _invalid(few(faults))
+    return found
+
+
+def _invalid(faults: Sequence[FieldError]) -> ProblemError:
+    return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+
+
+async def read_json(request: Request) -> Any:
+    """Return the request's JSON value.
+
+    NaN and Infinity pass: the spec's own check names their field. Raises 400, 413 or 415.
+    """
+    _check_content_type(request.headers.get("content-type"))
+    return await _json_value(await _read_limited(request))
+
+
+async def _json_value(body: bytes) -> Any:
+    try:
+        value = await validated(_parsed, body) if len(body) > _SMALL_BYTES else _parsed(body)
+    except RecursionError as exc:
+        raise _too_deep() from exc
+    except UnicodeDecodeError as exc:
+        raise ProblemError(
+            400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}"
+        ) from exc
+    except ValueError as exc:
+        raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
+    return value
+
+
+def _parsed(body: bytes) -> Any:
+    value = json.loads(body.decode())
+    check_shape(value)
+    return value
+
+
+def content_sha256(value: Any) -> str:
+    """Return a hash of a JSON value, independent of spacing and the order of keys."""
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def _check_content_type(content_type: str | None) -> None:
+    media_type = (content_type or "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        raise ProblemError(
+            415,
+            "unsupported_media_type",
+            f"send the body as application/json, not {media_type[:80]!r}",
+        )
+
+
+async def _read_limited(request: Request) -> bytes:
+    """Return the body, holding no more than the limit in memory."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ProblemError(
+                413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less"
+            )
+    return bytes(body)
+
+
+def check_shape(value: Any) -> int:
+    """Return the number of values in a body. Raise 400 if it is nested too deeply, 413 if it has
+    too many of them.
+
+    Validation time depends on the number of values, so a limit on the body's size is not enough.
+    """
+    level, num_values = [value], 1
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            if isinstance(node, dict | list)
+            for item in (node.values() if isinstance(node, dict) else node)
+        ]
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            raise ProblemError(
+                413, "body_too_large", f"the body has more than {MAX_VALUES} values; send fewer"
+            )
+        if not level:
+            return num_values
+    raise _too_deep()
+
+
+def _too_deep() -> ProblemError:
+    return ProblemError(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+# ---------------------------------------------------------------- request shape
+
+# What every route does alike with a request: HEAD as GET, and only known query parameters.
+
+_RELAYED: Final = "/ray/"
+"""Paths whose HEAD is passed on to Ray, which answers it itself."""
+
+_OF_LISTS: Final = {"limit", "cursor"}
+"""Parameters that clients send with every list, also with one that is always a single page."""
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET, without the body. Nothing is read of a body that is streamed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "HEAD"
+            or scope["path"].startswith(_RELAYED)
+        ):
+            await self._app(scope, receive, send)
+            return
+        with anyio.CancelScope() as answered:
+
+            async def send_head(message: Message) -> None:
+                await send(message)
+                if message["type"] == "http.response.start":
+                    await send({"type": "http.response.body", "body": b""})
+                    answered.cancel()
+                    await anyio.lowlevel.checkpoint()
+
+            await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Raise 422 for a query parameter that the route does not have: a typing error would otherwise
+    look like a filter that matches everything. Without a valid token raise 401, as the route."""
+    if not request.scope["query_string"]:
+        return
+    dependant = request.scope["route"].dependant
+    names = set(_query_names(dependant))
+    known = sorted(names)
+    if request.method == "GET":
+        names |= _OF_LISTS
+    faults = [
+        FieldError((name,), _unknown(name, known))
+        for name in request.query_params
+        if name not in names
+    ]
+    if faults:
+        if any(each is bearer for each in _calls(dependant)):
+            await principal(request, request.app.state.context, await bearer(request))
+        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    if not known:
+        return "is not a query parameter of this route, which has none; remove it"
+    close = closest(name, known)
+    hint = f"did you mean {close}?" if close else f"use {', '.join(known)}"
+    return f"is not a query parameter of this route; {hint}"
+
+
+def _calls(dependant: Dependant) -> Iterator[object]:
+    """Yield what the route calls before its function; the check of the query is not its own."""
+    for each in dependant.dependencies:
+        if each.call is not refuse_unknown_query:
+            yield each.call
+            yield from _calls(each)
+
+
+def _query_names(dependant: Dependant) -> Iterator[str]:
+    yield from (field.alias for field in dependant.query_params)
+    for each in dependant.dependencies:
+        yield from _query_names(each)
+
+
+# ---------------------------------------------------------------- byte range
+
+# The ``Range`` header for a single range of bytes (RFC 9110, section 14).
+
+_ONE_RANGE: Final = re.compile(r"bytes=\s*([0-9]{0,18})-([0-9]{0,18})\s*", re.IGNORECASE)
+
+
+def requested_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+    """Return (first byte, byte after the last) of the requested range.
+
+    None means everything: no header, another unit, several ranges or an invalid one, all of which a
+    server may ignore. Raises 416 if the range contains no byte of the content.
+    """
+    match = _ONE_RANGE.fullmatch(header or "")
+    if match is None or match[0].strip().endswith("=-"):
+        return None
+    first, last = match[1], match[2]
+    if first and last and int(first) > int(last):
+        return None
+    begin = int(first) if first else max(0, size_bytes - int(last))
+    end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+    if begin >= size_bytes or (not first and not int(last)):
+        raise ProblemError(
+            416,
+            "range_not_satisfiable",
+            f"Range {header!r} contains no byte of the archive, which has {size_bytes} bytes",
+            headers={"Content-Range": f"bytes */{size_bytes}"},
+        )
+    return begin, end
+
+
+# ---------------------------------------------------------------- byte stream
+
+# Files as streamed responses.
+
+
+def begun(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Return the same blocks, with the first already read: a missing file then becomes an error
+    response, not a broken download."""
+    return chain((next(blocks, b""),), blocks)
+
+
+def download(
+    context: ApiContext,
+    caller: Principal,
+    blocks: Iterator[bytes],
+    media_type: str,
+    headers: Mapping[str, str] | None = None,
+    status: int = 200,
+) -> StreamingResponse:
+    """Return the blocks as a response that ends when the caller's token or session does."""
+    confirmed = context.followers.confirmed(caller, _in_threads(blocks))
+    return StreamingResponse(confirmed, status, headers, media_type)
+
+
+async def _in_threads(blocks: Iterator[bytes]) -> AsyncGenerator[bytes]:
+    async for block in iterate_in_threadpool(blocks):
+        yield block

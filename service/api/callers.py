@@ -1,0 +1,157 @@
+"""What is remembered of callers between requests: known tokens, their last use, codes of log-
+ins, and how often they may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from everstep.options.serve import DEFAULT_RATE_PER_S
+from service.api.blocking import BlockingCalls
+from service.db.errors import DatabaseError
+from service.db.tokens import TokenStore, sha256_of
+from service.model.rows import TokenRow
+
+_MOST: Final = 1000
+
+
+class KnownTokens:
+    """Recently used tokens. The database confirms each use, since a token may be revoked
+    meanwhile."""
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[str, TokenRow] = OrderedDict()
+
+    def get(self, sha256: str) -> TokenRow | None:
+        return self._tokens.get(sha256)
+
+    def keep(self, token: TokenRow) -> None:
+        self._tokens[token.sha256] = token
+        self._tokens.move_to_end(token.sha256)
+        while len(self._tokens) > _MOST:
+            self._tokens.popitem(last=False)
+
+    def forget(self, sha256: str) -> None:
+        self._tokens.pop(sha256, None)
+
+
+# ---------------------------------------------------------------- token use
+
+# When tokens were last used. Uses are collected and written every few seconds, so that reads cause
+# no writes.
+
+logger = structlog.get_logger(__name__)
+
+FLUSH_S: Final = 5.0
+
+
+class TokenUse:
+    """Uses that are not in the database yet. ``clock`` returns unix seconds."""
+
+    def __init__(
+        self, tokens: TokenStore, clock: Callable[[], float], calls: BlockingCalls
+    ) -> None:
+        self._tokens = tokens
+        self._clock = clock
+        self._database_call = calls.database_call
+        self._used_at: dict[str, float] = {}
+
+    def note(self, token_id: str) -> None:
+        self._used_at[token_id] = self._clock()
+
+    async def flush(self) -> None:
+        """Write the collected uses. Keep them for the next flush if the database is away."""
+        used_at, self._used_at = self._used_at, {}
+        if not used_at:
+            return
+        try:
+            await self._database_call(self._tokens.note_used, used_at)
+        except DatabaseError as exc:
+            self._used_at = used_at | self._used_at
+            logger.warning("recording token use delayed", problem=str(exc))
+
+    async def run(self) -> None:
+        """Flush every few seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self.flush()
+
+
+# ---------------------------------------------------------------- log in codes
+
+# Codes of links that log a browser in: each works once, for a few minutes, in this process
+# only.
+
+VALID_S: Final = 600.0
+_RANDOM_BYTES: Final = 32
+
+
+class LogInCodes:
+    """The codes that were made and not used. ``clock`` returns unix seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._codes: dict[str, tuple[str, float]] = {}
+
+    def make(self, token_id: str) -> str:
+        """Return a code that stands for a token."""
+        code = secrets.token_urlsafe(_RANDOM_BYTES)
+        self._codes[sha256_of(code)] = token_id, self._clock() + VALID_S
+        return code
+
+    def take(self, code: str) -> str | None:
+        """Return the id of a code's token, and forget the code; None if it is not valid."""
+        token_id, ends_at = self._codes.pop(sha256_of(code), ("", 0.0))
+        return token_id if self._clock() < ends_at else None
+
+
+# ---------------------------------------------------------------- rate limit
+
+# Rate limit per token: a token bucket that fills steadily, and from which each request takes
+# one.
+
+BURST_S: Final = 2.0
+"""Requests worth this many seconds may come at once."""
+_MAX_TOKENS: Final = 10_000
+"""Maximum number of buckets; the least recently used are dropped, and start full again."""
+
+
+class RateLimit:
+    """The buckets of one process.
+
+    Args:
+        rate_per_s: sustained requests per second of each token; 0 is no limit.
+        monotonic: monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        rate_per_s: float = DEFAULT_RATE_PER_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = max(1.0, rate_per_s * BURST_S)
+        self._monotonic = monotonic
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By token id: level, and when it was computed."""
+
+    def wait_s(self, token_id: str) -> int:
+        """Take one request. Return 0 if it may be served, else the whole seconds to wait."""
+        if self._rate_per_s <= 0:
+            return 0
+        now = self._monotonic()
+        level, at = self._buckets.pop(token_id, (self._burst, now))
+        level = min(self._burst, level + (now - at) * self._rate_per_s)
+        served = level >= 1.0
+        self._buckets[token_id] = (level - 1.0 if served else level, now)
+        if len(self._buckets) > _MAX_TOKENS:
+            self._buckets.popitem(last=False)
+        return 0 if served else max(1, math.ceil((1.0 - level) / self._rate_per_s))

@@ -1,0 +1,330 @@
+"""Compare several runs: figures, differences of their specs, curves, and coordinates side by
+side.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from everstep.text.words import differences
+from everstep.wire import Run
+from service.api.auth import Principal, visible_run
+from service.api.context import ApiContext, Context
+from service.api.problems import ProblemError, invalid_request
+from service.api.runs import run_answers
+from service.db.run_lookup import RunFilter
+from service.model.rows import METRIC_NAME_CHARS, MetricPoint
+from service.model.run_rows import RunRow
+from service.web.rendering import PageRoute, page
+from service.web.run_page import run_page
+from service.web.session import WebCaller, WebRun
+
+router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+MOST_RUNS: Final = 8
+_SUGGESTED: Final = 30
+
+
+@router.get("/compare")
+async def get_comparison(
+    request: Request,
+    context: Context,
+    caller: WebCaller,
+    run: Annotated[list[str] | None, Query()] = None,
+) -> Response:
+    """Show the runs in ``run``, each once."""
+    ids = list(dict.fromkeys(run_id.strip() for run_id in run or () if run_id.strip()))
+    if len(ids) > MOST_RUNS:
+        raise ProblemError(
+            422,
+            "invalid_request",
+            f"Cannot compare {len(ids)} runs; choose at most {MOST_RUNS}.",
+        )
+    rows = [await visible_run(run_id, context, caller) for run_id in ids]
+    runs = await run_answers(context, rows)
+    return page(
+        request,
+        "compare.html",
+        caller,
+        runs=runs,
+        metrics=sorted({name for each in runs for name in each.metrics}),
+        differences=differences([row.spec for row in rows]),
+        parallel=picture(runs, [row.spec for row in rows]),
+        suggested=await suggested(context, caller),
+        most=MOST_RUNS,
+    )
+
+
+@router.get("/runs/{run_id}/spec")
+async def get_spec(
+    request: Request,
+    run: WebRun,
+    context: Context,
+    caller: WebCaller,
+    against: Annotated[str, Query(max_length=64)] = "",
+) -> Response:
+    """Show the resolved spec, and its differences from another run's."""
+    other = await visible_run(against.strip(), context, caller) if against.strip() else None
+    return await run_page(
+        request,
+        "spec.html",
+        context,
+        caller,
+        run,
+        text=json.dumps(run.spec, indent=2, ensure_ascii=False),
+        other=other,
+        differences=differences([run.spec, other.spec]) if other else [],
+        suggested=[each for each in await suggested(context, caller) if each.id != run.id],
+    )
+
+
+async def suggested(context: ApiContext, caller: Principal) -> list[RunRow]:
+    """Return the newest runs that the caller can see, as suggestions to compare with."""
+    return await context.database_call(
+        context.runs.find, RunFilter(project=caller.project), _SUGGESTED
+    )
+
+
+# ---------------------------------------------------------------- curve table
+
+# The values behind curves as a table to download: every point, however long the series.
+
+_MOST_NAMES: Final = 200
+_BATCH_POINTS: Final = 5000
+_HEAD: Final = ("run_id", "run", "metric", "step", "time", "value")
+
+
+@router.get("/curves.csv")
+async def get_table(
+    context: Context,
+    caller: WebCaller,
+    run: Annotated[list[str], Query()],
+    name: Annotated[list[str], Query()],
+) -> StreamingResponse:
+    """Return every value of these metrics of these runs, a row for each; empty where it was not
+    finite."""
+    ids, names = list(dict.fromkeys(run)), list(dict.fromkeys(name))
+    if len(ids) > MOST_RUNS or len(names) > _MOST_NAMES:
+        raise invalid_request(
+            "run", msg=f"ask for at most {MOST_RUNS} runs and {_MOST_NAMES} names"
+        )
+    if any(len(each) > METRIC_NAME_CHARS for each in names):
+        raise invalid_request("name", msg="is not the name of a metric")
+    rows = [await visible_run(run_id, context, caller) for run_id in ids]
+    headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
+    return StreamingResponse(
+        _lines(context, rows, names), media_type="text/csv; charset=utf-8", headers=headers
+    )
+
+
+async def _lines(
+    context: ApiContext, runs: Sequence[RunRow], names: Sequence[str]
+) -> AsyncIterator[str]:
+    yield _written([_HEAD])
+    for run in runs:
+        for name in names:
+            step: int | None = -1
+            while step is not None:
+                points = await context.database_call(
+                    context.series.behind, run.id, name, step, _BATCH_POINTS
+                )
+                yield _written([_row(run, point) for point in points])
+                step = points[-1].step if len(points) == _BATCH_POINTS else None
+
+
+def _row(run: RunRow, point: MetricPoint) -> tuple[str, ...]:
+    at = datetime.fromtimestamp(point.at, UTC).isoformat(timespec="milliseconds")
+    value = "" if point.value is None else repr(point.value)
+    return run.id, run.name, _cell(point.name), str(point.step), at, value
+
+
+def _cell(text: str) -> str:
+    """Return a text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+
+
+def _written(rows: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
+
+
+# ---------------------------------------------------------------- parallel
+
+# Parallel coordinates of several runs: an axis for each hyperparameter in which they differ and
+# for each metric, a line for each run. Drawn on the server, so that it needs no script.
+
+MOST_AXES: Final = 16
+_LOG_RATIO: Final = 50.0
+"""From this ratio of the largest value to the smallest on, an axis is logarithmic."""
+_LEFT_OUT: Final = ("tags", "priority", "project", "resume_from", "env", "notify")
+_AXIS_PX: Final = 130
+_TOP_PX, _HEIGHT_PX, _BOTTOM_PX = 46, 220, 14
+_MARGIN_PX: Final = 70
+_LABEL_CHARS: Final = 18
+
+
+@dataclass(frozen=True)
+class Tick:
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One vertical axis."""
+
+    title: str
+    full_title: str
+    x: float
+    ticks: tuple[Tick, ...]
+    places: tuple[float | None, ...]
+    """Height of each run's value in pixels; None where it has none."""
+    texts: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run's line, in pieces where it has no value."""
+
+    run_id: str
+    name: str
+    points: tuple[str, ...]
+    """For ``polyline``; a piece of one point is a dot only."""
+    dots: tuple[tuple[float, float], ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    width: float
+    height: float
+    top: float
+    bottom: float
+    axes: tuple[Axis, ...]
+    lines: tuple[Line, ...]
+    num_left_out: int
+
+
+Columns = list[tuple[str, list[Any]]]
+"""Title and values of each axis; None where a run has no value."""
+
+
+def picture(runs: Sequence[Run], specs: Sequence[dict[str, Any]]) -> Picture | None:
+    """Return parallel coordinates of these runs; None where they have fewer than two axes. Fields
+    that are too many make way for the metrics, which they are compared by."""
+    fields = [
+        (path, [None if text is None else json.loads(text) for text in values])
+        for path, values in differences(list(specs))
+        if path.partition(".")[0] not in _LEFT_OUT
+    ]
+    names = sorted({name for run in runs for name in run.metrics}, key=_metric_rank)
+    metrics = [(name, [run.metrics.get(name) for run in runs]) for name in names[-MOST_AXES:]]
+    shown = fields[: MOST_AXES - len(metrics)] + metrics
+    num_left_out = len(fields) + len(names) - len(shown)
+    return drawn(shown, [(run.id, run.name) for run in runs], num_left_out)
+
+
+def drawn(shown: Columns, runs: Sequence[tuple[str, str]], num_left_out: int = 0) -> Picture | None:
+    """Return parallel coordinates with these axes, for runs with (id, name); None with fewer than
+    two axes or two runs."""
+    if len(runs) < 2 or len(shown) < 2:
+        return None
+    axes = tuple(_axis(title, values, number) for number, (title, values) in enumerate(shown))
+    return Picture(
+        width=2 * _MARGIN_PX + _AXIS_PX * (len(axes) - 1),
+        height=_TOP_PX + _HEIGHT_PX + _BOTTOM_PX,
+        top=_TOP_PX,
+        bottom=_TOP_PX + _HEIGHT_PX,
+        axes=axes,
+        lines=tuple(_line(run, number, axes) for number, run in enumerate(runs)),
+        num_left_out=num_left_out,
+    )
+
+
+def _metric_rank(name: str) -> tuple[bool, bool, str]:
+    return (name.startswith("val_"), not name.endswith("loss"), name)
+
+
+def _axis(title: str, values: Sequence[Any], number: int) -> Axis:
+    x = _MARGIN_PX + _AXIS_PX * number
+    found = [value for value in values if value is not None]
+    if found and all(type(value) in (int, float) for value in found):
+        place, ticks = _scale([float(value) for value in found])
+        shares = [None if value is None else place(float(value)) for value in values]
+        texts = [None if value is None else f"{value:.4g}" for value in values]
+    else:
+        texts = [None if value is None else _word(value) for value in values]
+        order = {text: index for index, text in enumerate(dict.fromkeys(filter(None, texts)))}
+        last = max(1, len(order) - 1)
+        ticks = [(index / last, text) for text, index in order.items()]
+        shares = [None if text is None else order[text] / last for text in texts]
+    short = title if len(title) <= _LABEL_CHARS else f"…{title[1 - _LABEL_CHARS :]}"
+    return Axis(
+        short,
+        title,
+        x,
+        tuple(Tick(_height(share), _short(text)) for share, text in ticks),
+        tuple(None if share is None else _height(share) for share in shares),
+        tuple(texts),
+    )
+
+
+def _scale(values: Sequence[float]) -> tuple[Any, list[tuple[float, str]]]:
+    """Return the share of an axis (0 to 1) of a value, and its ticks."""
+    low, high = min(values), max(values)
+    if low == high:
+        return lambda _value: 0.5, [(0.5, f"{low:.4g}")]
+    logarithmic = low > 0 and high / low >= _LOG_RATIO
+    bend = math.log10 if logarithmic else float
+    begin, end = bend(low), bend(high)
+
+    def share(value: float) -> float:
+        return (bend(value) - begin) / (end - begin)
+
+    middle = 10 ** ((begin + end) / 2) if logarithmic else (low + high) / 2
+    return share, [(0.0, f"{low:.4g}"), (0.5, f"{middle:.3g}"), (1.0, f"{high:.4g}")]
+
+
+def _height(share: float) -> float:
+    return _TOP_PX + _HEIGHT_PX * (1 - share)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LABEL_CHARS else f"{text[: _LABEL_CHARS - 1]}…"
+
+
+def _line(run: tuple[str, str], number: int, axes: Sequence[Axis]) -> Line:
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for axis in axes:
+        place = axis.places[number]
+        if place is None:
+            pieces.append([])
+        else:
+            pieces[-1].append((axis.x, place))
+    return Line(
+        *run,
+        tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1),
+        tuple(point for piece in pieces for point in piece),
+        ", ".join(_named(axes, number)),
+    )
+
+
+def _named(axes: Sequence[Axis], number: int) -> list[str]:
+    return [
+        f"{axis.full_title} {axis.texts[number]}" for axis in axes if axis.texts[number] is not None
+    ]

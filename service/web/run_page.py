@@ -1,0 +1,468 @@
+"""Pages of one run: overview, curves, checkpoints, history and actions, with a lane for each
+rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+from pydantic import ValidationError
+
+from everstep.spec.plain_text import is_sayable
+from everstep.text import failure as failure_words
+from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus, Verdict
+from everstep.wire.drills import MOST_STEPS, ProfileRequest
+from everstep.wire.events import EventKind
+from service.api import checkpoints, drills, history, runs, streams
+from service.api.auth import Principal
+from service.api.context import ApiContext, Context
+from service.api.history import thinned
+from service.api.problems import invalid_request
+from service.model.rows import EventRow
+from service.model.run_rows import RunRow
+from service.model.states import is_legal
+from service.projections.checkpoints import choose
+from service.web import curves
+from service.web.assets import wandb_place
+from service.web.rendering import PageRoute, bucket_shares, page, progress_share
+from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
+
+router: Final = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
+
+_POINTS: Final = 1500
+_CHARTS: Final = 6
+_MOST_FAILURES: Final = 50
+_MOST_CHECKPOINTS: Final = 500
+_MOST_PROFILES: Final = 10
+_MOST_REPLAYS: Final = 10
+
+
+async def run_page(
+    request: Request,
+    template: str,
+    context: ApiContext,
+    caller: Principal,
+    row: RunRow,
+    /,
+    **values: Any,
+) -> Response:
+    """Render a page with the head that all pages of a run have: name, status, actions."""
+    [run] = await runs.run_answers(context, [row])
+    return page(
+        request,
+        template,
+        caller,
+        run=run,
+        actions=_actions(run, caller),
+        ray_job=f"/ray/#/jobs/{row.ray_job_id}"
+        if row.ray_job_id and caller.project is None
+        else None,
+        progress_share=progress_share,
+        most_notes_chars=MOST_NOTES_CHARS,
+        wandb=await wandb_place(context, row),
+        **values,
+    )
+
+
+def _actions(run: Run, caller: Principal) -> list[str]:
+    """Return the actions that this caller may take on the run now."""
+    if not caller.may("submitter"):
+        return []
+    possible = {
+        "pause": run.status != RunStatus.STOPPING and is_legal(run.status, RunStatus.PAUSED),
+        "resume": is_legal(run.status, RunStatus.QUEUED),
+        "cancel": is_legal(run.status, RunStatus.CANCELLED),
+        "delete": run.status.terminal,
+    }
+    return [name for name, is_possible in possible.items() if is_possible]
+
+
+@router.get("")
+async def get_run(request: Request, run: WebRun, context: Context, caller: WebCaller) -> Response:
+    failures = await history.get_failures(run, context)
+    goodput = await history.get_goodput(run, context)
+    times = await history.get_stragglers(run, context)
+    drawn = lanes(
+        await context.database_call(context.events.of_kinds, run.id, KINDS), context.clock()
+    )
+    return await run_page(
+        request,
+        "run.html",
+        context,
+        caller,
+        run,
+        failures=[_failure_view(failure) for failure in reversed(failures.items[-_MOST_FAILURES:])],
+        num_older_failures=max(0, len(failures.items) - _MOST_FAILURES),
+        goodput=goodput,
+        buckets=bucket_shares(goodput.buckets, goodput.wall_s),
+        lanes=drawn,
+        activity_words=ACTIVITY_WORDS,
+        workers={worker["rank"]: worker for worker in run.workers},
+        times=times,
+        gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
+        profiles=(await drills.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
+        stacks=next(iter(await drills.newest_stacks(run, context)), None),
+        most_steps=MOST_STEPS,
+        most_ranks=MOST_RANKS,
+        replays=(await context.database_call(context.runs.replays_of, run.id))[:_MOST_REPLAYS],
+        last_seq=run.last_seq,
+    )
+
+
+def _blocks(lines: list[str]) -> list[tuple[str, str]]:
+    """Return lines as (tag, text): indented lines that follow each other are one ``pre``."""
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        if not line.startswith("  "):
+            found.append(("p", line))
+        elif found and found[-1][0] == "pre":
+            found[-1] = ("pre", f"{found[-1][1]}\n{line[2:]}")
+        else:
+            found.append(("pre", line[2:]))
+    return found
+
+
+def _failure_view(failure: Failure) -> dict[str, Any]:
+    """Return a failure with its headline and the lines that follow."""
+    headline = failure_words.headline(failure)
+    return {
+        "fault": failure,
+        "headline": headline[:1].upper() + headline[1:],
+        "rest": _blocks(failure_words.story(failure)),
+        "exception": failure_words.plain(failure.exception or ""),
+        "sentence": failure_words.sentence(failure),
+        "evidence": failure_words.evidence_items(failure),
+    }
+
+
+@router.get("/curves.json")
+async def get_curves(
+    run: WebRun,
+    context: Context,
+    all: Annotated[bool, Query()] = False,
+    system: Annotated[bool, Query()] = True,
+    max_points: Annotated[int, Query(ge=4, le=5000)] = _POINTS,
+) -> Response:
+    """Return charts, their series, the restarts, and the event after which the stream continues.
+    Only with ``system`` there are charts of the hosts."""
+    grouped = curves.charts(run.metrics)
+    shown = grouped if all else grouped[:_CHARTS]
+    if system:
+        names = await context.database_call(context.series.names, run.id)
+        shown = [*shown, *curves.system_charts(names)]
+    series = await thinned(
+        context, run.id, [name for chart in shown for name in chart["names"]], max_points
+    )
+    marks = curves.marks(
+        await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS)
+    )
+    return JSONResponse(
+        {
+            "run": {"id": run.id, "name": run.name},
+            "charts": shown,
+            "num_charts": len(grouped),
+            "series": series,
+            "marks": marks,
+            "seq": run.last_seq,
+        }
+    )
+
+
+@router.get("/stream")
+async def get_stream(
+    run: WebRun,
+    context: Context,
+    caller: WebCaller,
+    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    last_event_id: streams.LastEventId = None,
+) -> StreamingResponse:
+    return streams.response(
+        context, caller, context.feed.follow(run.id, streams.resume_after(last_event_id, after))
+    )
+
+
+@router.get("/checkpoints")
+async def get_checkpoints(
+    request: Request, run: WebRun, context: Context, caller: WebCaller
+) -> Response:
+    """Show the checkpoints that there are, the best one marked; those that retention deleted are
+    folded away."""
+    found = (await checkpoints.list_checkpoints(run, context)).items
+    deleted = [each for each in found if each.state == "deleted"]
+    kept = [each for each in found if each.state != "deleted"]
+    best, _ = choose(kept, run.id, run.stored_spec.checkpoint, "best")
+    return await run_page(
+        request,
+        "checkpoints.html",
+        context,
+        caller,
+        run,
+        checkpoints=tuple(reversed(kept[-_MOST_CHECKPOINTS:])),
+        deleted=tuple(reversed(deleted[-_MOST_CHECKPOINTS:])),
+        best=best,
+        best_metric=run.stored_spec.checkpoint.best_metric,
+        num_older=sum(max(0, len(each) - _MOST_CHECKPOINTS) for each in (kept, deleted)),
+        may_verify=caller.may("submitter"),
+    )
+
+
+@router.get("/checkpoints/{step}/archive")
+async def get_archive(
+    run: WebRun, context: Context, caller: WebCaller, step: checkpoints.Which
+) -> StreamingResponse:
+    return await checkpoints.get_archive(run, context, caller, step)
+
+
+@router.post("/checkpoints/{step}/verify")
+async def post_verify(
+    run: ControlledWebRun, context: Context, step: checkpoints.Which, _form: CheckedForm
+) -> Response:
+    checkpoint = await checkpoints.verify_checkpoint(run, context, step)
+    return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
+
+
+@router.post("/profiles")
+async def post_profile(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+    try:
+        wanted = ProfileRequest.model_validate(
+            {"rank": form.get("rank"), "steps": form.get("steps")}
+        )
+    except ValidationError as exc:
+        raise invalid_request(
+            "profile", msg=f"enter a rank from 0, and 1 to {MOST_STEPS} steps"
+        ) from exc
+    await drills.order_profile(run, context, wanted)
+    return RedirectResponse(f"/runs/{run.id}#times-title", 303)
+
+
+@router.post("/stacks")
+async def post_stacks(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
+    await drills.order_stacks(run, context)
+    return RedirectResponse(f"/runs/{run.id}#stacks", 303)
+
+
+@router.get("/profiles/{profile_id}/trace")
+async def get_trace(
+    run: WebRun, context: Context, caller: WebCaller, profile_id: drills.ProfileId
+) -> StreamingResponse:
+    return await drills.get_trace(run, context, caller, profile_id)
+
+
+@router.post("/notes")
+async def post_notes(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
+    text = form.get("notes", "").replace("\r\n", "\n")
+    if not is_sayable(text):
+        raise invalid_request("notes", msg="contain a character that cannot be stored; remove it")
+    try:
+        change = RunChange(notes=text)
+    except ValidationError as exc:
+        raise invalid_request(
+            "notes", msg=f"are too long; write at most {MOST_NOTES_CHARS} characters"
+        ) from exc
+    await runs.changed_run(run, context, change)
+    return RedirectResponse(f"/runs/{run.id}", 303)
+
+
+@router.post("/delete")
+async def post_delete(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
+    await runs.delete_run(run, context)
+    return RedirectResponse("/runs", 303)
+
+
+_ACTIONS: Final = {"pause": runs.pause_run, "resume": runs.resume_run, "cancel": runs.cancel_run}
+
+
+@router.post("/{action}")
+async def post_action(
+    run: ControlledWebRun,
+    context: Context,
+    action: Literal["pause", "resume", "cancel"],
+    _form: CheckedForm,
+) -> Response:
+    await _ACTIONS[action](run, context)
+    return RedirectResponse(f"/runs/{run.id}", 303)
+
+
+# ---------------------------------------------------------------- lanes
+
+# What every rank did over time, from a run's history: one lane per rank.
+
+KINDS: Final = frozenset(
+    {
+        EventKind.STATUS,
+        EventKind.SUBMISSION_STARTED,
+        EventKind.ATTEMPT_STARTED,
+        EventKind.TRAINING_STARTED,
+        EventKind.FAILURE,
+        EventKind.ATTEMPT_ENDED,
+        EventKind.FINISHED,
+    }
+)
+MOST_RANKS: Final = 64
+MOST_SEGMENTS: Final = 4000
+
+Activity = Literal["starting", "training", "waiting"]
+ACTIVITY_WORDS: Final[dict[Activity, str]] = {
+    "starting": "starting",
+    "training": "training",
+    "waiting": "stopped by a failure, not yet detected",
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a rank did from ``start`` to ``end`` (unix seconds)."""
+
+    activity: Activity
+    start: float
+    end: float
+    attempt: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure of which this rank was the first."""
+
+    at: float
+    verdict: Verdict
+
+
+@dataclass
+class Lane:
+    """The time of one rank."""
+
+    rank: int
+    segments: list[Segment] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Lanes over a span of time (unix seconds)."""
+
+    start: float
+    end: float
+    lanes: tuple[Lane, ...]
+    num_ranks_left_out: int
+    num_attempts_left_out: int
+
+    def position(self, at: float) -> float:
+        """Return a time as percent of the way from ``start`` to ``end``."""
+        return (
+            0.0
+            if self.end <= self.start
+            else max(0.0, min(100.0, 100 * (at - self.start) / (self.end - self.start)))
+        )
+
+    def width(self, segment: Segment) -> float:
+        """Return the width in percent, at least enough to be visible."""
+        return max(0.15, self.position(segment.end) - self.position(segment.start))
+
+
+@dataclass
+class _Attempt:
+    """The current worker group."""
+
+    number: int
+    started_at: float
+    workers: Sequence[dict[str, Any]]
+    trained_at: float | None = None
+    stopped_at: float | None = None
+
+
+def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
+    """Return a lane for each rank that ever ran; None before the first attempt.
+
+    Args:
+        events: history with the kinds in KINDS.
+        now: unix seconds; end of a group that is still running.
+    """
+    found: dict[int, Lane] = {}
+    current: _Attempt | None = None
+    numbers: list[int] = []
+    last = now
+    for event in events:
+        if event.kind == EventKind.ATTEMPT_STARTED:
+            _close(found, current, event.at)
+            current = _Attempt(event.attempt, event.at, event.data.get("workers") or ())
+            numbers.append(event.attempt)
+        elif current is not None:
+            _note(found, current, event)
+            if _ends(event):
+                _close(found, current, event.at)
+                current, last = None, event.at
+    if not numbers:
+        return None
+    if current is not None:
+        _close(found, current, now)
+        last = now
+    return _framed(found, numbers, last)
+
+
+def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
+    """Apply an event to the current worker group."""
+    if event.kind == EventKind.TRAINING_STARTED:
+        current.trained_at = event.at
+    elif event.kind == EventKind.FAILURE:
+        current.stopped_at = max(current.started_at, event.at - (event.data.get("detect_s") or 0.0))
+        rank = event.data.get("first_rank")
+        if rank is not None:
+            found.setdefault(int(rank), Lane(int(rank))).faults.append(
+                Fault(current.stopped_at, Failure.of(event).verdict)
+            )
+
+
+def _ends(event: EventRow) -> bool:
+    if event.kind == EventKind.STATUS:
+        return event.data["to"] == RunStatus.PAUSED or RunStatus(event.data["to"]).terminal
+    return event.kind in (EventKind.ATTEMPT_ENDED, EventKind.SUBMISSION_STARTED, EventKind.FINISHED)
+
+
+def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
+    """Add the group's time, up to its end, to the lanes of its ranks."""
+    if current is None:
+        return
+    end = max(at, current.started_at)
+    stopped = min(current.stopped_at or end, end)
+    trained = min(current.trained_at or stopped, stopped)
+    parts: list[tuple[Activity, float, float]] = [
+        ("starting", current.started_at, trained),
+        ("training", trained, stopped),
+        ("waiting", stopped, end),
+    ]
+    for worker in current.workers:
+        lane = found.setdefault(int(worker["rank"]), Lane(int(worker["rank"])))
+        for activity, start, until in parts:
+            if until > start:
+                lane.segments.append(
+                    Segment(activity, start, until, current.number, str(worker["node_id"]))
+                )
+
+
+def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
+    """Return the lanes to draw: the lowest ranks and those that failed first, with as many of the
+    newest attempts as fit."""
+    ordered = sorted(found.values(), key=lambda lane: lane.rank)
+    drawn = [lane for index, lane in enumerate(ordered) if index < MOST_RANKS or lane.faults]
+    sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)
+    shown: set[int] = set()
+    room = MOST_SEGMENTS
+    for number in reversed(numbers):
+        room -= sizes[number]
+        if room < 0 and shown:
+            break
+        shown.add(number)
+    for lane in drawn:
+        lane.segments = [segment for segment in lane.segments if segment.attempt in shown]
+    start = min((segment.start for lane in drawn for segment in lane.segments), default=end)
+    for lane in drawn:
+        lane.faults = [fault for fault in lane.faults if fault.at >= start]
+    return Lanes(
+        start, max(end, start), tuple(drawn), len(ordered) - len(drawn), len(numbers) - len(shown)
+    )

@@ -1,0 +1,391 @@
+"""What a rank trains, whoever its peers are: task, data, model, optimizer and state. It may
+outlive an attempt that broke, if its process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from everstep.spec.run_spec import RunSpec
+from everstep.spec.sections import ConstantScheduleSpec
+from storage.run_dir import Origin
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask
+from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
+from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
+from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
+from train_fn.state.contents import Contents, FrozenPart, Sketch, few, sketch_weights
+from train_fn.state.optim import Ema, Optimizers, build_optimizer
+from train_fn.state.sound_state import Numerics
+from train_fn.state.train_state import TaskState, TrainState
+from train_fn.state.trained_parameters import (
+    check_no_scheduler,
+    hooked_parameters,
+    steppers_held,
+    steppers_of,
+)
+from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.precision import build_scaler, set_modes_for_training
+from train_fn.step.untrained import WarmUp, untrained_places
+from train_fn.tasks.checks import (
+    checked_datasets,
+    checked_model,
+    checked_optimizer,
+    checked_scheduler,
+    epoch_length,
+    is_iterable,
+    loss_arguments,
+    where,
+)
+from train_fn.tasks.own import makes_own_steps, require_fits
+from train_fn.tasks.protocol import Task
+
+_MODEL, _DATASETS, _OPTIMIZER, _LAZY = 6, 9, 10, 11
+"""Purposes of the draws while each is built (``seed_building``)."""
+
+
+@dataclass
+class Inventory:
+    """Everything that outlives an attempt in this process, and that may differ from a fresh one, by
+    name (``outliving``)."""
+
+    values: dict[str, object] | None
+    """None for more than can be compared."""
+    environment: dict[str, str]
+    directory: str
+    signals: dict[str, int]
+    settings: dict[str, object]
+    functions: dict[str, int]
+
+
+@dataclass
+class Parts:
+    """What is trained on one rank, without anything that depends on its peers but the order of
+    samples, which ``begin_attempt`` renews."""
+
+    task: Task
+    datasets: dict[str, Any]
+    train_set: TrainingData
+    sampler: Sampler
+    state: TrainState
+    total_steps: int
+    """Steps of the whole run, by which schedules go."""
+    warnings: list[str]
+    """Warnings about the model as it was built."""
+    built: PlainAttributes
+    """The attributes of task, modules, optimizers and scheduler as they were built, of which states
+    hold few."""
+    built_weights: dict[str, Sketch]
+    """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
+    origin: Origin | None = None
+    """Submission and attempt that trained the state; None if this attempt built it."""
+    numerics: Numerics | None = None
+    """The fingerprint of this rank's kernels, which only weights as they were built give."""
+    moving: set[str] = field(default_factory=set)
+    """Names of the tensors that forward passes are known to change."""
+    owners: dict[str, object] = field(default_factory=dict)
+    """Objects whose plain attributes are ``built``, by name."""
+    inventory: Inventory | None = None
+    """What the process held once it had built these; None before the first pass."""
+    ignored: set[str] = field(default_factory=set)
+    """Names of those that depend on the batch alone."""
+    flops_per_sample: float | None = None
+    """As counted; None if it was not."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether an earlier attempt of this process has trained the state."""
+        return self.origin is not None
+
+    def begin_attempt(self, ctx: WorkerContext) -> None:
+        """Prepare these parts for the next attempt, which may have another number of ranks. An
+        earlier attempt trained them, or they were built ahead.
+
+        A step that broke may have changed what a forward pass changes beside tensors, and read
+        iterable data. So these are as built, as in a new process, and the task has its state of
+        the last step.
+        """
+        state = self.state
+        if self.is_kept:
+            if any(map(is_iterable, filter(None, self.datasets.values()))):
+                self.datasets = build_datasets(ctx, self.task)
+            with steppers_held(state):
+                self.built.put_back()
+            TaskState(self.task).load(state.task)
+        self.train_set, self.sampler = training_data(ctx, self.task, self.datasets["train"])
+        state.sampler = self.sampler
+        if isinstance(self.train_set, StreamSet):
+            assert state.bookmarks is not None
+            state.bookmarks.forget_passed()
+            self.train_set.bookmarks = state.bookmarks
+
+
+def build_parts(ctx: WorkerContext, task: Task) -> Parts:
+    """Build everything from the task, the same on every rank."""
+    spec, train = ctx.spec, ctx.spec.train
+    datasets = build_datasets(ctx, task)
+    contents = Contents(datasets)
+    seed_building(train.seed, _MODEL)
+    model = checked_model(task, task.build_model()).to(ctx.device)
+    in_eval = set_modes_for_training(model)
+    require_fit_for(ctx.device, model)
+    require_fits(spec, task, model, datasets["train"])
+    train_set, sampler = training_data(ctx, task, datasets["train"])
+    if lazy_names(model):
+        first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
+        loaded = train_set.first(MicroBatch(0, 0, first))
+        seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
+        shape_lazy_tensors(task, model, to_device(loaded.batch, ctx.device))
+    all_steps = train.epochs * sampler.steps_per_epoch
+    total_steps = min(all_steps, train.max_steps or all_steps)
+    seed_building(train.seed, _OPTIMIZER)
+    optimizer = built_optimizer(spec, task, model)
+    scheduler = built_scheduler(spec, task, optimizer, total_steps)
+    state = TrainState(
+        model,
+        optimizer,
+        build_scaler(train.precision, ctx.device),
+        Ema(model, train.ema_decay) if train.ema_decay is not None else None,
+        steps_per_epoch=sampler.steps_per_epoch,
+        fingerprint=train_set.fingerprint,
+        scheduler=scheduler,
+        frozen=FrozenPart(model) if spec.checkpoint.parameters == "trainable" else None,
+        model_source=where(task, "build_model"),
+        contents=contents,
+        sampler=sampler,
+        bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
+        data_source=where(task, "build_datasets") if spec.code is not None else None,
+    )
+    owners = {**owners_of(task, model), **steppers_of(state), **_data_of(datasets)}
+    return Parts(
+        task,
+        datasets,
+        train_set,
+        sampler,
+        state,
+        total_steps,
+        warnings=list(warnings_of(model, in_eval)),
+        built=PlainAttributes(owners),
+        owners=owners,
+        built_weights=sketch_weights(model, all_of_it=False),
+    )
+
+
+def build_datasets(ctx: WorkerContext, task: Task) -> dict[str, Any]:
+    """Build the task's data sets, the same on every rank."""
+    seed_building(ctx.spec.train.seed, _DATASETS)
+    return checked_datasets(task, task.build_datasets())
+
+
+def _data_of(datasets: dict[str, Any]) -> dict[str, object]:
+    """Return the data sets that stay as they were built, by the name to use for them. Iterable ones
+    are built anew for each attempt."""
+    return {
+        f"{name} data": data
+        for name, data in datasets.items()
+        if data is not None and not is_iterable(data) and hasattr(data, "__dict__")
+    }
+
+
+def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
+    """Return the objects whose plain attributes a forward pass may change: the model's modules and
+    the task."""
+    return {**dict(model.named_modules()), type(task).__name__: task}
+
+
+# ---------------------------------------------------------------- training data
+
+# The training set of a rank, and the order in which the run goes through it.
+
+
+def training_data(ctx: WorkerContext, task: Task, dataset: Any) -> tuple[TrainingData, Sampler]:
+    """Return the training set, read by index or as streams, and the order of its samples."""
+    spec, train = ctx.spec, ctx.spec.train
+    if not is_iterable(dataset):
+        kind, size = Sampler, spec.micro_batch_size
+        if makes_own_steps(task):
+            kind, size = WholeShares, -(-train.global_batch_size // ctx.world_size)
+        sampler = kind(ctx.limited(len(dataset)), train.global_batch_size, size, train.seed)
+        return KeyedDataset(dataset, train.seed, collate_of(task), training=True), sampler
+    source = where(task, "build_datasets")
+    streams = StreamSampler(
+        epoch_length(source, dataset, train),
+        train.global_batch_size,
+        spec.micro_batch_size,
+        train.seed,
+        num_streams_of(spec),
+    )
+    return StreamSet(
+        dataset, streams, spec, ctx.local_world_size, collate_of(task), source
+    ), streams
+
+
+# ---------------------------------------------------------------- lazy model
+
+# Parameters without a shape, as of ``nn.LazyLinear``: they take it from the run's first
+# micro-batch, before the optimizer and the exchange between ranks are built.
+
+
+def lazy_names(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that have no shape yet."""
+    return [name for name, value in _tensors(model) if is_lazy(value)]
+
+
+def shape_lazy_tensors(task: Task, model: nn.Module, batch: Any) -> None:
+    """Give every lazy parameter and buffer its shape and first values by a pass over ``batch``, and
+    put back what else the pass changes. What it draws is up to the caller's seed.
+
+    Raises BadTask if some have no shape after it.
+    """
+    lazy = [module for module in model.modules() if any(map(is_lazy, _own_tensors(module)))]
+    present = [value for value in model.parameters() if not is_lazy(value)]
+    before = WarmUp(model, untrained_places(model, present), is_fresh=True)
+    attributes = PlainAttributes(dict(model.named_modules()))
+    with torch.no_grad():
+        task.loss(model, batch, **dict.fromkeys(loss_arguments(task), 0))
+    before.put_back()
+    attributes.put_back()
+    for module in lazy:
+        if hasattr(module, "reset_running_stats"):  # of a LazyBatchNorm, which the pass has updated
+            module.reset_running_stats()  # type: ignore[operator]
+    if left := lazy_names(model):
+        raise BadTask(
+            f"{where(task, 'build_model')} returned parameters without a shape, and the first "
+            f"micro-batch gives them none: {few(left)}. Call the model once in build_model, on an "
+            "input that uses all of it"
+        )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    values = [*module._parameters.values(), *module._buffers.values()]
+    return (value for value in values if value is not None)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+# ---------------------------------------------------------------- built model
+
+# What is wrong, or remarkable, about a model as the task built it.
+
+
+def require_fit_for(device: torch.device, model: nn.Module) -> None:
+    """Raise BadTask for a model that cannot be trained on such devices."""
+    if device.type == "cpu" and any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    ):
+        raise BadTask(
+            "torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world "
+            "size agrees on, or batch"
+        )
+
+
+def exchanges_in_forward(model: nn.Module) -> bool:
+    """Return whether a module exchanges values between ranks in every forward pass, so that all
+    ranks must run the same number of them: one that normalises over all ranks, or a user's with an
+    attribute ``exchanges_in_forward = True``."""
+    return any(
+        isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
+        for module in model.modules()
+    )
+
+
+def warnings_of(model: nn.Module, in_eval: list[str]) -> Iterator[str]:
+    """Yield warnings about a model for the run's user.
+
+    Args:
+        in_eval: names of the modules that are trained in eval mode.
+    """
+    if hooked := hooked_parameters(model):
+        yield (
+            f"gradient hooks on {few(hooked)} see the gradient of one micro-batch, times the world "
+            "size: what is not linear, as clipping, depends on how many ranks there are. Use "
+            "train.grad_clip_norm, or change gradients in a hook of the optimizer's"
+        )
+    if in_eval:
+        yield (
+            f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "
+            "there if that is not meant"
+        )
+
+
+# ---------------------------------------------------------------- built optimizer
+
+# The optimizer and the scheduler of a replica: the task's own, or those of the spec.
+
+
+def built_optimizer(
+    spec: RunSpec, task: Task, model: nn.Module
+) -> torch.optim.Optimizer | Optimizers:
+    """Return the optimizer that the task builds, else that of the spec; several in the form of one.
+    Raises BadTask."""
+    build_own = getattr(task, "build_optimizer", None)
+    if build_own is None:
+        skips_unused = spec.train.unused_parameters == "allow"
+        return build_optimizer(spec.optimizer, model, skips_unused=skips_unused)
+    built, source = build_own(model), where(task, "build_optimizer")
+    if isinstance(built, Mapping | list | tuple):
+        optimizer: torch.optim.Optimizer | Optimizers = _several(task, model, built)
+    else:
+        optimizer = checked_optimizer(task, model, built)
+    check_no_scheduler(optimizer, source)
+    return optimizer
+
+
+def optimizer_source(task: Task) -> str:
+    """Return who builds the optimizer, for errors."""
+    if hasattr(task, "build_optimizer"):
+        return where(task, "build_optimizer")
+    return "the spec's optimizer"
+
+
+def _several(task: Task, model: nn.Module, built: Any) -> Optimizers:
+    source = where(task, "build_optimizer")
+    if not makes_own_steps(task):
+        raise BadTask(
+            f"{source} returned several optimizers, but one loss has one step. Give the task the "
+            "method training_step(model, batch, step, optimizers), or return one optimizer with "
+            "several parameter groups"
+        )
+    if not isinstance(built, Mapping) or not all(
+        isinstance(name, str) and name.isidentifier() for name in built
+    ):
+        raise BadTask(
+            f"{source} must return several optimizers as a dict of names, not "
+            f"{list(built)!r:.200}: checkpoints hold their states by name"
+        )
+    if not built:
+        raise BadTask(f"{source} returned an empty dict; return at least one optimizer")
+    return Optimizers(
+        {name: checked_optimizer(task, model, each, name) for name, each in built.items()}
+    )
+
+
+def built_scheduler(
+    spec: RunSpec, task: Task, optimizer: torch.optim.Optimizer | Optimizers, total_steps: int
+) -> Any | None:
+    """Return the scheduler that the task builds; None if it leaves that to the spec's schedule.
+    Raises BadTask, also if the spec sets a schedule as well."""
+    build_own = getattr(task, "build_scheduler", None)
+    if build_own is None:
+        return None
+    if spec.schedule != ConstantScheduleSpec():
+        raise BadTask(
+            f"the spec sets schedule ({spec.schedule.name}), and {where(task, 'build_scheduler')} "
+            "builds a scheduler: only one of them can set the learning rates. Remove schedule "
+            "from the spec, or build_scheduler from the task"
+        )
+    if isinstance(optimizer, Optimizers):
+        raise BadTask(
+            f"{where(task, 'build_scheduler')} builds one scheduler, and build_optimizer several "
+            "optimizers. Use schedule: in the spec, which scales the rates of all"
+        )
+    return checked_scheduler(task, optimizer, build_own(optimizer, total_steps))

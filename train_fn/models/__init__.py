@@ -1,1 +1,0 @@
-"""The built-in models. Tasks import it."""

@@ -1,0 +1,485 @@
+"""What all ranks need to know about a step: sent in the all-reduce of its gradients, encoded so
+that sums are exact, and complete before anyone takes the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from storage.run_control import Stop
+from train_fn.samples.ledger import Count, sample_hashes
+from train_fn.samples.sampler import MASK64, MicroBatch, Sampler
+from train_fn.step.peers import Peers
+
+# ---------------------------------------------------------------- totals encoding
+
+# Encode one rank's facts about a step as float32 numbers whose sum over ranks is exact.
+#
+# DDP sums gradients in float32 and divides by the world size. So every number is multiplied by the
+# world size before it is sent. Integers are sent byte by byte: float32 holds sums of bytes exactly.
+#
+# The numbers, in this order:
+#
+# - loss, rank of a loss that is not finite, and the weight's fraction (the whole of a weight that
+#   is
+#   too large);
+# - the bytes of the integer fields, in the order of ``step_totals.Facts``;
+# - the bytes of the sample hash, which differ from step to step, unlike most other fields;
+# - for each rank a slot for the mark of its step, then for each rank one for its own seconds, then
+#   for each rank those of its fingerprint of the step before.
+
+NUM_FRACTIONS = 3
+NUM_OF_HEADER = 3
+"""Slots of a rank's fingerprint: 12 bits in each, which float32 holds exactly, even multiplied by
+the world size."""
+NUM_OF_RANK = 2 + NUM_OF_HEADER
+"""All slots of a rank."""
+_SLOT_BITS = 12
+_FIELDS = "QBIIIQBBBB"
+"""Formats of weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's
+step; cancel, pause, save, news."""
+_INTEGERS = struct.Struct(f"<{_FIELDS}")
+_HASH = struct.Struct("<Q")
+NUM_SUMMED = NUM_FRACTIONS + _INTEGERS.size + _HASH.size
+"""The numbers before the slots of each rank."""
+FIELD_ENDS = list(
+    itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS)), initial=0)
+)
+"""Offsets at which the bytes of the integer fields begin and end."""
+WEIGHT_BYTES = FIELD_ENDS[1]
+HASH_ENDS = [0, _HASH.size]
+MAX_EXACT_WEIGHT = 1 << 48
+"""A weight below it is sent exactly, a larger one with the precision of float32."""
+_FLOAT_BYTES = 4
+SUMMED_FORMAT = f"={NUM_FRACTIONS}f{_FLOAT_BYTES * _INTEGERS.size}s{_FLOAT_BYTES * _HASH.size}s"
+"""The fractions, then the bytes of the integers, each already encoded as a float32."""
+CACHE_SIZE = 16
+
+
+class Expected(NamedTuple):
+    """Hold what one rank sends about its samples if the loader yields what the sampler expects.
+    Computed before the step."""
+
+    samples: Count
+    encoded_hash: bytes
+    """The sample hash as encoded by ``encode_hashes``."""
+
+
+NOTHING_EXPECTED = Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
+
+
+def expect(samples: Count, world_size: int) -> Expected:
+    """Return ``samples`` with their hash encoded for a group of ``world_size``."""
+    return Expected(samples, encode_hashes([samples.sample_hash], world_size)[0])
+
+
+def encode_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
+    """Return each hash as a rank of a group of ``world_size`` sends it."""
+    encoded = _encode_bytes(np.array(hashes, dtype="<u8").tobytes(), world_size)
+    size = _FLOAT_BYTES * _HASH.size
+    return [encoded[start : start + size] for start in range(0, len(encoded), size)]
+
+
+def encode_header(fingerprint: int, world_size: int) -> tuple[int, ...]:
+    """Return the slots of a fingerprint as a rank of a group of ``world_size`` sends them."""
+    mask = (1 << _SLOT_BITS) - 1
+    return tuple(
+        world_size * (fingerprint >> (_SLOT_BITS * place) & mask) for place in range(NUM_OF_HEADER)
+    )
+
+
+@lru_cache(CACHE_SIZE)
+def encode_fields(fields: tuple[int, ...], world_size: int) -> bytes:
+    """Encode the integer fields. Cached, since they are mostly the same from step to step."""
+    return _encode_bytes(_INTEGERS.pack(*fields), world_size)
+
+
+def _encode_bytes(data: bytes, world_size: int) -> bytes:
+    """Return every byte as a float32, multiplied by the world size that DDP divides by."""
+    return (np.frombuffer(data, np.uint8).astype(np.float32) * np.float32(world_size)).tobytes()
+
+
+def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
+    """Return the sums of integers modulo 2**64, from the sums of their bytes. Each integer has its
+    lowest byte first.
+
+    Args:
+        sums: float32 values.
+        ends: offsets in ``sums`` at which integers begin and end.
+    """
+    sums_of_bytes = np.rint(np.nan_to_num(np.frombuffer(sums, np.float32))).tolist()
+    return [
+        sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end]))
+        & MASK64
+        for begin, end in itertools.pairwise(ends)
+    ]
+
+
+# ---------------------------------------------------------------- carrier
+
+_SUMMED = struct.Struct(SUMMED_FORMAT)
+
+
+class Carrier:
+    """Collect a rank's facts about a step, and have DDP sum them over ranks.
+
+    They are the gradient of ``numbers``: a parameter of the module that DDP wraps, but of no model
+    and no optimizer. A step calls ``begin``, ``add`` for each micro-batch, ``backward`` with the
+    last, and ``take``.
+
+    Between a model's passes the caches are cold. One torch call, or touching five objects not used
+    since the last step, then costs as much as everything here. So there are few of both.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        num_used = NUM_SUMMED + NUM_OF_RANK * peers.world_size
+        num_numbers = num_used + num_used % 2
+        """An even number: the gradients behind it in DDP's bucket begin at whole words."""
+        self.numbers = nn.Parameter(
+            torch.zeros(num_numbers, dtype=torch.float32, device=peers.device)
+        )
+        self._outgoing = np.zeros(num_numbers, np.float32)
+        """The slots of other ranks stay zero."""
+        self._outgoing_tensor = torch.from_numpy(self._outgoing)
+        padding = 4 * (num_numbers - num_used)
+        self._received = struct.Struct(
+            f"{SUMMED_FORMAT}{NUM_OF_RANK * peers.world_size}f{padding}x"
+        )
+        self.begin(0)
+
+    def begin(self, step: int, expected: Expected = NOTHING_EXPECTED, fingerprint: int = 0) -> None:
+        """Begin the step after ``step`` steps done.
+
+        Args:
+            expected: describes the samples that this rank's loader should yield.
+            fingerprint: ``Fingerprints.header`` of the step before, which must be the same on all
+                ranks.
+        """
+        self._step, self._expected, self._fingerprint = step, expected, fingerprint
+        self._loss, self._weight = 0.0, 0.0
+        self._on_device: list[tuple[torch.Tensor, torch.Tensor | float]] = []
+        """Losses and weights that are still on the device."""
+
+    def add(
+        self, loss_sum: torch.Tensor, weight: torch.Tensor | float, difference: Count | None = None
+    ) -> None:
+        """Add one micro-batch. ``difference`` is the correction from expected to loaded samples;
+        None if they are equal."""
+        if self._peers.on_cpu:
+            self._loss += loss_sum.item()
+            self._weight += float(weight)
+        else:
+            self._on_device.append((loss_sum.detach(), weight))
+        if difference is not None:
+            self._expected = expect(self._expected.samples + difference, self._peers.world_size)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        stop: Stop | None = None,
+        checkpoint_step: int = 0,
+        *,
+        save: bool = False,
+        has_news: bool = False,
+        own_s: float = 0.0,
+    ) -> None:
+        """Run ``loss.backward()``, and send the collected facts in its all-reduce.
+
+        Args:
+            stop: the user's request to cancel or pause that this rank has received.
+            checkpoint_step: step of a newly committed checkpoint to report; 0 for none.
+            save: whether to save the state after this step.
+            has_news: whether this rank saw a tensor change that the ranks have not agreed on.
+            own_s: seconds of this rank's own work in the step before.
+        """
+        torch.autograd.backward(
+            (loss, self.numbers),
+            (None, self.gradient(stop, checkpoint_step, save, own_s, has_news)),
+        )
+
+    def gradient(
+        self,
+        stop: Stop | None = None,
+        checkpoint_step: int = 0,
+        save: bool = False,
+        own_s: float = 0.0,
+        has_news: bool = False,
+    ) -> torch.Tensor:
+        """Return the numbers that ``backward`` sends, in a tensor that the next call overwrites.
+        Nothing here waits for a CUDA device."""
+        world_size, rank = self._peers.world_size, self._peers.rank
+        loss, weight, (samples, encoded_hash) = self._loss, self._weight, self._expected
+        nonfinite = not math.isfinite(loss)
+        whole = math.floor(weight) if 0 <= weight < MAX_EXACT_WEIGHT else 0
+        counts = (samples.num_samples, samples.num_unexpected, samples.num_missing)
+        requests = (checkpoint_step, stop == "cancel", stop == "pause", save, has_news)
+        fields = encode_fields((whole, nonfinite, *counts, *requests), world_size)
+        fractions = (
+            world_size * loss,
+            world_size * nonfinite * (rank + 1),
+            world_size * (weight - whole),
+        )
+        _SUMMED.pack_into(self._outgoing.data, 0, *fractions, fields, encoded_hash)
+        self._outgoing[NUM_SUMMED + rank] = world_size * step_mark(self._step)
+        self._outgoing[NUM_SUMMED + world_size + rank] = world_size * own_s
+        begin = NUM_SUMMED + 2 * world_size + NUM_OF_HEADER * rank
+        self._outgoing[begin : begin + NUM_OF_HEADER] = encode_header(self._fingerprint, world_size)
+        if not self._on_device:
+            return self._outgoing_tensor
+        of_losses = self._numbers_on_device()
+        rest = self._outgoing_tensor[len(of_losses) :].to(self._peers.device, non_blocking=True)
+        return torch.cat([of_losses * world_size, rest])
+
+    def take(self) -> StepTotals:
+        """Return the totals over all ranks. Call this after ``backward`` has returned. It waits
+        until the device has finished."""
+        sums, self.numbers.grad = self.numbers.grad, None
+        assert sums is not None
+        return self.totals_of(self._peers.result(sums).numpy().tobytes())
+
+    def totals_of(self, sums: bytes) -> StepTotals:
+        """Decode the sums of all ranks' numbers: as many float32 values as ``numbers`` has."""
+        loss, nonfinite_ranks, fraction, fields, hash_sums, *of_ranks = self._received.unpack(sums)
+        facts, world_size = decode_facts(fields), self._peers.world_size
+        marks, own_s = of_ranks[:world_size], of_ranks[world_size : 2 * world_size]
+        headers = of_ranks[2 * world_size :]
+        return StepTotals(
+            loss,
+            fraction + facts.weight,
+            facts,
+            hash_sums,
+            tuple(marks),
+            tuple(own_s),
+            nonfinite_ranks,
+            tuple(headers),
+        )
+
+    def _numbers_on_device(self) -> torch.Tensor:
+        """Compute on the device the numbers that depend on losses and weights there: the fractions,
+        the weight's bytes, and whether the loss is not finite."""
+        device = self._peers.device
+        losses, weights = zip(*self._on_device, strict=True)
+        loss = torch.stack(losses).sum(dtype=torch.float64)
+        known = sum(float(weight) for weight in weights if not isinstance(weight, torch.Tensor))
+        tensors = [
+            weight.detach().double().to(device)
+            for weight in weights
+            if isinstance(weight, torch.Tensor)
+        ]
+        weight = torch.stack(
+            [torch.full((), known, dtype=torch.float64, device=device), *tensors]
+        ).sum()
+        nonfinite = torch.logical_not(torch.isfinite(loss)).double()
+        whole = torch.where(
+            (weight >= 0) & (weight < MAX_EXACT_WEIGHT), weight.floor(), torch.zeros_like(weight)
+        )
+        sizes = torch.pow(256.0, torch.arange(WEIGHT_BYTES, dtype=torch.float64, device=device))
+        bytes_of_weight = (whole / sizes).floor().remainder(256.0)
+        fractions = torch.stack([loss, nonfinite * (self._peers.rank + 1), weight - whole])
+        return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
+
+
+# ---------------------------------------------------------------- step totals
+
+# The totals of a global batch over all ranks, and what makes them complete.
+#
+# A step is taken only if every rank sent its numbers for this step, and all samples of the global
+# batch are accounted for (``StepTotals.fault``). All ranks receive the same totals, so they agree
+# on whether to stop, to refuse the step, or to report.
+
+_STEP_MARKS = 1 << 12
+"""Steps are distinguished modulo this. So float32 holds the mark exactly, even multiplied by the
+world size."""
+
+
+class StepFacts(NamedTuple):
+    """Hold the sums of all ranks' fields. They are mostly the same from step to step."""
+
+    weight: int
+    num_nonfinite: int
+    """Ranks whose loss is not finite."""
+    num_samples: int
+    num_unexpected: int
+    num_missing: int
+    checkpoint_step: int
+    """Step of a newly committed checkpoint to report; 0 for none."""
+    cancels: int
+    pauses: int
+    saves: int
+    num_with_news: int = 0
+    """Ranks that saw a forward pass change a tensor that the ranks have not agreed on yet
+    (``VolatileBuffers.agree``)."""
+
+    @property
+    def stop(self) -> Stop | None:
+        """Return the user's request to cancel or pause that at least one rank has received."""
+        return "cancel" if self.cancels else "pause" if self.pauses else None
+
+    @property
+    def save(self) -> bool:
+        """Return whether to save the state after this step. Rank 0 decides, and all ranks receive
+        the same answer."""
+        return self.saves > 0
+
+
+@lru_cache(CACHE_SIZE)
+def decode_facts(sums: bytes) -> StepFacts:
+    """Decode the sums of the integer fields. Cached, since they are mostly the same from step to
+    step."""
+    return StepFacts(*decode_integers(sums, FIELD_ENDS))
+
+
+class StepTotals(NamedTuple):
+    """Hold the totals of one global batch over all ranks."""
+
+    loss_sum: float
+    weight: float
+    """Samples or tokens that ``loss_sum`` is a sum over."""
+    facts: StepFacts
+    hash_sums: bytes
+    """The sums of the bytes of the ranks' hashes."""
+    step_marks: tuple[float, ...]
+    """For each rank, the ``step_mark`` of the step that it sent; 0 if it sent nothing."""
+    own_s: tuple[float, ...]
+    """For each rank, the seconds of its own work in the step before this one; 0 if unknown."""
+    nonfinite_ranks: float
+    """The sum of (rank + 1) over ranks whose loss is not finite."""
+    headers: tuple[float, ...] = ()
+    """For each rank the same number of values, the fingerprint of its step before this one."""
+
+    def fault(self, step: int, num_samples: int) -> str | None:
+        """Return why these totals are not those of a complete step; None if they are.
+
+        Args:
+            step: steps done before it.
+            num_samples: samples in its global batch.
+        """
+        mark = step_mark(step)
+        apart = [
+            rank
+            for rank, found in enumerate(self.step_marks)
+            if not mark - 0.5 < found < mark + 0.5
+        ]
+        if apart:
+            silent = [rank for rank in apart if self.step_marks[rank] == 0]
+            said = f"rank {apart[0]} " + (
+                "sent nothing" if silent else f"sent {self.step_marks[apart[0]]:g}, not {mark}"
+            )
+            return (
+                f"{len(self.step_marks) - len(apart)} of {len(self.step_marks)} ranks took part "
+                f"in it; {said}"
+            )
+        facts = self.facts
+        found = facts.num_samples - facts.num_unexpected + facts.num_missing
+        if found != num_samples:
+            return (
+                f"the ranks accounted for {found} samples, but the global batch has {num_samples}"
+            )
+        return None
+
+    @property
+    def nonfinite_rank(self) -> int | None:
+        """Return the rank whose loss is not finite; None unless it is exactly one."""
+        return round(self.nonfinite_ranks) - 1 if self.facts.num_nonfinite == 1 else None
+
+    def fingerprints(self) -> list[tuple[float, ...]]:
+        """Return the fingerprint of each rank, in slots that are equal for equal ones."""
+        world_size = len(self.step_marks)
+        size = len(self.headers) // world_size
+        return [self.headers[rank * size : (rank + 1) * size] for rank in range(world_size)]
+
+    @property
+    def are_ranks_apart(self) -> bool:
+        """Return whether gradients or weights of the ranks differed after the step before."""
+        size = len(self.headers) // len(self.step_marks)
+        return self.headers[:size] * len(self.step_marks) != self.headers
+
+    def counted(self) -> Count:
+        """Return the count of all ranks' samples."""
+        facts, (sample_hash,) = self.facts, decode_integers(self.hash_sums, HASH_ENDS)
+        return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
+
+
+def step_mark(step: int) -> int:
+    """Return the mark that a rank sends for the step after ``step`` steps done. It is never 0,
+    which is what a silent rank adds."""
+    return step % _STEP_MARKS + 1
+
+
+# ---------------------------------------------------------------- step plans
+
+# Plan a rank's work for many steps at once.
+#
+# Between a model's passes the caches are cold, and one numpy call costs as much as hashing
+# thousands of samples. So work that depends only on the step is not done there.
+
+_MOST_STEPS = 64
+_MOST_SAMPLES = 1 << 14
+"""Limit on the samples of all steps that are planned at once. Hashing these takes a fraction of a
+millisecond."""
+
+
+class StepPlan(NamedTuple):
+    """Describe one rank's part of one global batch."""
+
+    num_samples: int
+    """Samples in the global batch."""
+    share: list[MicroBatch]
+    hashes: list[int]
+    """The ledger's hash of each micro-batch's samples."""
+    expected: Expected
+    """What the rank sends about its samples if the loader yields all of these."""
+
+
+class StepPlans:
+    """Return the plans of one rank, step by step."""
+
+    def __init__(self, sampler: Sampler, rank: int, world_size: int) -> None:
+        self._sampler, self._rank, self._world_size = sampler, rank, world_size
+        self._first, self._plans = 0, list[StepPlan]()
+
+    def of(self, step: int) -> StepPlan:
+        """Return the plan of the step after ``step`` steps done."""
+        position = step - self._first
+        if not 0 <= position < len(self._plans):
+            self._first, self._plans, position = step, self._plan(step), 0
+        return self._plans[position]
+
+    def _plan(self, first: int) -> list[StepPlan]:
+        sampler = self._sampler
+        shares: list[tuple[int, list[MicroBatch]]] = []
+        places: list[tuple[int, int]] = []
+        num_samples = 0
+        while len(shares) < _MOST_STEPS and num_samples < _MOST_SAMPLES:
+            step = first + len(shares)
+            epoch, k = divmod(step, sampler.steps_per_epoch)
+            share = sampler.share(epoch, k, self._rank, self._world_size)
+            shares.append((sampler.size_of(k), share))
+            places += [(epoch, step)] * len(share)
+            num_samples += sum(len(micro.indices) for micro in share)
+        hashes = iter(
+            sample_hashes(places, [micro.indices for _, share in shares for micro in share])
+        )
+        of_steps = [[next(hashes) for _ in share] for _, share in shares]
+        sums = [sum(each) & MASK64 for each in of_steps]
+        encoded = encode_hashes(sums, self._world_size)
+        counts = [
+            Count(sum(len(micro.indices) for micro in share), 0, 0, total)
+            for (_, share), total in zip(shares, sums, strict=True)
+        ]
+        return [
+            StepPlan(size, share, of_step, Expected(count, encoded_hash))
+            for (size, share), of_step, count, encoded_hash in zip(
+                shares, of_steps, counts, encoded, strict=True
+            )
+        ]
