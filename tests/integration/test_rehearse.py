@@ -230,6 +230,15 @@ def test_a_task_that_counts_its_calls_is_found(tmp_path: Path) -> None:
     assert found.kinds == {"the gradients"}, found.report
 
 
+BY_RANK = BALANCED.replace("default_rng(7)", "default_rng(7 + rank)").replace("[rank::2]", "[:12]")
+
+
+@pytest.mark.chaos
+def test_a_sampler_whose_generator_is_seeded_by_rank_is_equal(tmp_path: Path) -> None:
+    found = rehearse(tmp_path, *script(tmp_path, data=OWN_LOADER.format(sampler=BY_RANK)))
+    assert found.code == 0, found.report
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("without", "parts", "kind", "ranks"),
@@ -247,7 +256,7 @@ def test_a_task_that_counts_its_calls_is_found(tmp_path: Path) -> None:
         pytest.param(
             # a generator of a sampler's own begins anew at a restart
             "from train_fn.protect import followed\n"
-            "followed.own_generators = lambda parts: {}\n"
+            "followed.own_generators = lambda parts: []\n"
             "followed.differing = lambda expected, found: []\n",
             {"data": OWN_LOADER.format(sampler=BALANCED)},
             "the samples",

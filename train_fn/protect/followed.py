@@ -3,16 +3,17 @@ the epoch.
 
 The order of an epoch depends on the run's seed and the epoch alone: all generators that a sampler
 may draw from are seeded before the epoch's first batch, on all ranks alike, or on each by its rank
-if the loop seeds its ranks differently. A generator that a sampler owns gets back its state. So a
-place in an epoch is two numbers. A loader is replayed by its own iterator; torch's own class skips
+if the loop seeds its ranks differently. That includes generators that samplers own. So a place in
+an epoch is two numbers. A loader is replayed by its own iterator; torch's own class skips
 without loading. The last batch is read again and compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import json
 import logging
+import pickle
 import random
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -29,6 +30,8 @@ from train_fn.samples.sampler import key, seed_building
 
 _ORDER = 7
 """Purpose of the seed of an epoch's order."""
+_OWN = 9
+"""Purpose of the seeds of generators that samplers own."""
 _FINISHED = "_iterator_finished"
 """In the state of torchdata's StatefulDataLoader: the epoch has ended."""
 _DISPATCHER = "DataLoaderDispatcher"
@@ -50,6 +53,11 @@ class Followed(Protocol):
     @property
     def seeds_differ(self) -> bool:
         """Return whether the loop seeded its ranks differently when it began."""
+
+    @property
+    def draws_differ(self) -> bool:
+        """Return whether generators that its samplers own had other states on other ranks when it
+        began."""
 
     @property
     def step_number(self) -> int: ...
@@ -84,10 +92,8 @@ class FollowedLoader:
         """The state of a stateful loader to go on from."""
         self._by_rank: bool | None = None
         """Whether each rank has an order of its own; None before that is decided."""
-        self._draws: str | None = None
-        """States of samplers' own generators at the beginning of the epoch, and whether they are
-        to be put back."""
-        self._is_restored = False
+        self._draws_by_rank: bool | None = None
+        """The same of generators that samplers own."""
         self._rank = 0
         self._taken: Taken | None = None
         """Of the newest batch."""
@@ -116,7 +122,7 @@ class FollowedLoader:
             "loader": self._loader.state_dict() if self._is_stateful else None,
             "kind": type(self._loader).__qualname__,
             "by_rank": self._by_rank,
-            "draws": self._draws,
+            "draws_by_rank": self._draws_by_rank,
             "rank": self._rank,
             "marks": self._taken.marks if self._taken is not None else None,
         }
@@ -127,12 +133,17 @@ class FollowedLoader:
         self._world_size, self._length = state["world_size"], state.get("length")
         # A run that was forked may have a loader of another kind: it goes on by its place.
         self._known = state["loader"] if self._is_stateful else None
-        self._by_rank, self._draws = state.get("by_rank"), state.get("draws")
+        self._by_rank, self._draws_by_rank = state["by_rank"], state["draws_by_rank"]
         # Only a loader of the same kind has the same order.
         is_alike = state.get("kind") == type(self._loader).__qualname__
         self._expected = state["marks"] if is_alike else None
         self._rank = state.get("rank", 0)
-        self._is_restored, self._taken = True, None
+        self._taken = None
+
+    @property
+    def own_draws(self) -> str:
+        """Return a digest of the states of the generators that samplers own."""
+        return digest_of(own_generators(samplers_of(self._loader)))
 
     @property
     def mark(self) -> int:
@@ -155,6 +166,8 @@ class FollowedLoader:
         _require_own_iterator(self._loader)
         if self._by_rank is None:
             self._by_rank = state.seeds_differ and not divides(self._loader)
+        if self._draws_by_rank is None:
+            self._draws_by_rank = state.draws_differ
         tell_epoch(self._loader, self.epoch)
         self._require_same_epochs(state)
         self._move_to(state.world_size, state.rank)
@@ -193,7 +206,7 @@ class FollowedLoader:
             )
         if self._num_batches:
             self.epoch, self._num_batches, self._known = self.epoch + 1, 0, None
-            self._expected = self._draws = None
+            self._expected = None
         self._length = length
 
     def _move_to(self, world_size: int, rank: int) -> None:
@@ -221,9 +234,6 @@ class FollowedLoader:
         loader, num_done = self._loader, self._num_batches
         if known is not None and known.get(_FINISHED) and num_done:
             return
-        if not self._is_restored or self._draws is None:
-            self._draws = states_of(own_generators(samplers_of(loader)))
-        self._is_restored = False
         if known is not None:
             self._order(state)
             loader.load_state_dict(known)
@@ -241,8 +251,8 @@ class FollowedLoader:
             if hasattr(part, "initial_seed"):  # of Accelerate's sampler, which adds the epoch
                 part.initial_seed = state.seed >> 1
         set_order(loader, state.seed, self.epoch, 1 + state.rank if self._by_rank else 0)
-        if self._draws is not None:
-            put_back(own_generators(samplers_of(loader)), self._draws)
+        stream = 1 + state.rank if self._draws_by_rank else 0
+        seed_anew(own_generators(samplers_of(loader)), key(state.seed, self.epoch, _OWN, stream))
 
     def _verified(self, state: Followed, expected: dict[str, int]) -> Iterator[Any]:
         """Return the rest of the epoch, once its last batch before the restart was read again.
@@ -426,71 +436,42 @@ class _Skipping(BatchSampler):
         return max(0, len(self._sampler) - self._num_batches)
 
 
-# ---------------------------------------------------------------- draws
+# ---------------------------------------------------------------- own generators
 
-# Random generators that samplers own: their states when an epoch begins are part of the place in
-# the data.
+# Generators that samplers own are seeded anew for each epoch, as torch's are.
+
+_MOST = (1 << 32) - 1
+"""Largest seed that every kind of generator takes."""
 
 
-def own_generators(parts: Iterable[Any]) -> dict[str, Any]:
-    """Return the generators in the attributes of these objects, by a name. Those that torch calls
-    ``generator`` are seeded anew for each epoch, and left out."""
-    return {
-        f"{number}.{name}": value
-        for number, part in enumerate(parts)
+def own_generators(parts: Iterable[Any]) -> list[Any]:
+    """Return the generators in the attributes of these objects. Those that torch calls
+    ``generator`` are left out: ``set_order`` seeds them."""
+    return [
+        value
+        for part in parts
         for name, value in sorted(getattr(part, "__dict__", {}).items())
         if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
         or (isinstance(value, torch.Generator) and name != "generator")
-    }
+    ]
 
 
-def states_of(generators: dict[str, Any]) -> str:
-    """Return the states as text. It holds whole numbers of any size."""
-    return json.dumps({name: _state(each) for name, each in generators.items()})
+def digest_of(generators: Iterable[Any]) -> str:
+    """Return a digest of the states of generators."""
+    digest = hashlib.sha256()
+    for each in generators:
+        is_of_torch = isinstance(each, torch.Generator)
+        digest.update(bytes(each.get_state().tolist()) if is_of_torch else pickle.dumps(each))
+    return digest.hexdigest()
 
 
-def put_back(generators: dict[str, Any], states: str) -> None:
-    """Give the generators their states. Those that did not exist are left as they are."""
-    for name, state in json.loads(states).items():
-        if name in generators:
-            _set(generators[name], state)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if isinstance(generator, np.random.RandomState):
-        kind, keys, position, has_gauss, cached = generator.get_state(legacy=True)
-        return [kind, np.asarray(keys).tolist(), position, has_gauss, cached]
-    return _plain(generator.bit_generator.state)
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        version, numbers, following = state
-        generator.setstate((version, tuple(numbers), following))
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif isinstance(generator, np.random.RandomState):
-        kind, keys, *rest = state
-        generator.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    else:
-        generator.bit_generator.state = _arrays(state)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"array": value.tolist(), "dtype": str(value.dtype)}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _arrays(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"array", "dtype"}:
-        return np.array(value["array"], dtype=value["dtype"])
-    return {name: _arrays(each) for name, each in value.items()}
+def seed_anew(generators: Iterable[Any], seed: int) -> None:
+    """Seed each of these generators by ``seed`` and its number among them."""
+    for number, each in enumerate(generators):
+        own = key(seed, number) & _MOST
+        if isinstance(each, torch.Generator):
+            each.manual_seed(own)
+        elif isinstance(each, np.random.Generator):
+            each.bit_generator.state = type(each.bit_generator)(own).state
+        else:
+            each.seed(own)

@@ -102,6 +102,13 @@ class LoopState:
         return next((mark for each in loaders if (mark := getattr(each, "mark", 0))), 0)
 
     @property
+    def own_draws(self) -> tuple[str, ...]:
+        """Return a digest of the generators that samplers own, for each loader of the loop's
+        own."""
+        loaders = (self.parts.others[name] for name in self.parts.loaders)
+        return tuple(getattr(each, "own_draws", "") for each in loaders)
+
+    @property
     def is_closing(self) -> bool:
         """Return whether an epoch has ended that was not closed yet."""
         return self.sampler is not None and self.closed_epochs < self.epoch

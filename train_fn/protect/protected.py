@@ -57,6 +57,8 @@ class Protected:
         self.rank, self.world_size = 0, 1
         self.seeds_differ = False
         """Whether torch was seeded differently on the ranks when the loop began."""
+        self.draws_differ = False
+        """Whether generators that samplers own had other states on other ranks then."""
         self.is_told_of_updates = False
         """Whether an adapter calls ``before_update`` inside of the closure of ``optimizer.step``,
         after its backward pass."""
@@ -138,9 +140,10 @@ class Protected:
     def _begin(self, home: Home) -> None:
         ctx, state = home.ctx, self._state
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
-        own_seed = state.seed
+        own = (state.seed, state.own_draws)
         self._training = training = prepare(ctx, state, self._torn)
-        self.seeds_differ = len(set(training.peers.gather(own_seed))) > 1
+        seeds, draws = zip(*training.peers.gather(own), strict=True)
+        self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
         if training.shadows is not None:
             training.shadows.take()
         ctx.report_state_bytes(size_bytes(state.state_dict()))

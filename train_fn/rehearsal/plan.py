@@ -260,9 +260,9 @@ class _Rehearsal:
         difference = first_difference(
             self._expected, attempts if last.done else attempts[:-1], self._ignored
         )
-        if not last.done and difference is None:
+        if not last.done and (difference is None or difference.what == "the number of steps"):
             error = last.error or "it made no further step"
-            step = int(restored.get("step") or 0)
+            step = difference.step if difference else int(restored.get("step") or 0)
             difference = Difference("the end", step, 0, f"after the death: {error}")
         if difference is not None:
             failed = last.failure if not last.done else None

@@ -37,7 +37,7 @@ class Loop:
         self.rank, self.world_size, self._holds = rank, world_size, holds
         self.step_number = 0
         self.seed = 11
-        self.seeds_differ = False
+        self.seeds_differ = self.draws_differ = False
 
     def holds(self, part: object) -> bool:
         return self._holds
@@ -357,6 +357,34 @@ def test_ranks_that_a_loop_seeds_differently_draw_other_samples() -> None:
     assert first(0, True) != first(1, True)
     assert first(0, False) == first(1, False)
     assert first(0, True, distributed) == first(1, True, distributed), "it divides by itself"
+
+
+@pytest.mark.parametrize("make", LOADERS[-4:])
+def test_generators_that_samplers_own_by_rank_come_through_a_restart_of_any_rank(
+    make: Callable[[], Any],
+) -> None:
+    """The state is that of one rank, and its place is one in the order of each."""
+
+    def loop_of(rank: int, step: int = 0) -> Loop:
+        loop = Loop(rank=rank, world_size=2)
+        loop.draws_differ, loop.step_number = True, step
+        return loop
+
+    whole = [read(FollowedLoader(make()), loop_of(rank), 2 * PER_EPOCH) for rank in range(2)]
+    assert whole[0] != whole[1]
+    first = FollowedLoader(make())
+    read(first, loop_of(0), 3)
+    for rank in range(2):
+        second = FollowedLoader(make())
+        second.load_state_dict(first.state_dict())
+        assert read(second, loop_of(rank, 3), 2 * PER_EPOCH - 3) == whole[rank][3:]
+
+
+def test_generators_that_samplers_own_are_compared_by_their_states() -> None:
+    def digest(seed: int) -> str:
+        return FollowedLoader(own_generator(lambda: np.random.default_rng(seed))()).own_draws
+
+    assert digest(7) == digest(7) != digest(8)
 
 
 @pytest.mark.parametrize(
