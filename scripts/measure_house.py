@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 430
+MAX_FILES = 432
 MAX_LINES = 97_000
 MAX_FILES_A_FOLDER = {"service/api": 29, "train_fn/ray_train": 24, "service/db": 22}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""

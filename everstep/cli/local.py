@@ -39,6 +39,17 @@ TRAINING_MODULES = ("train_fn", "storage", "torch", "torchvision", "ray", "psuti
 init = typer.Typer(help="Write a skeleton to start from.", no_args_is_help=True)
 
 
+def imported_for_training(module: str) -> Any:
+    """Import a module that trains on this machine. Raise UsageError if what it needs is missing."""
+    missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"training needs {', '.join(missing)}, not installed in this Python; run: pip install "
+            "'everstep[server]'"
+        )
+    return importlib.import_module(module)
+
+
 @command
 def run(
     spec: SpecArgument = None,
@@ -83,13 +94,7 @@ def run(
         )
     raw, archive = with_code(None if spec is None else read_spec(spec), code, task, None)
     parsed = parse_spec(apply_overrides(raw, overrides or []))
-    missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"training needs {', '.join(missing)}, not installed in this Python; run: pip install "
-            "'everstep[server]'"
-        )
-    training = importlib.import_module(TRAINING)
+    training = imported_for_training(TRAINING)
     try:
         own = None if archive is None else training.OwnCode(archive, Path(str(code)).expanduser())
         ended = training.run_local(

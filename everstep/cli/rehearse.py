@@ -3,25 +3,24 @@ service."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.local import TRAINING_MODULES
+from everstep.cli.local import imported_for_training
 from everstep.cli.submit import ARGV
 from everstep.cli.terminal import (
     JsonOption,
+    ScriptOption,
     SetOption,
     SpecArgument,
     TaskOption,
+    TrainFnOption,
     UrlOption,
     command,
     terminal,
 )
 from everstep.code import with_code
-from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
 from everstep.spec.yaml_file import read_spec
@@ -42,20 +41,8 @@ def rehearse(
         typer.Option("--code", metavar="DIRECTORY", help="Your code, which the spec names."),
     ] = None,
     task: TaskOption = None,
-    train_fn: Annotated[
-        str | None,
-        typer.Option(
-            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in the code."
-        ),
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            "--script",
-            metavar="FILE.py",
-            help="Script in the code, as for torchrun; its arguments follow --.",
-        ),
-    ] = None,
+    train_fn: TrainFnOption = None,
+    script: ScriptOption = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, as processes of this machine.")] = 2,
     steps: Annotated[int, typer.Option(min=4, help="Steps that each training makes.")] = 12,
     max_samples: Annotated[
@@ -76,12 +63,7 @@ def rehearse(
         None if spec is None else read_spec(spec), code, task, train_fn, script, context.meta[ARGV]
     )
     parsed = parse_spec(apply_overrides(raw, overrides or []))
-    missing = [name for name in TRAINING_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"a rehearsal trains here and needs {', '.join(missing)}, not installed in this "
-            "Python; run: pip install 'everstep[server]'"
-        )
+    rehearsal = imported_for_training(REHEARSAL)
     out = terminal()
 
     def say(row: Any) -> None:
@@ -94,7 +76,7 @@ def rehearse(
             style=_STYLES[row.outcome],
         )
 
-    report = importlib.import_module(REHEARSAL).rehearse(
+    report = rehearsal.rehearse(
         parsed, archive, ranks=ranks, steps=steps, max_samples=max_samples, say=say
     )
     if out.as_json:

@@ -18,9 +18,11 @@ from everstep.cli.runs import watch_to_the_end
 from everstep.cli.terminal import (
     CodeOption,
     JsonOption,
+    ScriptOption,
     SetOption,
     SpecArgument,
     TaskOption,
+    TrainFnOption,
     UrlOption,
     command,
     terminal,
@@ -53,21 +55,8 @@ def submit(
     overrides: SetOption = None,
     code: CodeOption = None,
     task: TaskOption = None,
-    train_fn: Annotated[
-        str | None,
-        typer.Option(
-            "--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in the code."
-        ),
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            "--script",
-            metavar="FILE.py",
-            help="Script in the code, as for torchrun; its arguments follow --. "
-            "`-m pkg.train` runs a module.",
-        ),
-    ] = None,
+    train_fn: TrainFnOption = None,
+    script: ScriptOption = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show the run until it ends.")
     ] = False,

@@ -389,6 +389,19 @@ CodeOption = Annotated[
 TaskOption = Annotated[
     str | None, typer.Option("--task", metavar="MODULE:CLASS", help="Task class in the code.")
 ]
+TrainFnOption = Annotated[
+    str | None,
+    typer.Option("--train-fn", metavar="MODULE:FUNCTION", help="Ray Train function in the code."),
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--script",
+        metavar="FILE.py",
+        help="Script in the code, as for torchrun; its arguments follow --. "
+        "`-m pkg.train` runs a module.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value per line.")]
 UrlOption = Annotated[
     str | None,

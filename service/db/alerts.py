@@ -23,8 +23,8 @@ from service.model.run_rows import RunRow
 from service.projections import attempts as failure_fold
 from service.projections import protection as straggler_fold
 from service.projections.alerts import HOUR_S, AlertFacts, IncidentChanges, changes, message_of
+from service.projections.fitting import UNFIT
 from service.projections.goodput import WorkLedger
-from service.projections.series import UNFIT
 
 RETRIES_LAST_S: Final = 24 * 3600.0
 _COLUMNS: Final = alert_deliveries.c

@@ -36,8 +36,9 @@ from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes
+from service.projections.fitting import UNFIT, checked
 from service.projections.handlers import project
-from service.projections.series import UNFIT, Point, checked, downsample
+from service.projections.series import Point, downsample
 from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 

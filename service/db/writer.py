@@ -25,8 +25,8 @@ from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
 from service.projections.attempts import BY_SWEEP, preempted
 from service.projections.changes import NO_WORKERS
+from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger, WorkLedger
-from service.projections.series import UNFIT
 
 logger = structlog.get_logger(__name__)
 

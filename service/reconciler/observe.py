@@ -25,9 +25,8 @@ from service.reconciler.facts import (
     RunFacts,
     TailFact,
 )
-from service.reconciler.nodes import Drains
 from service.reconciler.ray_poller import JobKey, RayPoller, job_key
-from service.reconciler.tail import JournalTail
+from service.reconciler.tail import Drains, JournalTail
 from service.storage_identity import StorageGate
 from storage.run_dir import CheckpointName
 

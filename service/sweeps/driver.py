@@ -19,7 +19,6 @@ from service.db.sweeps import PlaceTaken, SweepPlace, SweepStore
 from service.model.rows import SweepRow, TrialRow
 from service.model.states import TransitionConflict
 from service.projections.attempts import cancelled_by_sweep, paused_by_sweep
-from service.sweeps import decide as reasons
 from service.sweeps.decide import (
     Action,
     Cancel,
@@ -31,8 +30,11 @@ from service.sweeps.decide import (
     Submit,
     SweepFacts,
     TrialFacts,
+    at_the_end,
     decide,
+    of_cancelled_run,
     rung_step,
+    while_running,
 )
 
 INTERVAL_S: Final = 1.0
@@ -91,7 +93,7 @@ class SweepDriver:
             hindrance = self._do(look, action)
             if hindrance is not None:
                 break
-        reason = hindrance or reasons.while_running(look)
+        reason = hindrance or while_running(look)
         if sweep.state == SweepStatus.RUNNING and _differs(sweep, reason):
             self._sweeps.set_reason(sweep.id, reason)
 
@@ -171,11 +173,11 @@ class SweepDriver:
                         self._runs.resume(look.run_id(number))
                     self._sweeps.record(sweep.id, {number: {"rung": rung}})
                 case Cancel(number):
-                    reason = cancelled_by_sweep(sweep.id, reasons.of_cancelled_run(look))
+                    reason = cancelled_by_sweep(sweep.id, of_cancelled_run(look))
                     self._runs.request_stop(look.run_id(number), "cancel", reason)
                 case End(outcome):
                     names = self._metric_names(look) if outcome == "metric_missing" else []
-                    why = reasons.at_the_end(look, outcome, names)
+                    why = at_the_end(look, outcome, names)
                     self._sweeps.end(sweep.id, _STATUS_OF[outcome], why)
                     log.info("a sweep has ended", sweep_id=sweep.id, outcome=outcome)
                 case _:

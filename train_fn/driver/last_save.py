@@ -10,7 +10,7 @@ from everstep.wire.events import EventKind
 from storage.run_dir import RunDir
 from train_fn.checkpoints.cadence import committed_data
 from train_fn.journal.client import ActorJournalClient
-from train_fn.ray_train.group_end import LeftStates
+from train_fn.ray_train.left_states import LeftStates
 from train_fn.recovery.history import History
 from train_fn.recovery.launch import ControllerOutcome
 from train_fn.snapshots.election import LastSave, newest_durable

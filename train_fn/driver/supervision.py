@@ -30,7 +30,7 @@ from train_fn.recovery.settings import RecoverySettings, ray_train_env
 from train_fn.recovery.sizing import use_gpu, worker_resources
 
 if TYPE_CHECKING:
-    from train_fn.ray_train.group_end import LeftStates
+    from train_fn.ray_train.left_states import LeftStates
     from train_fn.snapshots.election import LastSave
 
 OLDER_MARGIN_S = 15.0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from google_crc32c import value as crc32c
 
 from everstep.text import failure as failure_words
-from everstep.text import failure as losses
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
 from storage.logs.event_files import EventFile, open_event_file
@@ -119,7 +118,7 @@ def _failed(event: JournalEvent) -> str:
 
 
 def _recovered(data: dict[str, Any]) -> str:
-    lost = losses.of_recovery(data)
+    lost = failure_words.of_recovery(data)
     return (
         f"Training again after {data.get('recovery_s')} s with {data.get('world_size_after')} "
         f"ranks (before: {data.get('world_size_before')}){f', {lost}' if lost else ''}."

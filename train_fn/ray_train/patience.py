@@ -25,7 +25,7 @@ from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckTimeoutError,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.recovery import hang
+from train_fn.recovery import waiting
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import SILENT_S, find_late, find_stuck, is_known_who_hangs
 from train_fn.recovery.sizing import NodeView
@@ -358,7 +358,7 @@ class StackReports:
             self._answered = order.id
             if order.attempt == self._attempt:
                 self._report(group, quiet_s, order.id)
-        elif self._after_s and quiet_s >= hang.due_after(self._last_s, self._after_s):
+        elif self._after_s and quiet_s >= waiting.due_after(self._last_s, self._after_s):
             self._last_s = quiet_s
             self._report(group, quiet_s, None)
 
@@ -366,7 +366,7 @@ class StackReports:
         workers = group.get_workers()
         stacks = answers([worker.actor.stack.remote() for worker in workers])
         node_ids = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        found = hang.report(stacks, node_ids, TRAINING_THREAD)
+        found = waiting.report(stacks, node_ids, TRAINING_THREAD)
         if order_id is None:
             logger.warning("nothing has moved for %.0f s: %s", quiet_s, found["summary"])
         facts = {"id": order_id, "quiet_s": round(quiet_s, 1), "step": self._log.journal.last_step}

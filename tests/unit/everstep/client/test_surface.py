@@ -95,9 +95,6 @@ SPEC_MODULES = (
     sweep,
     code,
     tasks,
-    tasks,
-    sections,
-    tasks,
 )
 
 

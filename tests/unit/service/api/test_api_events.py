@@ -15,8 +15,7 @@ import pytest
 from everstep.wire import Attempt, Event, Failure, Goodput, Samples
 from everstep.wire.events import EventKind
 from service.api import history as series_routes
-from service.api import streams as followers
-from service.api import streams as sse
+from service.api import streams as streams_module
 from tests.support.api_service import NOON, ApiService, Journal
 
 
@@ -175,7 +174,7 @@ async def test_a_bad_last_event_id(api: ApiService, last: str) -> None:
 async def test_a_silent_stream_has_a_heartbeat(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
     run_id = await api.create()
     stream = Stream(api.http, f"/v1/runs/{run_id}/events")
     reading = asyncio.create_task(stream.read())
@@ -190,8 +189,8 @@ async def test_a_silent_stream_has_a_heartbeat(
 async def test_a_stream_ends_with_its_token(
     api: ApiService, monkeypatch: pytest.MonkeyPatch, path: str, end: str
 ) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(followers, "CONFIRM_S", 0.05)
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(streams_module, "CONFIRM_S", 0.05)
     run_id, journal = await api.running()
     token, other = (
         api.token("viewer", "default", expires_at=NOON + 60),
@@ -224,8 +223,8 @@ async def test_a_stream_ends_with_its_token(
 async def test_confirming_many_followers_costs_one_question(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(followers, "CONFIRM_S", 3600.0)
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(streams_module, "CONFIRM_S", 3600.0)
     run_id, _ = await api.running()
     streams = [Stream(api.http, f"/v1/runs/{run_id}/events") for _ in range(30)]
     reading = [asyncio.create_task(stream.read()) for stream in streams]
@@ -275,7 +274,7 @@ async def test_closing_the_feed_ends_streams_of_live_runs(api: ApiService) -> No
 async def test_who_comes_while_the_feed_looks_is_not_told_that_the_run_is_gone(
     api: ApiService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
     first, second = await api.create(), await api.create()
     followed = Stream(api.http, f"/v1/runs/{first}/events")
     tasks = [asyncio.create_task(followed.read())]
@@ -307,7 +306,7 @@ async def test_many_followers_cost_one_query_a_tick(
     run_id, journal = await api.running()
     row = api.runs.get(run_id)
     assert row is not None
-    monkeypatch.setattr(sse, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.05)
     streams = [
         Stream(api.http, f"/v1/runs/{run_id}/events?after={row.last_seq}") for _ in range(60)
     ]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.reconciler import nodes
+from service.reconciler import tail as tail_module
 from storage.logs.journal import read_journal
 from tests.support.fake_ray import FakeRay
 from tests.support.reconciler_world import World
@@ -85,7 +85,7 @@ async def test_a_directory_that_does_not_answer(
         return read_journal(run_dir, *args, **more)
 
     monkeypatch.setattr("service.reconciler.tail.read_journal", reads)
-    monkeypatch.setattr(nodes, "RUN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(tail_module, "RUN_PATIENCE_S", 0.2)
     for run_id in (one, other):
         here.write(run_id, 1, *STARTED, STEPS)
     async with asyncio.timeout(30):
@@ -109,14 +109,14 @@ async def test_many_directories_that_do_not_answer_take_a_bounded_number_of_thre
         assert answers.wait(60)
         raise AssertionError("it is too late for an answer")
 
-    monkeypatch.setattr(nodes, "RUN_PATIENCE_S", 0.05)
-    monkeypatch.setattr(nodes, "MOST_SLOW", 1)
-    reader = nodes.Drains(waits)
+    monkeypatch.setattr(tail_module, "RUN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(tail_module, "MOST_SLOW", 1)
+    reader = tail_module.Drains(waits)
     rows = [here.get(one), here.get(other)]
     try:
         for _ in range(3):
             found = await asyncio.to_thread(reader.read, rows)
-            assert {tail for _, tail in found.values()} == {nodes.TailFact.BEHIND}
+            assert {tail for _, tail in found.values()} == {tail_module.TailFact.BEHIND}
         assert len(began) <= 3
     finally:
         answers.set()

@@ -43,8 +43,7 @@ class Group:
         self.now = 0.0
         self._ends = ends
         fake = SimpleNamespace(kill=lambda actor: None, wait=self._wait, get=lambda ref: ref())
-        for module in (group_end, group_end):
-            monkeypatch.setattr(module, "ray", fake)
+        monkeypatch.setattr(group_end, "ray", fake)
         self.gone: set[tuple[str, int]] = set()
         monkeypatch.setattr(group_end, "find_gone", lambda places, _: self.gone & set(places))
         monkeypatch.setattr(group_end, "wake_stopped", lambda places: set())

@@ -63,8 +63,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (node_checks, node_checks):
-        monkeypatch.setattr(module, "prepared", lambda calls, settings: list(calls))
+    monkeypatch.setattr(node_checks, "prepared", lambda calls, settings: list(calls))
     yield
 
 

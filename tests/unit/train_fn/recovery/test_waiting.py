@@ -17,7 +17,7 @@ from tests.support.one_rank import Journal
 from train_fn.ray_train import patience
 from train_fn.ray_train.patience import StackReports
 from train_fn.ray_train.rank_process import TRAINING_THREAD
-from train_fn.recovery.hang import bounded, does, in_words
+from train_fn.recovery.waiting import bounded, does, in_words
 
 CODE = f"/tmp/everstep/cache/code/{'0' * 64}/train.py"
 REPORT = f'''Thread MainThread
