@@ -1,4 +1,4 @@
-"""What docs/bring-your-own.md and the sweep tell a reader to type, typed against a real service."""
+"""What the guides to one's own code and the sweep tell a reader to type, against a real service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.service_process import ServiceProcess, wait_for
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "bring-your-own.md"
+GUIDES = [ROOT / "docs" / f"{page}.md" for page in ("bring-your-own", "own-loop", "unchanged")]
 PATIENCE_S = 240.0
 
 
@@ -30,8 +30,8 @@ def service() -> Iterator[ServiceProcess]:
 
 
 def command_with(words: str) -> list[str]:
-    """The guide's one command that holds these words, lines joined, as this interpreter runs it."""
-    text = re.sub(r" \\\n\s+", " ", GUIDE.read_text())
+    """The guides' one command that holds these words, lines joined, as this interpreter runs it."""
+    text = re.sub(r" \\\n\s+", " ", "\n".join(guide.read_text() for guide in GUIDES))
     found = [
         line.strip()
         for line in text.splitlines()
@@ -49,7 +49,7 @@ def command_with(words: str) -> list[str]:
 def typed(
     service: ServiceProcess, words: str, *more: str, run_id: str = "", exit_code: int = 0
 ) -> str:
-    """Standard output of a command of the guide, with ``more`` at its end."""
+    """Standard output of a command of the guides, with ``more`` at its end."""
     arguments = [argument.replace("RUN_ID", run_id) for argument in command_with(words)]
     env = {
         **os.environ,
