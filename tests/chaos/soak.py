@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.soak --minutes 60 --report docs/soak.md``: a mixed queue under random
+"""``python -m tests.chaos.soak --minutes 60 --report soak.md``: a mixed queue under random
 faults, held against I1 to I8.
 
 One service with an embedded cluster of three nodes. Runs of every sort come as long as the time
