@@ -194,8 +194,8 @@ def sharing_findings(
             "same name at the same time, both may be told that they created it"
         )
         remedy = (
-            "Use s3:// or a shared filesystem for full guarantees; docs/checkpoints.md (Which "
-            "storage promises what) lists what is missing without it."
+            "Use s3:// or a shared filesystem for full guarantees; docs/checkpoints.md (What each "
+            "storage guarantees) lists what is missing without it."
         )
         yield warning("storage", words, remedy)
     rates = [

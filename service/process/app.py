@@ -147,8 +147,8 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
     if not storage.creates_exclusively:
         log.warning(
             "the storage cannot create a file only where there is none, so that two processes may "
-            "both succeed in writing one name; see docs/checkpoints.md, Which storage promises "
-            "what",
+            "both succeed in writing one name; see docs/checkpoints.md, What each storage "
+            "guarantees",
             storage=storage.uri,
         )
     try:
