@@ -263,8 +263,8 @@ class CheckpointSpec(Frozen):
     and saving is retried with a backoff of up to a minute."""
     on_failed_saves: Literal["continue", "pause"] = "continue"
     """What a run does once it is ``storage_unavailable``: continue training without new
-    checkpoints, or pause. A paused run holds no resources. When resumed, it starts from its newest
-    checkpoint and repeats the steps since."""
+    checkpoints, or pause. A paused run holds no resources. When resumed, it starts from the state
+    in its nodes' memory, or from its newest checkpoint if no such node takes part."""
 
     @field_validator("best_mode", mode="before")
     @classmethod
@@ -283,9 +283,9 @@ class RecoverySpec(Frozen):
     """Seconds without a step after which a rank counts as hung; null learns it: max(60 s, 10 x p99
     of the rank's step time)."""
     in_process: bool = True
-    """Let ranks that survive a failure or a change of size keep their processes. Faster, but what
-    user code keeps in its process survives, too. A Ray Train function or script always gets fresh
-    ones."""
+    """Let ranks that survive a failure or a change of size keep their processes, where nothing that
+    user code keeps there could change the run. Faster. A Ray Train function or script always gets
+    fresh ones."""
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""
