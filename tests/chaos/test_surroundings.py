@@ -14,21 +14,12 @@ from everstep.client.runs import RunHandle
 from everstep.errors import EverstepError
 from everstep.wire import RunStatus
 from tests.chaos.faults import Fault, strike
+from tests.hosts import clock
 from tests.integration.test_backup import copying
 from tests.support.digits_run import STEPS_PER_EPOCH
 from tests.support.service_process import ServiceProcess, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
-
-JUMPING_CLOCK = """
-import os, time
-
-def jumping(real=time.time, path=os.environ["PYTHON_CLOCK_OFFSET"]):
-    with open(path) as file:
-        return real() + float(file.read() or 0)
-
-time.time = jumping
-"""
 
 
 def spec(name: str, epochs: int, ranks: int = 2, **sections: Any) -> dict[str, Any]:
@@ -64,17 +55,16 @@ def kill_a_rank(service: ServiceProcess, run: RunHandle) -> None:
 # ---------------------------------------------------------------- clocks
 
 
+@pytest.mark.skipif(not clock.is_possible(), reason="no C compiler for the library of the clock")
 def test_clocks_that_jump_lose_no_step_and_blame_nobody(tmp_path: Path) -> None:
-    """The time of day of service, driver, controller and ranks jumps an hour on, and two back.
-
-    Python's clock does: nobody may set this machine's, and a library that stands before Ray's own
-    keeps its head from starting.
-    """
+    """The time of day of the service and the whole cluster, Ray's own processes as well, jumps an
+    hour on, and two back."""
     offset = tmp_path / "offset"
     offset.write_text("0")
-    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
-    variables = {"PYTHONPATH": str(tmp_path), "PYTHON_CLOCK_OFFSET": str(offset)}
-    with ServiceProcess(nodes=2, env=variables) as service:
+    with (
+        clock.clock_library() as library,
+        ServiceProcess(nodes=2, env=clock.jumping_clock(library, offset)) as service,
+    ):
         run = service.client().runs.create(spec("clocks", 40))
         for number, jump in enumerate(("3600", "-7200", "0"), 1):
             reach(run, 60 * number)

@@ -42,6 +42,12 @@ def wrong_clock(library: Path, ahead_s: int) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "CLOCK_AHEAD_S": str(ahead_s)}
 
 
+def jumping_clock(library: Path, file: Path) -> dict[str, str]:
+    """Environment of processes whose clock is ahead by the seconds that the file says now. An
+    embedded cluster inherits it."""
+    return {"LD_PRELOAD": str(library), "PYTHON_CLOCK_FILE": str(file)}
+
+
 def is_ahead(host: Host, ahead_s: int) -> bool:
     """Whether a process on the host reads a time of day that is so far ahead."""
     earliest = int(time.time()) + ahead_s

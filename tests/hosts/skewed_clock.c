@@ -1,10 +1,13 @@
-/* A clock that is ahead by CLOCK_AHEAD_S seconds (behind, where negative), for every process that preloads this library.
+/* A clock that is ahead by CLOCK_AHEAD_S seconds (behind, where negative), for every process that preloads this library. It jumps when
+   the number in the file PYTHON_CLOCK_FILE changes.
 
    What a process reads of the time of day is later by that, and every moment of the time of day that it hands back to the kernel or to
    glibc, as the end of a wait, is earlier by that: the process sees what it would see on a host whose clock is wrong. Clocks that count
    from the start of the machine are as they were. Times of files are the machine's own. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -19,17 +22,6 @@
 /* Clocks that count from the machine's start are far from this, the time of day (2001 and later) is beyond it. */
 #define EPOCH_S 1000000000
 
-static long ahead_s(void) {
-    static long value;
-    static int known;
-    if (!known) {
-        const char *text = getenv("CLOCK_AHEAD_S");
-        value = text ? atol(text) : 0;
-        known = 1;
-    }
-    return value;
-}
-
 static void *real(void **found, const char *name, const char *version) {
     if (*found == NULL) {
         void *symbol = version ? dlvsym(RTLD_NEXT, name, version) : NULL;
@@ -43,6 +35,42 @@ static void *real(void **found, const char *name, const char *version) {
     __typeof__(&name) true_##name = (__typeof__(&name))real(&found_##name, #name, version)
 
 static int of_day(clockid_t clock) { return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE || clock == CLOCK_TAI; }
+
+/* What the file says, read anew every 20 ms. */
+static long said_s(const char *path) {
+    static long value, read_at;
+    REAL(clock_gettime, NULL);
+    struct timespec now;
+    true_clock_gettime(CLOCK_MONOTONIC, &now);
+    long now_ms = now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    if (now_ms - read_at < 20)
+        return value;
+    read_at = now_ms;
+    char text[32];
+    int before = errno, file = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = file < 0 ? 0 : read(file, text, sizeof text - 1);
+    if (file >= 0)
+        close(file);
+    errno = before;
+    if (length > 0) {
+        text[length] = 0;
+        value = atol(text);
+    }
+    return value;
+}
+
+static long ahead_s(void) {
+    static long value;
+    static const char *path;
+    static int known;
+    if (!known) {
+        const char *text = getenv("CLOCK_AHEAD_S");
+        value = text ? atol(text) : 0;
+        path = getenv("PYTHON_CLOCK_FILE");
+        known = 1;
+    }
+    return path ? said_s(path) : value;
+}
 
 /* The kernel's word for a moment of this process's, where it is one of the time of day. */
 static const struct timespec *true_time(const struct timespec *moment, struct timespec *room) {

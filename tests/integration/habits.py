@@ -6,20 +6,33 @@ decides a factor of the loss, so that a stale one changes every bit of the run.
 
 from __future__ import annotations
 
+import argparse
+import array
+import copy
 import functools
+import gc
 import io
 import itertools
+import locale
+import multiprocessing
 import os
+import queue
 import random
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import types
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -336,7 +349,295 @@ class Stream(Habit):
         return 1.0 + 0.1 * isinstance(sys.stdout, io.StringIO)
 
 
-HABITS: dict[str, type[Habit]] = {
+# ---------------------------------------------------------------- hidden counts
+
+# A number that decides the loss, wherever Python and torch let one be kept.
+
+
+class Counted(Habit):
+    """Counts its passes somewhere."""
+
+    def __init__(self, count: Callable[[], float]) -> None:
+        self._count = count
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * float(self._count())
+
+
+class Settings(dict[str, int]):
+    passes = 0
+
+
+def squares() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+AVERAGE = np.float32(0)
+OCTETS, WORDS, SHARED = bytearray(8), array.array("q", [0]), multiprocessing.Value("i", 0)
+POINT, BANK, LINE = torch.zeros(1), np.zeros(1 << 18), queue.Queue[int]()
+ARGUMENTS, SETTINGS, MADE = argparse.Namespace(passes=0), Settings(), types.ModuleType("made")
+next_number, LISTED, SQUARES = itertools.count().__next__, iter([0] * 999), squares()
+SCHEDULE = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([POINT], lr=1.0), 0.99)
+STAGES = [Held(number) for number in range(9)]
+STAGE = Held(STAGES[0])
+sys.modules["tests.integration.settings_of_habits"] = Held(0)  # type: ignore[assignment]
+
+
+def average() -> float:
+    global AVERAGE
+    AVERAGE += np.float32(1)
+    return float(AVERAGE)
+
+
+def in_place(held: Any) -> Callable[[], float]:
+    """Return a function that counts in the first element."""
+
+    def count() -> float:
+        held[0] += 1
+        return float(held[0])
+
+    return count
+
+
+def in_attribute(held: Any, name: str) -> Callable[[], float]:
+    def count() -> float:
+        setattr(held, name, getattr(held, name, 0) + 1)
+        return float(getattr(held, name))
+
+    return count
+
+
+def in_shared_value() -> float:
+    SHARED.value += 1
+    return float(SHARED.value)
+
+
+def past_the_version() -> float:
+    POINT.data.add_(1)
+    return float(POINT)
+
+
+def in_line() -> float:
+    LINE.put(0)
+    return LINE.qsize()
+
+
+def left_of_list() -> float:
+    next(LISTED)
+    return LISTED.__length_hint__()  # type: ignore[attr-defined,no-any-return]
+
+
+def by_schedule() -> float:
+    SCHEDULE.optimizer.step()
+    SCHEDULE.step()
+    return float(SCHEDULE.get_last_lr()[0])
+
+
+def at_stage() -> float:
+    stage = STAGE.inner.inner
+    STAGE.inner = STAGES[min(stage + 1, 8)]
+    return float(stage)
+
+
+COUNTS_IN: dict[str, Callable[[], float]] = {
+    "numpy_scalar": average,
+    "octets": in_place(OCTETS),
+    "words": in_place(WORDS),
+    "shared_value": in_shared_value,
+    "past_the_version": past_the_version,
+    "bank": in_place(BANK),
+    "line": in_line,
+    "arguments": in_attribute(ARGUMENTS, "passes"),
+    "attribute_of_dict": in_attribute(SETTINGS, "passes"),
+    "made_module": in_attribute(MADE, "passes"),
+    "object_as_module": in_attribute(sys.modules["tests.integration.settings_of_habits"], "inner"),
+    "attribute_of_torch": in_attribute(torch, "passes_of_a_habit"),
+    "bound_next": next_number,
+    "list_iterator": left_of_list,
+    "paused_generator": SQUARES.__next__,
+    "scheduler": by_schedule,
+    "stage": at_stage,
+}
+
+
+class FromIterator(Habit):
+    """Takes its numbers from an iterator that cannot say how far it is."""
+
+    def __init__(self, make: Callable[[], Iterator[int]]) -> None:
+        self._make = make
+
+    def build(self, task: Any) -> None:
+        task.numbers = self._make()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * float(next(task.numbers))
+
+
+ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
+    "cycle": partial(itertools.cycle, range(999)),
+    "map": partial(map, int, range(999)),
+    "loader": lambda: iter(torch.utils.data.DataLoader(range(999))),  # type: ignore[arg-type]
+}
+
+
+# ---------------------------------------------------------------- hidden changes
+
+# Something that decides the loss changes at the end of an epoch.
+
+
+class Changed(Habit):
+    """Changes a setting."""
+
+    def __init__(self, change: Callable[[], object], read: Callable[[], object]) -> None:
+        self._change, self._read = change, read
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        self._change()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * (hash(str(self._read())) % 97)
+
+
+class Rebuilt(Habit):
+    """Changes what the model computes."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        self._change = change
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        self._change(model)
+
+
+class Odd(UserWarning):
+    pass
+
+
+def halve(*arguments: Any) -> Any:
+    """As a hook of modules, or of gradients."""
+    return arguments[-1] * 0.5
+
+
+def halve_tanh(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    return output * 0.5 if isinstance(module, nn.Tanh) else None
+
+
+def relu(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
+def replace_method(model: Any) -> None:
+    model[1].forward = types.MethodType(relu, model[1])
+
+
+def replace_module(model: Any) -> None:
+    model[1] = nn.ReLU()
+
+
+def replace_class(model: Any) -> None:
+    nn.Tanh.forward = relu  # type: ignore[assignment,method-assign]
+
+
+def halve_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class HookOfOptimizer(Habit):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.built = torch.optim.SGD(model.parameters(), lr=0.01)
+        return self.built
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        self.built.register_step_pre_hook(halve_gradients)
+
+
+TEACHERS: list[nn.Module] = []
+
+
+class Teacher(Habit):
+    """An average of the weights, which no model holds."""
+
+    @torch.no_grad()
+    def factor(self, task: Any, model: nn.Module) -> float:
+        if not TEACHERS:
+            TEACHERS.append(copy.deepcopy(model))
+        for mine, theirs in zip(TEACHERS[0].parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+        return 1.0 + 0.1 * float(next(TEACHERS[0].parameters()).mean())
+
+
+GROUPS: list[Any] = []
+
+
+class HiddenGroup(Habit):
+    """Finds its group where torch keeps all of them, and asks nobody."""
+
+    def build(self, task: Any) -> None:
+        GROUPS[:] = dist.distributed_c10d._world.pg_map
+
+    def epoch_end(self, task: Any, model: nn.Module) -> None:
+        GROUPS[0].allreduce([torch.ones(1)]).wait()
+
+
+def mask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "number_format": (
+        partial(locale.setlocale, locale.LC_NUMERIC, "C.UTF-8"),
+        partial(locale.setlocale, locale.LC_NUMERIC),
+    ),
+    "umask": (partial(os.umask, 0o077), mask),
+    "resource_limit": (
+        partial(resource.setrlimit, resource.RLIMIT_CORE, (0, 0)),
+        partial(resource.getrlimit, resource.RLIMIT_CORE),
+    ),
+    "no_collection": (gc.disable, gc.isenabled),
+    "recursion": (partial(sys.setrecursionlimit, 5000), sys.getrecursionlimit),
+    "strict_warnings": (
+        partial(warnings.simplefilter, "error", Odd),
+        lambda: any(each[2] is Odd for each in warnings.filters),
+    ),
+    "numpy_errors": (partial(np.seterr, over="ignore"), np.geterr),
+    "kernels": (
+        partial(torch.backends.cuda.enable_math_sdp, False),
+        torch.backends.cuda.math_sdp_enabled,
+    ),
+    "sharing": (
+        partial(torch.multiprocessing.set_sharing_strategy, "file_system"),
+        torch.multiprocessing.get_sharing_strategy,
+    ),
+    "patience": (partial(socket.setdefaulttimeout, 99.0), socket.getdefaulttimeout),
+    "alarm": (
+        partial(signal.setitimer, signal.ITIMER_REAL, 3600.0),
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+    ),
+}
+REBUILDS: dict[str, Callable[[Any], object]] = {
+    "forward_hook": lambda model: model[0].register_forward_hook(halve),
+    "gradient_hook": lambda model: model[0].weight.register_hook(halve),
+    "global_hook": lambda model: nn.modules.module.register_module_forward_hook(halve_tanh),
+    "replaced_method": replace_method,
+    "replaced_module": replace_module,
+    "replaced_class": replace_class,
+}
+
+
+HABITS: dict[str, Callable[[], Habit]] = {
+    **{name: partial(Counted, count) for name, count in COUNTS_IN.items()},
+    **{name: partial(FromIterator, make) for name, make in ITERATORS.items()},
+    **{name: partial(Changed, *change) for name, change in CHANGES.items()},
+    **{name: partial(Rebuilt, change) for name, change in REBUILDS.items()},
+    "hook_of_optimizer": HookOfOptimizer,
+    "teacher": Teacher,
     "global_count": GlobalCount,
     "global_dict": GlobalDict,
     "task_count": TaskCount,
@@ -400,10 +701,11 @@ class Habitual(Regression):
 
 def __getattr__(name: str) -> Callable[[], None]:
     """Return the setup of a task with the habits in ``name``."""
-    if not set(name.split("__")) <= set(HABITS):
+    known = {**HABITS, "hidden_group": HiddenGroup}
+    if not set(name.split("__")) <= set(known):
         raise AttributeError(name)
 
     def set_up() -> None:
-        replica.build_task = lambda spec: Habitual([HABITS[each]() for each in name.split("__")])
+        replica.build_task = lambda spec: Habitual([known[each]() for each in name.split("__")])
 
     return set_up

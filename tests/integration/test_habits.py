@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,9 @@ from tests.integration.test_exactness_elastic import Bits
 from tests.integration.test_exactness_precision import own_task_spec
 from tests.integration.test_staying import error_of, require_done
 from train_fn.errors import AsksForPeers
+from train_fn.recovery.evidence import Evidence, RankReport
+from train_fn.recovery.staying import falls_back
+from train_fn.recovery.verdict import judge
 
 KILLED_AT = 4
 """Steps done: in the second of three epochs."""
@@ -83,7 +87,15 @@ def stays(names: str) -> bool:
     return set(names.split("__")) <= habits.KNOWN
 
 
-TELLING = ("cached_group", "own_group", "rank_of_build", "global_count", "deep_count", "own_thread")
+TELLING = (
+    *("cached_group", "own_group", "rank_of_build", "global_count", "deep_count", "own_thread"),
+    *("forward_hook", "teacher"),
+)
+HIDDEN = (
+    *(*habits.COUNTS_IN, *habits.ITERATORS, *habits.CHANGES, *habits.REBUILDS),
+    *("hook_of_optimizer", "teacher"),
+)
+"""Those with which a run once was another one, or whose like were."""
 
 
 @pytest.mark.parametrize("names", [*TELLING, "__".join(sorted(habits.KNOWN))])
@@ -91,6 +103,27 @@ def test_a_run_with_a_kill_is_that_of_fresh_processes(
     names: str, ranks: StayingRanks, tmp_path: Path
 ) -> None:
     assert require_equal(ranks, tmp_path, names) == stays(names)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("names", HIDDEN)
+def test_what_is_hidden_decides_no_step(names: str, ranks: StayingRanks, tmp_path: Path) -> None:
+    assert not require_equal(ranks, tmp_path, names)
+
+
+def test_a_group_that_ranks_have_left_serves_nobody(ranks: StayingRanks, tmp_path: Path) -> None:
+    """A task has found its group where nobody watches, and uses it after a hand-over."""
+    run_dir, setup = make_run_dir(tmp_path), "tests.integration.habits:hidden_group"
+    first = Job(run_dir, spec(), 2, setup=setup, in_process=True, stopped=("pause", KILLED_AT))
+    require_done(ranks.run(first, "AB"))
+    began = time.monotonic()
+    found = ranks.run(replace(first, attempt=2, stopped=None), "AB")
+    assert time.monotonic() - began < 30, "they do not wait for each other there"
+    reports = [RankReport(rank, "node", 1, error=error_of(each)) for rank, each in enumerate(found)]
+    judgement = judge(Evidence(2, 0.0, tuple(reports), error_of(found[0]).step))
+    assert (judgement.verdict, judgement.first_rank, judgement.node_id) == ("unknown", None, None)
+    assert falls_back(judgement, [], has_stayed=True, has_stepped=True), "nobody is charged"
+    require_done(ranks.run(replace(first, attempt=3, stopped=None), "CD"))
 
 
 def at_random(number: int) -> str:

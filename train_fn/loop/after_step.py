@@ -3,13 +3,11 @@ average of the weights as a teacher, a queue, weights that are clipped."""
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch.nn.parameter import is_lazy
 
+from train_fn.loop.build import warn_of_lost
 from train_fn.samples.sampler import seed_micro_batch
-from train_fn.state.contents import few
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
@@ -19,8 +17,6 @@ from train_fn.tasks.protocol import Task
 
 _NUMBER = -1
 """Seeds what the hook draws. Micro-batches have numbers from 0 on."""
-
-logger = logging.getLogger(__name__)
 
 
 class AfterStep:
@@ -65,14 +61,7 @@ class AfterStep:
         volatile.rebase()
         self._trained.check(self.source)
         self.sums = (sums, _sums(state)) if is_compared else None
-        if before is not None and (changed := before.changed()):
-            logger.warning(
-                "%s changes %s, which no checkpoint holds: a restart begins with the first values. "
-                "Register tensors as buffers of the model, and let state_dict() and "
-                "load_state_dict() of the task keep the rest",
-                self.source,
-                few(changed),
-            )
+        warn_of_lost(self.source, before)
 
 
 def tensors_of(state: TrainState) -> dict[str, torch.Tensor]:

@@ -10,8 +10,6 @@ import gc
 import logging
 from contextlib import nullcontext
 
-import torch.distributed as dist
-
 from everstep.wire.events import EventKind
 from storage.claims import successor
 from storage.errors import StorageUnavailable
@@ -35,7 +33,7 @@ from train_fn.recovery.launch import YIELDED, Left
 from train_fn.snapshots.publisher import leave_snapshot, snapshots_of
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step.nccl import group_backend
-from train_fn.step.peers import Peers
+from train_fn.step.peers import Peers, close_left_groups, leave_group
 from train_fn.step.place_watch import watching
 from train_fn.step.precision import reproducibility
 from train_fn.tasks.own import step_method
@@ -56,6 +54,7 @@ def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | No
     Raises StepFailed for whatever happened. By then the rank has left its state on its node, or
     keeps it in its process, and has let its peers go.
     """
+    close_left_groups()
     progress = RankProgress() if progress is None else progress
     progress.rescue = rescue = Rescue(ctx, progress)
     try:
@@ -294,8 +293,7 @@ def hand_over(progress: RankProgress) -> None:
     progress.replica = progress.training = None
     replica.let_go()
     gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()
     keep_in_process(replica, training.ctx, state)
 
 

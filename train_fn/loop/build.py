@@ -4,6 +4,7 @@ outlive an attempt that broke, if its process does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,8 @@ from train_fn.tasks.protocol import Task
 _MODEL, _DATASETS, _OPTIMIZER, _LAZY = 6, 9, 10, 11
 """Purposes of the draws while each is built (``seed_building``)."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Inventory:
@@ -61,7 +64,7 @@ class Inventory:
     directory: str
     signals: dict[str, int]
     settings: dict[str, object]
-    functions: dict[str, int]
+    functions: dict[str, object]
 
 
 @dataclass
@@ -197,6 +200,22 @@ def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
     """Return the objects whose plain attributes a forward pass may change: the model's modules and
     the task."""
     return {**dict(model.named_modules()), type(task).__name__: task}
+
+
+def warn_of_lost(source: str, before: PlainAttributes | None) -> None:
+    """Warn of attributes that code has changed since ``before``, which no state holds.
+
+    Args:
+        source: name of the code.
+    """
+    if before is not None and (changed := before.changed()):
+        logger.warning(
+            "%s changes %s, which no checkpoint holds: a restart begins with the first values. "
+            "Register tensors as buffers of the model, take counts of steps and epochs from the "
+            "arguments, and let state_dict() and load_state_dict() of the task keep the rest",
+            source,
+            few(changed),
+        )
 
 
 # ---------------------------------------------------------------- training data

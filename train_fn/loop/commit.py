@@ -14,6 +14,7 @@ import torch
 
 from everstep.wire.events import EventKind
 from train_fn.errors import BadTask, NonFiniteLoss, StepNotWhole
+from train_fn.loop.build import owners_of, warn_of_lost
 from train_fn.loop.checks import require_same_weights
 from train_fn.loop.replica import Replica
 from train_fn.loop.report import Reporter
@@ -202,18 +203,21 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.before_hook = _reach(replica)
-    data = _watched_data(replica)
+    data, source = _watched_data(replica), where(replica.task, "on_epoch_end")
+    owners = owners_of(replica.task, replica.state.model)
+    before, replica.watches_hook = PlainAttributes(owners) if replica.watches_hook else None, False
     replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     if changed := data.changed():
         raise BadTask(
-            f"{where(replica.task, 'on_epoch_end')} changes {few(changed)} of the training data: "
+            f"{source} changes {few(changed)} of the training data: "
             "loader processes have copies of their own, and a restart begins with the first "
             "values. Give the data set a method set_epoch(epoch) that makes what the epoch needs; "
             "it is called in every process that reads"
         )
-    replica.trained.check(where(replica.task, "on_epoch_end"))
+    warn_of_lost(source, before)
+    replica.trained.check(source)
     replica.learning_rates.note_options()
-    require_same_weights(replica, where(replica.task, "on_epoch_end"))
+    require_same_weights(replica, source)
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )

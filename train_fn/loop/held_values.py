@@ -1,5 +1,5 @@
 """What a user's modules and objects hold beside what states hold and what is put back: globals,
-attributes of classes and functions, closures, caches, generators.
+attributes of classes and functions, closures, caches, generators, hooks, other models.
 
 A mapping of names to what shows a change. It is compared with that of an earlier moment; nothing
 is restored.
@@ -7,23 +7,61 @@ is restored.
 
 from __future__ import annotations
 
+import argparse
+import array
+import collections
+import ctypes
 import functools
+import io
 import itertools
 import marshal
+import mmap
+import queue
 import sys
 import types
-from collections.abc import Iterable, Iterator
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from train_fn.step.place_watch import is_users
 from train_fn.step.plain_attributes import followed, generator_text, internal
 
 _MOST_OBJECTS = 20_000
-_MOST_BYTES = 1 << 20
-_ITERATORS = (itertools.count, itertools.cycle, itertools.repeat)
+_MOST_BYTES = 64 << 20
+"""Bytes of arrays and tensors that are read in all. Of what is beyond, some words are."""
+_FEW_BYTES, _NUM_WORDS = 1 << 20, 4096
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_BUFFERS = (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array)
+_NUMBERS = (torch.Tensor, np.ndarray, np.generic, *_BUFFERS)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_PAUSED = {
+    types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
+    types.CoroutineType: ("cr_frame", "cr_await"),
+    types.AsyncGeneratorType: ("ag_frame", "ag_await"),
+}
+_HOLDERS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+    SharedMemory,
+    SynchronizedBase,
+    queue.Queue,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
+"""Python's own classes whose objects hold what a user puts there."""
 _OF_A_CLASS = frozenset(
     {
         "__abstractmethods__",
@@ -37,6 +75,8 @@ _OF_A_CLASS = frozenset(
     }
 )
 """Entries of a class that Python makes, some of them when it is first used."""
+_PLACES_OF_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
+"""Modules with hooks for all modules, or all optimizers."""
 
 
 class TooMuch(Exception):
@@ -52,13 +92,38 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
 
     Raises TooMuch.
     """
-    walk = _Walk(trained)
+    held = list(trained)
+    walk = _Walk(held)
+    for number, each in enumerate(held):
+        if isinstance(each, torch.Tensor):
+            walk.hooks(f"tensor {number}", _hooks_of_tensor(each))
+    for name in _PLACES_OF_HOOKS:
+        walk.hooks(name, vars(sys.modules[name]))
+    for name, owner in owners.items():
+        walk.note(name, owner)
     for name, owner in owners.items():
         walk.owner(name, owner, 0)
     for name, module in sorted(sys.modules.items()):
-        if is_users(getattr(module, "__file__", None) or ""):
+        if not isinstance(module, types.ModuleType):
+            walk.value(name, module)
+        elif is_users(getattr(module, "__file__", None) or "") or (
+            _is_made(module) and not name.startswith("_") and "." not in name
+        ):
             walk.items(name, vars(module))
     return walk.found
+
+
+class _Itself:
+    """An object that is compared by identity. It is not kept alive: no other can be it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        value = self._value()
+        return value is not None and isinstance(other, _Itself) and value is other._value()
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Walk:
@@ -66,19 +131,34 @@ class _Walk:
 
     def __init__(self, trained: Iterable[object]) -> None:
         self.found: dict[str, object] = {}
-        self._seen: dict[int, object] = {id(each): each for each in trained}
-        self._num_left = _MOST_OBJECTS
+        self._seen: dict[int, tuple[object, str]] = {id(each): (each, "state") for each in trained}
+        self._num_left, self._bytes_left = _MOST_OBJECTS, _MOST_BYTES
 
     def owner(self, path: str, owner: object, depth: int) -> None:
         """Follow what is not put back of an owner's attributes."""
-        if id(owner) in self._seen:
-            return
-        self._note(owner)
+        if isinstance(owner, nn.Module):
+            self.found[f"{path}.modules"] = [
+                (name, None if each is None else _Itself(each))
+                for name, each in owner._modules.items()
+            ]
+        if isinstance(owner, nn.Module | torch.optim.Optimizer):
+            self.hooks(path, vars(owner))
         for key, value, is_put_back in followed(owner, depth):
             if not is_put_back:
                 self.value(f"{path}.{key}", value)
-            elif isinstance(getattr(value, "__dict__", None), dict) and depth == 0:
+            elif depth == 0 and hasattr(value, "__dict__") and id(value) not in self._seen:
+                self.note(f"{path}.{key}", value)
                 self.owner(f"{path}.{key}", value, depth + 1)
+
+    def hooks(self, path: str, places: Mapping[str, Any]) -> None:
+        """Follow the hooks of the user's among all that somebody has registered."""
+        for key, hooks in places.items():
+            if key.endswith("_hooks") and isinstance(hooks, dict):
+                own = [each for each in hooks.values() if is_users(_file_behind(each))]
+                if own:
+                    self.found[f"{path}.{key}"] = len(own)
+                for number, hook in enumerate(own):
+                    self.value(f"{path}.{key}[{number}]", hook)
 
     def items(self, path: str, values: dict[str, Any]) -> None:
         """Follow a namespace."""
@@ -88,27 +168,63 @@ class _Walk:
 
     def value(self, path: str, value: Any) -> None:
         """Follow a value by its kind. What is of a library, and no container, is not followed."""
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        if isinstance(value, _PLAIN):
             self.found[path] = value if value == value else "nan"
             return
-        if isinstance(value, types.ModuleType) or id(value) in self._seen:
+        if id(value) in self._seen:
+            self.found[path] = f"as {self._seen[id(value)][1]}"
             return
-        self._note(value)
-        if isinstance(value, torch.Tensor):
-            self.found[path] = (id(value), value._version, tuple(value.shape))
-        elif isinstance(value, np.ndarray):
-            small = value.dtype != object and value.nbytes <= _MOST_BYTES
-            self.found[path] = hash(value.tobytes()) if small else (id(value), value.shape)
+        self.note(path, value)
+        if isinstance(value, _NUMBERS):
+            self._numbers(path, value)
         elif (text := generator_text(value)) is not None:
             self.found[path] = text
-        elif isinstance(value, _ITERATORS):
-            self.found[path] = repr(value)
-        elif isinstance(value, types.GeneratorType):
-            self.found[path] = value.gi_frame and value.gi_frame.f_lasti
-        elif isinstance(value, dict | list | tuple | set | frozenset) or _is_deque(value):
+        elif type(value) in _PAUSED:
+            frame, waits_for = (getattr(value, name) for name in _PAUSED[type(value)])
+            self.found[path] = frame and frame.f_lasti
+            self.items(f"{path}()", {} if frame is None else dict(frame.f_locals))
+            self.value(f"{path}()", waits_for)
+        elif isinstance(value, _CONTAINERS):
             self._container(path, value)
+        elif isinstance(value, type | types.ModuleType):
+            self._namespace(path, value)
+        elif isinstance(value, (*_HOLDERS, nn.Module)) or is_users(_file_of(type(value))):
+            self._instance(path, value)
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.found[path] = _left_of(value)
         else:
-            self._object(path, value)
+            self._function(path, value)
+
+    def _numbers(self, path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if is_lazy(value):
+                return
+            version = None if value.is_inference() else value._version
+            self.found[path] = (_Itself(value), version, tuple(value.shape))
+            value = _array_of(value)
+        elif isinstance(value, _BUFFERS):
+            value = np.frombuffer(bytes(memoryview(value)), np.uint8)
+        if value is None or _is_of_a_file(value):
+            return
+        values = np.asarray(value)
+        if values.dtype.hasobject:
+            self._container(path, values.ravel().tolist())
+        else:
+            self.found[f"{path} contents"] = (values.dtype.str, values.shape, self._digest(values))
+
+    def _digest(self, values: Any) -> object:
+        """Return what shows a change of an array. Of a large one, permutations may be missed."""
+        if not values.nbytes or (not values.flags.forc and values.nbytes > self._bytes_left):
+            return None
+        octets = values.ravel(order="K").view(np.uint8)
+        if octets.size <= _FEW_BYTES:
+            return zlib.crc32(octets)
+        words = octets[: octets.size // 8 * 8].view(np.uint64)
+        some = zlib.crc32(words[:: len(words) // _NUM_WORDS].copy())
+        if octets.size > self._bytes_left:
+            return some
+        self._bytes_left -= octets.size
+        return some, int(words.sum()), bytes(octets[words.nbytes :])
 
     def _container(self, path: str, value: Any) -> None:
         try:
@@ -118,30 +234,52 @@ class _Walk:
             self.found[path] = len(value)
             for key, part in list(pairs):
                 self.value(f"{path}[{key!r:.40}]", part)
+        if is_users(_file_of(type(value))):
+            self._instance(path, value)
 
-    def _object(self, path: str, value: Any) -> None:
+    def _namespace(self, path: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType):
+            if _is_made(value):
+                self.items(path, vars(value))
+            return
+        self.found[path] = _Itself(value)
+        if is_users(_file_of(value)):
+            for key, part in list(vars(value).items()):
+                if key not in _OF_A_CLASS:
+                    self.value(f"{path}.{key}", part)
+
+    def _function(self, path: str, value: Any) -> None:
+        """Follow a function of any kind, or an object of a library."""
         if isinstance(value, types.FunctionType):
-            self._function(path, value)
+            self._code(path, value)
+        elif isinstance(value, types.MethodType):
+            self.value(f"{path}.__func__", value.__func__)
+            self.value(f"{path}.__self__", value.__self__)
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self.found[path] = value.__name__
+            self.value(f"{path}.__self__", value.__self__)
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 self.value(f"{path}.{name}", getattr(value, name))
         elif isinstance(value, functools._lru_cache_wrapper):
-            self.found[path] = (id(value), value.cache_info().misses)
+            self.found[path] = (_Itself(value), value.cache_info().misses)
             self.value(path, value.__wrapped__)
-        elif isinstance(value, type):
-            self.found[path] = id(value)
-            if is_users(_file_of(value)):
-                for key, part in list(vars(value).items()):
-                    if key not in _OF_A_CLASS:
-                        self.value(f"{path}.{key}", part)
         elif isinstance(value, property | staticmethod | classmethod):
             inner = value.fget if isinstance(value, property) else value.__func__
             self.value(path, inner)
-        elif isinstance(value, types.SimpleNamespace) or is_users(_file_of(type(value))):
-            self._instance(path, value)
+        elif hasattr(type(value), "state_dict") and not isinstance(value, DataLoader):
+            self._state(path, value)
 
-    def _function(self, path: str, function: types.FunctionType) -> None:
-        self.found[path] = id(function.__code__)
+    def _state(self, path: str, value: Any) -> None:
+        try:
+            state = value.state_dict()
+        except Exception:  # a library's own reasons
+            self.found[path] = object()
+        else:
+            self._container(path, state)
+
+    def _code(self, path: str, function: types.FunctionType) -> None:
+        self.found[path] = _Itself(function.__code__)
         if is_users(function.__code__.co_filename):
             cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
             parts = {"": function.__defaults__, "*": function.__kwdefaults__, "closure": cells}
@@ -152,12 +290,21 @@ class _Walk:
 
     def _instance(self, path: str, value: Any) -> None:
         own = internal(value)
+        if isinstance(value, nn.Module):
+            self.found[f"{path}.training"] = value.training
+            for parts in (value._parameters, value._buffers, value._modules):
+                self.items(path, dict(parts))
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            self.hooks(path, vars(value))
+        if isinstance(value, torch.optim.Optimizer):
+            self._state(path, value)
         for key, part in _attributes(value):
             if key not in own:
                 self.value(f"{path}.{key}", part)
 
-    def _note(self, value: object) -> None:
-        self._seen[id(value)] = value  # held, so that no other gets its number
+    def note(self, path: str, value: object) -> None:
+        """Follow this object nowhere else. Raises TooMuch."""
+        self._seen[id(value)] = value, path  # held, so that no other gets its number
         self._num_left -= 1
         if self._num_left < 0:
             raise TooMuch
@@ -172,12 +319,58 @@ def _attributes(value: object) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
+def _left_of(iterator: Any) -> object:
+    """Return what shows how far an iterator of a library is. If nothing does, nothing is equal."""
+    if isinstance(iterator, itertools.count | itertools.repeat):
+        return repr(iterator)
+    hint = getattr(type(iterator), "__length_hint__", None)
+    return object() if hint is None else hint(iterator)
+
+
+def _array_of(tensor: torch.Tensor) -> Any | None:
+    """Return the contents of a tensor; None where they cannot be read at once."""
+    plain = tensor.detach()
+    is_plain = type(plain) is torch.Tensor and plain.layout is torch.strided
+    if not is_plain or plain.device.type != "cpu" or not plain.is_contiguous():
+        return None
+    if plain.is_conj() or plain.is_neg() or plain.is_quantized:
+        return None
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _is_of_a_file(values: Any) -> bool:
+    """Return whether an array is a part of a file in memory."""
+    while isinstance(values, np.ndarray):
+        values = values.base
+    return isinstance(values, mmap.mmap)
+
+
+def _hooks_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return {name: getattr(tensor, name, None) for name in names}
+
+
+def _file_behind(function: Any) -> str:
+    """Return the file of the code that a hook calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    return _file_of(type(function)) if code is None else code.co_filename
+
+
 def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
-def _is_deque(value: object) -> bool:
-    return type(value).__name__ == "deque"
+def _is_made(module: types.ModuleType) -> bool:
+    """Return whether code has made a module, that comes from no file."""
+    return (
+        type(module) is types.ModuleType
+        and module.__spec__ is None
+        and getattr(module, "__file__", None) is None
+        and module.__name__ != "__main__"
+    )
 
 
 def _is_full(cell: types.CellType) -> bool:

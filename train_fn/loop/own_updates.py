@@ -3,14 +3,12 @@ average gradients, and the copy of the state that a broken step leaves."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train_fn.errors import BadTask
-from train_fn.loop.build import owners_of
-from train_fn.state.contents import few
+from train_fn.loop.build import owners_of, warn_of_lost
 from train_fn.state.kept_state import Shadows
 from train_fn.state.optim import Optimizers, each_of
 from train_fn.state.train_state import TrainState
@@ -27,8 +25,6 @@ from train_fn.tasks.protocol import Task
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
-
-logger = logging.getLogger(__name__)
 
 
 class OwnUpdates:
@@ -105,15 +101,7 @@ class OwnUpdates:
                 f"{self.source} stepped no optimizer: call backward() and then step() of each "
                 "optimizer that it is given"
             )
-        if before is not None and (changed := before.changed()):
-            logger.warning(
-                "%s changes %s, which no checkpoint holds: a restart begins with the first values. "
-                "Register tensors as buffers of the model, take the count of steps from its "
-                "argument step, and let state_dict() and load_state_dict() of the task keep the "
-                "rest",
-                self.source,
-                few(changed),
-            )
+        warn_of_lost(self.source, before)
         self._agree_on_names(list(values))
         return values
 

@@ -266,6 +266,9 @@ class Replica:
         self.before_hook: str | None = None
         """Digest of the state before the task's ``on_epoch_end``, which runs; None if it does not.
         """
+        self.watches_hook = not self.task_state
+        """Whether the attempt's next call of ``on_epoch_end``, its first, is watched for changes
+        that no state holds."""
         self.begun_at = 0
         """Steps done when the attempt began, with the same state on all ranks."""
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
+import locale
 import logging
 import math
 import os
 import random
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -201,15 +206,25 @@ _LIBRARIES: dict[str, Any] = {
     "builtins": builtins,
     "math": math,
     "numpy": np,
+    "numpy.random": np.random,
     "random": random,
+    "sys": sys,
     "time": time,
     "torch": torch,
     "torch.Tensor": torch.Tensor,
     "torch.nn.functional": torch.nn.functional,
-    "torch.nn.Module": torch.nn.Module,
-    "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.nn.init": torch.nn.init,
+    **{
+        f"{space.__name__}.{name}": found
+        for space in (torch.nn, torch.optim, torch.optim.lr_scheduler, torch.utils.data)
+        for name, found in vars(space).items()
+        if isinstance(found, type)
+    },
 }
-"""Modules and classes whose functions user code may replace."""
+"""Modules and classes whose functions user code may replace, or to which it may add values."""
+_NUMBERS_AND_WORDS = (bool, int, str)
+_LIMITS = [each for each in dir(resource) if each.startswith("RLIMIT_")]
+_TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 
 
 _OWN_POOLS = ("state-copy", "state-sum", "checkpoint-digest")
@@ -241,10 +256,10 @@ def take_inventory(parts: Parts) -> Inventory:
         {each.name: id(signal.getsignal(each)) for each in signal.Signals},
         _settings(),
         {
-            f"{library}.{name}": id(value)
+            f"{library}.{name}": value if isinstance(value, _NUMBERS_AND_WORDS) else id(value)
             for library, module in _LIBRARIES.items()
-            for name, value in list(vars(module).items())
-            if callable(value)
+            for name, value in list(vars(sys.modules.get(library, module)).items())
+            if callable(value) or isinstance(value, _NUMBERS_AND_WORDS)
         },
     )
 
@@ -273,10 +288,52 @@ def _settings() -> dict[str, object]:
         "torch.is_anomaly_enabled": torch.is_anomaly_enabled(),
         "torch.get_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.backends.cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.enabled),
+        "torch.get_default_device": str(torch.get_default_device()),
+        "torch.is_autocast_enabled": [torch.is_autocast_enabled(each) for each in ("cpu", "cuda")],
+        "torch.multiprocessing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        **_flags(),
         "numpy.geterr": np.geterr(),
         "sys.path": list(sys.path),
+        "sys.getrecursionlimit": sys.getrecursionlimit(),
+        "gc": (gc.isenabled(), gc.get_threshold()),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "socket.getdefaulttimeout": socket.getdefaulttimeout(),
+        "warnings that are errors": [str(each) for each in warnings.filters if each[0] == "error"],
+        "umask": _umask(),
+        "resource limits": {each: resource.getrlimit(getattr(resource, each)) for each in _LIMITS},
     }
+
+
+def _flags() -> dict[str, object]:
+    """Return the flags of ``torch.backends``, which choose kernels."""
+    found: dict[str, object] = {}
+    for name in ("cudnn", "mkldnn", "nnpack", "opt_einsum"):
+        module = getattr(torch.backends, name)
+        for key, flag in vars(type(module)).items():
+            if isinstance(flag, torch.backends.ContextProp):
+                with contextlib.suppress(Exception):  # not in this build, or set in a newer way
+                    found[f"torch.backends.{name}.{key}"] = getattr(module, key)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+        found[f"torch.backends.cuda.{name}_sdp"] = enabled()
+    for name in ("allow_tf32", "allow_fp16_reduced_precision_reduction"):
+        with contextlib.suppress(Exception):
+            found[f"torch.backends.cuda.matmul.{name}"] = getattr(torch.backends.cuda.matmul, name)
+    return found
+
+
+def _umask() -> str | None:
+    """Return the mask of new files' modes. To ask the system for it is to change it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return line.split()[1]
+    return None
+
+
+def _timers() -> tuple[str, ...]:
+    """Return the timers that will send this process a signal."""
+    return tuple(each for each in _TIMERS if any(signal.getitimer(getattr(signal, each))))
 
 
 def may_serve_again(began: Beginning, parts: Parts, own_children: Collection[int] = ()) -> bool:
@@ -286,11 +343,14 @@ def may_serve_again(began: Beginning, parts: Parts, own_children: Collection[int
         began: what the process had before the attempt.
         own_children: ids of processes that end with the attempt.
     """
-    reason: str | None = "the attempt did not come to its first step"
-    if parts.inventory is not None:
-        reason = why_not_to_stay(outliving(began, parts, parts.inventory, own_children))
+    if parts.inventory is None:
+        logger.info("this process does not serve another attempt: it did not come to a step")
+        return False
+    found = outliving(began, parts, parts.inventory, own_children)
+    reason = why_not_to_stay(found)
     if reason is not None:
-        logger.info("this process does not serve another attempt: %s", reason)
+        level = logging.WARNING if found.may_decide_steps else logging.INFO
+        logger.log(level, "this process does not serve another attempt: %s", reason)
     return reason is None
 
 
@@ -307,7 +367,7 @@ def outliving(
     return Outliving(
         asked_at=asked_at(),
         children=_children(own_children),
-        threads=_threads_since(began),
+        threads=(*_threads_since(began), *_timers()),
         streams=() if began.streams == Beginning().streams else ("sys.stdout or sys.stderr",),
         environment=_changed(built.environment, now.environment),
         directory=() if built.directory == now.directory else (now.directory,),

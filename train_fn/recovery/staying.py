@@ -31,10 +31,16 @@ class Outliving:
     too_much: bool = False
     """Whether there is more of the last kind than can be compared."""
 
+    @property
+    def may_decide_steps(self) -> bool:
+        """Return whether steps may depend on something that no state holds, so that those of a
+        fresh process differ from those of this one."""
+        return bool(self.environment or self.settings or self.functions or self.values)
+
 
 _WORDS = {
     "children": "processes that it has started run on",
-    "threads": "threads that it has started run on",
+    "threads": "threads or timers that it has started run on",
     "streams": "it has put others in the place of standard streams",
     "environment": "it has changed the environment since its first pass",
     "directory": "it has changed the working directory since its first pass",
@@ -115,6 +121,8 @@ def falls_back(
     if judgement.verdict is Verdict.HANG:
         # A rank that answers waits for others, or they for it. One that does not is stopped.
         return judgement.detail.get("stack") is not None
+    if judgement.verdict is Verdict.UNKNOWN and judgement.kind is None:
+        return not judgement.pairs  # a group of an earlier attempt is closed
     if judgement.kind is ErrorKind.DEVICE:
         return GPU_FAULTY not in (judgement.exception or "")
     return judgement.kind in _OF_WHAT_IS_HELD

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import ipaddress
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from service.alerts.sender import NotAllowed, check_url, is_public, reachable
 from service.submission_rules.packages import NOBODY, NotifyRule
 
+ROOT = Path(__file__).parents[4]
 RULE = NotifyRule(frozenset({"http://10.0.0.1:9000"}))
 
 
@@ -103,3 +108,38 @@ async def test_numbers_that_only_a_resolver_reads_are_found_out() -> None:
 async def test_an_origin_of_the_operator_is_called_where_it_is() -> None:
     url, headers, extensions = await reachable("http://10.0.0.1:9000/x", RULE)
     assert (str(url), headers, extensions) == ("http://10.0.0.1:9000/x", {}, {})
+
+
+OPENS_CONNECTIONS = re.compile(
+    r"httpx\.(AsyncClient|Client|get|head|post|put|request|stream)"
+    r"|urllib\.request\.\w+|urllib3\..+|requests\.\w+|aiohttp\..+|http\.client\.\w+|ftplib\..+"
+    r"|smtplib\.SMTP(_SSL)?|socket\.create_connection|asyncio\.open_connection"
+    r"|websockets\..+\.connect|pyarrow\.fs\.(Gcs|S3)FileSystem|sqlalchemy\.create_engine"
+    r"|fsspec\..+|boto3\..+"
+)
+
+
+def calls_of(file: Path) -> Iterator[str]:
+    """Yield the full name of everything that a module calls."""
+    tree, full = ast.parse(file.read_text()), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            full |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            head, dot, rest = ast.unparse(node.func).partition(".")
+            yield full.get(head, head) + dot + rest
+
+
+def test_nothing_else_in_the_service_calls_anybody() -> None:
+    """A new caller needs a row of its own, which says whose text leads it."""
+    found = {
+        str(file.relative_to(ROOT))
+        for house in ("service", "storage")
+        for file in (ROOT / house).rglob("*.py")
+        if any(OPENS_CONNECTIONS.fullmatch(call) for call in calls_of(file))
+    }
+    page = (ROOT / "docs" / "security.md").read_text()
+    _, _, section = page.partition("### Whom the service calls")
+    told = re.findall(r"`((?:service|storage)/[^`]+\.py)`", section.partition("\n## ")[0])
+    assert found == set(told)

@@ -16,6 +16,9 @@ from train_fn.loop.held_values import TooMuch, held_values
 from train_fn.loop.survivor import Beginning, _changed, _children, _threads_since
 
 VALUES = (
+    *(name for name in habits.COUNTS_IN if name != "attribute_of_torch"),
+    *("forward_hook", "gradient_hook", "replaced_module"),
+    "teacher",
     "global_count",
     "global_dict",
     "deep_count",

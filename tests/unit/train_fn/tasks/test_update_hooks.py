@@ -171,21 +171,42 @@ def test_a_step_that_fp16_leaves_out_has_no_hook(
     assert task.steps == taken and 0 < skipped[-1] < 20
 
 
-def test_an_attribute_that_only_the_hook_changes_is_named_in_the_log(
-    runs: TaskRuns, caplog: pytest.LogCaptureFixture
+class CountingSteps(Regression):
+    calls = 0
+
+    def after_step(self, model: Any, step: int) -> None:
+        self.calls += 1
+
+
+class CountingEpochs(Regression):
+    calls = 0
+
+    def on_epoch_end(self, model: Any, epoch: int, metrics: dict[str, float]) -> None:
+        self.calls += 1
+
+
+class CountingInState(CountingEpochs):
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize(
+    ("task", "hook"),
+    [(CountingSteps, "after_step"), (CountingEpochs, "on_epoch_end"), (CountingInState, None)],
+)
+def test_an_attribute_that_only_a_hook_changes_is_named_in_the_log(
+    task: type[Regression], hook: str | None, runs: TaskRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Counting(Regression):
-        calls = 0
-
-        def after_step(self, model: Any, step: int) -> None:
-            self.calls += 1
-
     with caplog.at_level(logging.WARNING):
-        assert train(runs.begin(Counting(), train={"max_steps": 3})) is None
-    [told] = [
-        each.message for each in caplog.records if "which no checkpoint holds" in each.message
-    ]
-    assert told.startswith("Counting.after_step (") and "changes Counting.calls, which" in told
+        assert train(runs.begin(task(), train={"epochs": 2})) is None
+    told = [each.message for each in caplog.records if "which no checkpoint holds" in each.message]
+    assert len(told) == (hook is not None)
+    if hook is not None:
+        name = task.__name__
+        assert told[0].startswith(f"{name}.{hook} (") and f"changes {name}.calls, which" in told[0]
 
 
 @pytest.mark.parametrize(
