@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -22,13 +23,13 @@ from everstep.cli.terminal import (
 )
 from everstep.client.download import Which, leaves_out_frozen
 from everstep.client.runs import RunHandle
-from everstep.errors import UsageError
+from everstep.errors import EverstepError, UsageError
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
 from everstep.text import words
 from everstep.text.events import summary
 from everstep.text.words import differences
-from everstep.wire import Checkpoint, Run, RunStatus
+from everstep.wire import Checkpoint, ReasonCode, Run, RunStatus
 from everstep.wire.drills import StackReport
 from everstep.wire.events import EventKind
 
@@ -112,12 +113,12 @@ def why(
     json_: JsonOption = False,
     url: UrlOption = None,
 ) -> None:
-    """Explain the failures of a run: cause, evidence, action and cost; and show current
-    stragglers."""
+    """Explain the failures of a run: cause, evidence, action and cost; show current stragglers, and
+    what a run waits for that does not train."""
     out = terminal()
     run = out.client().runs.get(run_id)
     failures, report = run.failures(lines=lines), run.stragglers()
-    still = _standing_still(run)
+    still, doing = _standing_still(run), _doing(out, run)
     if out.as_json:
         out.json(
             {
@@ -126,13 +127,14 @@ def why(
                 "failures": failures,
                 "stragglers": report.stragglers,
                 "standing_still": still,
+                "doing": doing,
             }
         )
         return
     out.line(summary(run.run).splitlines()[0])
     if run.reason is not None:
         out.line(f"{run.reason.code}: {run.reason.message}")
-    for line in event_words.stragglers(report):
+    for line in (*doing, *event_words.stragglers(report)):
         out.line(line)
     if still is not None:
         out.line(f"{event_words.standing_still(still)} (at {still.at.astimezone():%H:%M:%S})")
@@ -142,8 +144,25 @@ def why(
         out.line(f"{number}. {at} {failure_words.headline(fault)}")
         for line in failure_words.story(fault):
             out.line(f"  {line}")
-    if not failures and still is None:
+    if not failures and not doing and still is None:
         out.note("no failures recorded")
+
+
+def _doing(out: Terminal, run: RunHandle) -> list[str]:
+    """Return what a run does or waits for that does not train, and what is free where it waits for
+    resources."""
+    attempts = [] if run.status.terminal else run.attempts()
+    what = event_words.doing(run.run, attempts, datetime.now(UTC))
+    if what is None:
+        return []
+    lacks = (ReasonCode.WAITING_FOR_CAPACITY, ReasonCode.INFEASIBLE)
+    if run.reason is None or run.reason.code not in lacks:
+        return [what]
+    try:
+        cluster = out.client().cluster()
+    except EverstepError:  # what the run waits for is said all the same
+        return [what]
+    return [what, event_words.room(cluster.nodes)] if cluster.available else [what]
 
 
 def _standing_still(run: RunHandle) -> StackReport | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from everstep.text import failure
-from everstep.text.words import count, duration, numbers, size, usage_parts, where
-from everstep.wire import Event, Failure, Run, StragglerReport
+from everstep.text.words import count, duration, has_no_steps, numbers, size, usage_parts, where
+from everstep.wire import Attempt, Event, Failure, Node, Run, RunStatus, StragglerReport
 from everstep.wire.drills import StackReport
 from everstep.wire.events import OWN_FILES, EventKind
 
@@ -161,6 +162,61 @@ def stragglers(report: StragglerReport) -> list[str]:
         for each in report.stragglers
         if each.ended_at is None
     ]
+
+
+# ---------------------------------------------------------------- beginning
+
+# Say what a run does that does not train yet.
+
+_MOST_NODES = 8
+"""Nodes whose free resources are shown."""
+
+
+def doing(run: Run, attempts: Sequence[Attempt], now: datetime) -> str | None:
+    """Return what a run does before a step of its newest attempt; None for one that trains, or has
+    ended."""
+    since = run.transitions[-1].at if run.transitions else run.created_at
+    has_ranks = run.world_size is not None and bool(attempts)
+    match run.status:
+        case RunStatus.QUEUED:
+            what = "waits" if run.reason else "waits for the service's next scheduling pass"
+        case RunStatus.STARTING | RunStatus.RECOVERING if has_ranks:
+            since = attempts[-1].started_at
+            what = (
+                f"{count(run.world_size or 0, 'rank')} of attempt {attempts[-1].attempt} start: "
+                "they import the code, build the model and the data, and take over a state"
+            )
+        case RunStatus.STARTING | RunStatus.RECOVERING:
+            what = "its driver starts, and forms a group of ranks"
+        case RunStatus.RUNNING if has_no_steps(run):
+            what = "its ranks run code that has reported no step"
+        case RunStatus.RUNNING if run.started_at is None:
+            what = "its ranks make their first step"
+        case RunStatus.STOPPING:
+            what = "its ranks save their state and leave"
+        case _:
+            return None
+    seconds = max(0.0, (now - since).total_seconds())
+    return f"{what}, for {duration(seconds)}; `everstep logs {run.id}` shows what they say"
+
+
+def room(nodes: Sequence[Node]) -> str:
+    """Return what is free on the nodes: ``free now: 1 CPU + 0 GPU on 53e5fe4c; …``."""
+    alive = [node for node in nodes if node.resources_used is not None]
+    parts = [f"{_free(node)} on {node.id[:8]}" for node in alive[:_MOST_NODES]]
+    if len(alive) > _MOST_NODES:
+        parts.append(f"and {len(alive) - _MOST_NODES} more nodes (`everstep nodes`)")
+    return f"free now: {'; '.join(parts) or 'nothing, as no node is alive'}"
+
+
+def _free(node: Node) -> str:
+    used = node.resources_used or {}
+    shown = [
+        f"{max(0.0, total - used.get(name, 0.0)):g} {name}"
+        for name, total in sorted(node.resources_total.items())
+        if ":" not in name and "memory" not in name
+    ]
+    return " + ".join(shown) + ("" if node.state == "ALIVE" else f" ({node.state.lower()})")
 
 
 # ---------------------------------------------------------------- ending

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from everstep.wire import Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from storage.run_control import StackOrder
 from storage.run_dir import RunDir
-from tests.support.api_service import ApiService
+from tests.support.api_service import ApiService, Journal
 from tests.support.command_line import everstep
 
 STACK = "Thread MainThread\n  here\nThread TrainingThread\n  File train.py, line 12, in save\n"
@@ -57,6 +58,32 @@ async def test_why_says_what_a_run_that_stands_still_waits_for(api: ApiService) 
     assert SUMMARY in said and "no failures recorded" not in said
     moved = {"points": [{"step": 2, "at": 1.0, "values": {"loss": 1.0}}]}
     api.apply(run_id, [journal.event(EventKind.METRICS, **moved)])
+    assert "no failures recorded" in (await everstep("why", run_id)).output
+
+
+async def test_why_says_what_a_run_does_before_its_first_step(api: ApiService) -> None:
+    async def said(run_id: str) -> str:
+        text = " ".join((await everstep("why", run_id)).output.split())
+        assert "no failures recorded" not in text
+        return text
+
+    run_id = await api.create()
+    assert "waits for the service's next scheduling pass, for" in await said(run_id)
+    wants = Reason(code=ReasonCode.WAITING_FOR_CAPACITY, message="waits for room for 3 workers")
+    api.runs.set_reason(run_id, RunStatus.QUEUED, wants)
+    text = await said(run_id)
+    assert "waiting_for_capacity: waits for room for 3 workers" in text
+    assert "free now: 2 CPU on node-1" in text
+    api.runs.claim_submission(run_id, 0)
+    api.runs.record_job(run_id, 1, f"{run_id}-s001")
+    assert "its driver" in await said(run_id)
+    journal = Journal(at=api.clock.now)
+    [workers, restored, training] = journal.start()
+    api.apply(run_id, [workers, restored])
+    assert "2 ranks of attempt 1 start: they import the code" in await said(run_id)
+    api.apply(run_id, [training])
+    assert "its ranks make their first step, for" in await said(run_id)
+    api.apply(run_id, [journal.steps(1)])
     assert "no failures recorded" in (await everstep("why", run_id)).output
 
 
