@@ -3,17 +3,22 @@ and weight is that of a twin that nobody killed."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from everstep.wire.events import EventKind
 from tests.integration.own_steps_task import SPEC, weights_of
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
+from tests.integration.test_rehearse import rehearse
 from tests.support.gallery import Killed, run_example
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
+MIGRATED = GALLERY.parent / "migrated"
 
 
 CHAOS = pytest.mark.chaos
@@ -49,6 +54,52 @@ def test_an_example_loses_no_step(
     name: str, killed: Killed, num_updates: int, tmp_path: Path
 ) -> None:
     assert_loses_no_step(GALLERY / f"{name}.py", killed, num_updates, tmp_path)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """What the migrated scripts read, in their working directory."""
+    draws = np.random.default_rng(0)
+    for part, num in (("train", 8), ("val", 4)):
+        for number, name in enumerate(("ape", "bee", "cat")):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for at in range(num):
+                pixels = draws.integers(0, 128, (20, 20, 3), dtype=np.uint8)
+                pixels[..., number] += 100
+                Image.fromarray(pixels).save(tmp_path / "images" / part / name / f"{at}.png")
+    (tmp_path / "words.txt").write_text("a rank dies, and nobody notices. " * 20)
+    shutil.copy(MIGRATED / "small_gpt.yaml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "killed"),
+    [
+        pytest.param("images", Killed(1, 5, "before")),
+        pytest.param("small_gpt", Killed(1, 14, "before")),
+        pytest.param("recommender", Killed(1, 8, "before")),
+        pytest.param("images", Killed(1, 6, "after"), marks=CHAOS),
+        pytest.param("images", Killed(0, 3, "after"), marks=CHAOS),
+        pytest.param("small_gpt", Killed(0, 20, "after"), marks=CHAOS),
+        pytest.param("recommender", Killed(1, 10, "after"), marks=CHAOS),
+        pytest.param("recommender", Killed(0, 16, "before"), marks=CHAOS),
+    ],
+)
+def test_a_migrated_script_loses_no_step(name: str, killed: Killed, inputs: Path) -> None:
+    """``after`` the last step of an epoch: its peer has evaluated, and fails in the next one."""
+    assert_loses_no_step(MIGRATED / f"{name}.py", killed, 1, inputs)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", ["images", "small_gpt", "recommender"])
+def test_a_migrated_script_passes_a_rehearsal(name: str, inputs: Path) -> None:
+    code = inputs / "code"
+    code.mkdir()
+    for each in ("images", "words.txt", "small_gpt.yaml"):
+        (inputs / each).rename(code / each)
+    shutil.copy(MIGRATED / f"{name}.py", code)
+    found = rehearse(inputs, "--code", code, "--script", f"{name}.py", "--steps", 10)
+    assert found.code == 0, found.report
 
 
 @pytest.mark.chaos

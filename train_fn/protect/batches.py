@@ -331,7 +331,7 @@ class EqualBatches:
             return
         first, second = _equal_ranks(marks)
         raise BadTask(
-            f"es.loader: ranks {first} and {second} got the same batches in {EQUAL_STEPS} steps, "
+            f"ranks {first} and {second} got the same batches in {EQUAL_STEPS} steps, "
             "so samples count twice. Divide the data: sampler=DistributedSampler(dataset) in the "
             "DataLoader, torch.manual_seed(seed + rank) before es.protect for a sampler that draws "
             "by itself, or es.loader(dataset, global_batch_size=…)"

@@ -10,22 +10,25 @@ without loading. The last batch is read again and compared.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
-import pickle
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.batches import Taken, differing
-from train_fn.samples.loader import told_of_epochs
+from train_fn.samples.loader import (
+    data_sets_in,
+    digest_of,
+    own_generators,
+    seed_anew,
+    told_of_epochs,
+)
 from train_fn.samples.sampler import key, seed_building
 
 _ORDER = 7
@@ -38,10 +41,28 @@ _DISPATCHER = "DataLoaderDispatcher"
 """Accelerate's loader that reads on rank 0 for all ranks. Its own skipping counts the batches that
 rank 0 reads, not those of a rank."""
 
+_END = object()
+_LEAD = 2
+"""Batches that are read before the last one when it is compared: as many as have their seeds."""
+_LEADS_AGAIN = (0, 1, 3)
+"""Of further readings: at other places of an iteration, by other loader processes."""
+
 logger = logging.getLogger(__name__)
 
 
-class Followed(Protocol):
+class Resumed(Protocol):
+    """What reading again uses of a protected loop."""
+
+    @property
+    def step_number(self) -> int: ...
+
+    def reseed(self, step: int | None = None) -> None: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value. A collective."""
+
+
+class Followed(Resumed, Protocol):
     """What the loader uses of a protected loop."""
 
     rank: int
@@ -59,16 +80,11 @@ class Followed(Protocol):
         """Return whether generators that its samplers own had other states on other ranks when it
         began."""
 
-    @property
-    def step_number(self) -> int: ...
-
     def holds(self, part: object) -> bool:
         """Return whether this object is part of the state."""
 
     def begin_step(self) -> None:
         """Take what the loop has done since its last commit as part of it."""
-
-    def reseed(self, step: int | None = None) -> None: ...
 
 
 class FollowedLoader:
@@ -95,10 +111,13 @@ class FollowedLoader:
         self._draws_by_rank: bool | None = None
         """The same of generators that samplers own."""
         self._rank = 0
+        self._drawn_from = own_generators(readers_of(loader))
         self._taken: Taken | None = None
         """Of the newest batch."""
         self._expected: dict[str, int] | None = None
-        """Marks of the last batch before a restart, on the rank that kept the state."""
+        """Marks of the last batch before a restart; None if they say nothing about this data."""
+        self._is_mine = False
+        """Whether it was this rank that noted them."""
 
     @property
     def ends_epoch(self) -> bool:
@@ -143,7 +162,7 @@ class FollowedLoader:
     @property
     def own_draws(self) -> str:
         """Return a digest of the states of the generators that samplers own."""
-        return digest_of(own_generators(samplers_of(self._loader)))
+        return digest_of(own_generators(samplers_of(self._loader), of_samplers=True))
 
     @property
     def mark(self) -> int:
@@ -164,6 +183,12 @@ class FollowedLoader:
                 "es.protect(extra={'data': data})"
             )
         _require_own_iterator(self._loader)
+        if self._drawn_from and bool(getattr(self._loader, "num_workers", 0)):
+            logger.warning(
+                "the data or the collate function of es.loader draws from a generator of its own "
+                "in loader processes, so a restart within an epoch draws other numbers: draw from "
+                "torch's generator in es.loader(dataset, …), or set num_workers=0"
+            )
         if self._by_rank is None:
             self._by_rank = state.seeds_differ and not divides(self._loader)
         if self._draws_by_rank is None:
@@ -174,7 +199,11 @@ class FollowedLoader:
         seeded: int | None = None
         while epochs is None or self.epoch < epochs:
             is_empty = self._num_batches == 0
-            for batch in self._rest_of_epoch(state):
+            rest = iter(self._rest_of_epoch(state))
+            while True:
+                self._draw(state, self._num_batches)
+                if (batch := next(rest, _END)) is _END:
+                    break
                 if steps is not None and state.step_number >= steps:
                     return
                 is_empty = False
@@ -211,9 +240,9 @@ class FollowedLoader:
 
     def _move_to(self, world_size: int, rank: int) -> None:
         """Go on at another world size: at the same number of batches of all ranks."""
-        if (self._world_size, self._rank) != (world_size, rank):
+        if self._world_size != world_size:
             self._expected = None
-        self._rank = rank
+        self._is_mine, self._rank = self._rank == rank, rank
         if self._world_size not in (0, world_size) and self._num_batches:
             done = self._num_batches * self._world_size
             self._num_batches, repeated = divmod(done, world_size)
@@ -239,10 +268,25 @@ class FollowedLoader:
             loader.load_state_dict(known)
             yield from loader
         elif num_done and expected is not None:
-            yield from self._verified(state, expected)
+            mine = expected if self._is_mine else None
+            yield from ReadAgain(
+                loader,
+                num_done,
+                self.epoch,
+                lambda: self._order(state),
+                mine,
+                "es.loader",
+                lambda number: self._draw(state, number),
+            ).rest(state)
         else:
             self._order(state)
             yield from after_batches(loader, num_done) if num_done else loader
+
+    def _draw(self, state: Followed, number: int) -> None:
+        """Seed the generators that the data and the collate function own for a batch of the epoch,
+        which this process reads."""
+        if self._drawn_from:
+            seed_anew(self._drawn_from, key(state.seed, self.epoch, number, state.rank, _OWN))
 
     def _order(self, state: Followed) -> None:
         """Give the epoch its order."""
@@ -250,50 +294,97 @@ class FollowedLoader:
         for part in samplers_of(loader):
             if hasattr(part, "initial_seed"):  # of Accelerate's sampler, which adds the epoch
                 part.initial_seed = state.seed >> 1
-        set_order(loader, state.seed, self.epoch, 1 + state.rank if self._by_rank else 0)
-        stream = 1 + state.rank if self._draws_by_rank else 0
-        seed_anew(own_generators(samplers_of(loader)), key(state.seed, self.epoch, _OWN, stream))
+        by_rank, draws_by_rank = (
+            1 + state.rank if differ else 0 for differ in (self._by_rank, self._draws_by_rank)
+        )
+        set_order(loader, state.seed, self.epoch, by_rank, draws_by_rank)
 
-    def _verified(self, state: Followed, expected: dict[str, int]) -> Iterator[Any]:
-        """Return the rest of the epoch, once its last batch before the restart was read again.
 
-        Raises DataChanged if it is another one. What differs between two readings is random.
+@dataclass(frozen=True)
+class ReadAgain:
+    """A place within an epoch where a restart goes on. Its last batch is read again, on all ranks
+    alike, and compared where it was noted."""
+
+    loader: Any
+    num_done: int
+    """Batches of the epoch before it; at least one."""
+    epoch: int
+    order: Callable[[], None]
+    """Gives the epoch its order."""
+    expected: Mapping[str, int] | None
+    """Marks of the last batch; None on a rank that did not note them."""
+    who: str
+    """Begins an error."""
+    draw: Callable[[int], None] = lambda number: None
+    """Seeds the generators that data owns for a batch of the epoch."""
+
+    def rest(self, state: Resumed) -> Iterator[Any]:
+        """Return the batches from here on.
+
+        Raises DataChanged if the last one before is another one now. What differs between two
+        readings is random. A collective: loaders may exchange batches.
         """
         step = state.step_number
-        rest, found = self._last(state, step - 1, lead=1)
-        if other := differing(expected, found):
-            again = found if kept_iterator(self._loader) else self._last(state, -1, lead=0)[1]
-            drawn = differing(found, again)
-            if changed := [name for name in other if name not in drawn]:
+        rest, found = self._last(state, step - 1, _LEAD)
+        other = differing(self.expected, found) if self.expected is not None else []
+        if any(state.gather(bool(other))):
+            changed = other
+            if kept_iterator(self.loader) is None:
+                for lead in _LEADS_AGAIN:
+                    drawn = differing(found, self._last(state, -1 - lead, lead)[1])
+                    changed = [name for name in changed if name not in drawn]
+            if changed:
                 raise DataChanged(
-                    f"es.loader: batch {self._num_batches} of epoch {self.epoch}, the last one of "
+                    f"{self.who}: batch {self.num_done} of epoch {self.epoch}, the last one of "
                     f"step {step}, is another one than before: {', '.join(changed[:3])}. Put the "
                     "data back as it was, sort what a directory or a set lists, and let samplers "
                     "and data draw from torch's generator; or start a new run"
                 )
             # Loader processes that live on serve one iterator only.
-            rest, _ = self._last(state, step - 1, lead=1)
+            rest, _ = self._last(state, step - 1, _LEAD)
         state.reseed()  # as before each batch: what the data draws in this process
+        self.draw(self.num_done)
         return rest
 
-    def _last(self, state: Followed, step: int, lead: int) -> tuple[Iterator[Any], dict[str, int]]:
+    def _last(self, state: Resumed, step: int, lead: int) -> tuple[Iterator[Any], dict[str, int]]:
         """Read the last batch again. Return the batches after it, and its marks.
 
         Args:
-            step: seeds what the data draws in this process.
-            lead: batches that are read before it and dropped, if others can be skipped: the order
-                may be drawn with the first one that is read.
+            step: seeds what the data draws in this process. A loader may read one batch ahead, so
+                the last but one is seeded, too; not the first, with which the order may be drawn.
+            lead: batches that are read before it and dropped, if others can be skipped.
         """
-        self._order(state)
-        before = self._num_batches - 1
-        num_read = min(lead, before) if skips(self._loader) else before
+        self.order()
+        before = self.num_done - 1
+        num_read = min(lead, before) if skips(self.loader) else before
         num_skipped = before - num_read
-        rest = iter(after_batches(self._loader, num_skipped) if num_skipped else self._loader)
-        for _ in range(num_read):
-            next(rest, None)
-        if num_read:
-            state.reseed(step)
-        return rest, Taken(next(rest, None)).marks
+        rest = iter(after_batches(self.loader, num_skipped) if num_skipped else self.loader)
+        last = None
+        for at in range(num_read + 1):
+            if at and at >= num_read - 1:
+                state.reseed(step - num_read + at)
+            self.draw(num_skipped + at)
+            last = next(rest, None)
+        return rest, Taken(last).marks
+
+
+class BegunElsewhere:
+    """A loader whose iterations begin by ``begin``, and that is the loader itself in all other
+    respects: for trainers that iterate loaders themselves."""
+
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_begin"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 def kept_iterator(loader: Any) -> str | None:
@@ -337,9 +428,13 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
 
 
-def set_order(loader: Any, seed: int, epoch: int, stream: int = 0) -> None:
+def set_order(loader: Any, seed: int, epoch: int, stream: int = 0, stream_of_own: int = 0) -> None:
     """Make the order of an epoch depend on ``seed`` and ``epoch`` alone, on all ranks alike; or on
-    ``stream``, too, if that is not 0."""
+    ``stream``, too, if that is not 0.
+
+    Args:
+        stream_of_own: the same for generators that samplers own.
+    """
     more = (stream,) if stream else ()
     seed_building(key(seed, epoch, *more), _ORDER)
     for part in samplers_of(loader):
@@ -347,6 +442,8 @@ def set_order(loader: Any, seed: int, epoch: int, stream: int = 0) -> None:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key(seed, epoch, _ORDER, *more))
     tell_epoch(loader, epoch)
+    own = own_generators(samplers_of(loader), of_samplers=True)
+    seed_anew(own, key(seed, epoch, _OWN, stream_of_own))
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
@@ -358,8 +455,10 @@ def tell_epoch(loader: Any, epoch: int) -> None:
     read = told_of_epochs(roots)
     for part in read:
         part.set_epoch(epoch)
-    if read and getattr(loader, "persistent_workers", False):
-        loader._iterator = None
+    if read:
+        for part in samplers_of(loader):  # Accelerate's loader holds one
+            if isinstance(part, DataLoader) and part.persistent_workers:
+                part._iterator = None
 
 
 def divides(loader: Any) -> bool:
@@ -369,6 +468,15 @@ def divides(loader: Any) -> bool:
     return hasattr(loader, "base_dataloader") or any(
         hasattr(part, name) for part in samplers_of(loader) for name in names
     )
+
+
+def readers_of(loader: Any) -> list[Any]:
+    """Return the data sets of a loader, and the object that its collate function is, or is a method
+    of."""
+    collate = getattr(loader, "collate_fn", None)
+    owner = getattr(collate, "__self__", collate)
+    data = list(data_sets_in(getattr(loader, "dataset", None), set()))
+    return data if isinstance(owner, torch.nn.Module) else [*data, owner]
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -381,6 +489,9 @@ def samplers_of(loader: Any) -> list[Any]:
             found.append(part)
             names = ("base_dataloader", "batch_sampler", "sampler")
             waiting += [getattr(part, name, None) for name in names]
+            # Lightning divides the order of a sampler of the user's own as if it were data.
+            held = getattr(getattr(part, "dataset", None), "__dict__", {})
+            waiting.append(held.get("_sampler"))
     return found
 
 
@@ -434,44 +545,3 @@ class _Skipping(BatchSampler):
 
     def __len__(self) -> int:
         return max(0, len(self._sampler) - self._num_batches)
-
-
-# ---------------------------------------------------------------- own generators
-
-# Generators that samplers own are seeded anew for each epoch, as torch's are.
-
-_MOST = (1 << 32) - 1
-"""Largest seed that every kind of generator takes."""
-
-
-def own_generators(parts: Iterable[Any]) -> list[Any]:
-    """Return the generators in the attributes of these objects. Those that torch calls
-    ``generator`` are left out: ``set_order`` seeds them."""
-    return [
-        value
-        for part in parts
-        for name, value in sorted(getattr(part, "__dict__", {}).items())
-        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
-        or (isinstance(value, torch.Generator) and name != "generator")
-    ]
-
-
-def digest_of(generators: Iterable[Any]) -> str:
-    """Return a digest of the states of generators."""
-    digest = hashlib.sha256()
-    for each in generators:
-        is_of_torch = isinstance(each, torch.Generator)
-        digest.update(bytes(each.get_state().tolist()) if is_of_torch else pickle.dumps(each))
-    return digest.hexdigest()
-
-
-def seed_anew(generators: Iterable[Any], seed: int) -> None:
-    """Seed each of these generators by ``seed`` and its number among them."""
-    for number, each in enumerate(generators):
-        own = key(seed, number) & _MOST
-        if isinstance(each, torch.Generator):
-            each.manual_seed(own)
-        elif isinstance(each, np.random.Generator):
-            each.bit_generator.state = type(each.bit_generator)(own).state
-        else:
-            each.seed(own)

@@ -183,6 +183,10 @@ class Protected:
         if self._training is not None:
             self._end_loop(self._training)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value. A collective; used by loaders that go on."""
+        return self._open().peers.gather(value)
+
     def attach(self, data: Batches, total_steps: int | None) -> None:
         """Let the state follow this data; called by ``es.loader``."""
         training = self._open()

@@ -108,7 +108,9 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
         watch=watch,
         boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
         gradients=Gradients(state),
-        attributes=AttributeWatch({} if parts.keeps_more else parts.models),
+        attributes=AttributeWatch(
+            {} if parts.keeps_more else parts.models, {} if parts.keeps_more else parts.optimizers
+        ),
         commits=Commits(ctx, state, agreement, Updates(may_skip=parts.has_scaler), reporter),
         shadows=shadows,
         reporter=reporter,

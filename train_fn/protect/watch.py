@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from train_fn.errors import BadTask
@@ -83,8 +84,8 @@ class OrderWatch:
 
 # ---------------------------------------------------------------- attributes
 
-# Attributes of a loop's models that no state holds: counters, and random generators of their
-# own.
+# Attributes of a loop's models and optimizers that no state holds: counters, slow weights, and
+# random generators of their own.
 
 _SET_BY_ACCELERATE = ("_is_accelerate_prepared",)
 """Attributes that Accelerate sets on any model, also in the Trainer of Hugging Face."""
@@ -98,9 +99,14 @@ class AttributeWatch:
 
     Args:
         models: by the prefix of their names.
+        optimizers: by name. What their ``state_dict`` has under the name of an attribute is kept.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    ) -> None:
         owners: dict[str, object] = {
             f"{prefix}{name}".strip("."): module
             for prefix, model in models.items()
@@ -112,6 +118,11 @@ class AttributeWatch:
             for name, owner in owners.items()
             for key in (*_names_of_libraries(type(owner)), *_SET_BY_ACCELERATE)
         }
+        for name, optimizer in (optimizers or {}).items():
+            if not type(optimizer).__module__.startswith("torch."):
+                owner = f"optimizer.{name}".strip(".")
+                owners[owner] = optimizer
+                self._of_libraries |= {f"{owner}.{key}" for key in optimizer.state_dict()}
         self._before: PlainAttributes | None = PlainAttributes(owners)
 
     def committed(self) -> None:

@@ -177,6 +177,8 @@ class Bookmark(NamedTuple):
     """Number of those samples that precede the current pass over the data."""
     state: bytes | None
     """State of the data set and its iterator; None if they have no ``state_dict``."""
+    pass_number: int = 0
+    """Passes over the data before the current one."""
 
 
 class Bookmarks:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import hashlib
 import os
+import pickle
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -28,6 +31,8 @@ Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16
 _PR_SET_PDEATHSIG = 1
 _MOST_DEPTH = 8
+_COLLATES = 9
+"""Purpose of the seeds of generators that a collate function owns."""
 
 
 class Loaded(NamedTuple):
@@ -75,6 +80,7 @@ class KeyedDataset(Dataset[Loaded]):
     def __init__(self, dataset: Any, seed: int, collate: Collate, *, training: bool) -> None:
         self.dataset, self.seed, self.collate, self.training = dataset, seed, collate, training
         self._epochs = ToldEpoch(dataset, collate)
+        self._drawn_from = own_generators([collate])
 
     def __getitems__(self, micro: MicroBatch) -> Loaded:
         if self.training:
@@ -94,6 +100,9 @@ class KeyedDataset(Dataset[Loaded]):
             except SystemExit as exc:  # would end a loader process silently
                 raise ended_program(f"sample {index} cannot be read", exc) from exc
             fetched.append(index)
+        if self._drawn_from:
+            place = (self.seed, micro.epoch, micro.k, micro.number)
+            seed_anew(self._drawn_from, key(*place, _COLLATES))
         return Loaded(np.array(fetched, dtype=np.int64), self.collate(samples))
 
     @property
@@ -109,8 +118,11 @@ class KeyedDataset(Dataset[Loaded]):
         )
 
     def first(self, micro: MicroBatch) -> Loaded:
-        with left_as_built([self.dataset]):
-            return self.__getitems__(micro)
+        try:
+            with left_as_built([self.dataset]):
+                return self.__getitems__(micro)
+        finally:
+            self._epochs.forget()  # what it said is undone
 
     def batches(
         self,
@@ -402,8 +414,53 @@ class ToldEpoch:
         for each in self._told:
             each.set_epoch(epoch)
 
+    def forget(self) -> None:
+        """Tell the data again before the next sample, whatever epoch it is of."""
+        self._epoch = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_told": None, "_epoch": None}
+
+
+# ---------------------------------------------------------------- own generators
+
+# Generators that samplers, data and collate functions own are seeded anew, as the global ones are.
+
+_MOST = (1 << 32) - 1
+"""Largest seed that every kind of generator takes."""
+
+
+def own_generators(parts: Iterable[Any], *, of_samplers: bool = False) -> list[Any]:
+    """Return the generators in the attributes of these objects. Those of samplers that torch calls
+    ``generator`` are left out: they are seeded with the order."""
+    return [
+        value
+        for part in parts
+        for name, value in sorted(getattr(part, "__dict__", {}).items())
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+        or (isinstance(value, torch.Generator) and not (of_samplers and name == "generator"))
+    ]
+
+
+def digest_of(generators: Iterable[Any]) -> str:
+    """Return a digest of the states of generators."""
+    digest = hashlib.sha256()
+    for each in generators:
+        is_of_torch = isinstance(each, torch.Generator)
+        digest.update(bytes(each.get_state().tolist()) if is_of_torch else pickle.dumps(each))
+    return digest.hexdigest()
+
+
+def seed_anew(generators: Iterable[Any], seed: int) -> None:
+    """Seed each of these generators by ``seed`` and its number among them."""
+    for number, each in enumerate(generators):
+        own = key(seed, number) & _MOST
+        if isinstance(each, torch.Generator):
+            each.manual_seed(own)
+        elif isinstance(each, np.random.Generator):
+            each.bit_generator.state = type(each.bit_generator)(own).state
+        else:
+            each.seed(own)
 
 
 # ---------------------------------------------------------------- whole pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,11 +17,21 @@ from everstep.spec.run_spec import RunSpec
 from train_fn.errors import BadTask
 from train_fn.recovery.error_text import ended_program
 from train_fn.samples.ledger import BOOKMARK_STEPS, Bookmark, Bookmarks, pack_state, unpack_state
-from train_fn.samples.loader import Collate, Loaded, as_worker, loader_options, num_loader_workers
+from train_fn.samples.loader import (
+    Collate,
+    Loaded,
+    ToldEpoch,
+    as_worker,
+    loader_options,
+    num_loader_workers,
+    told_of_epochs,
+)
 from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, key, seed_sample, share_of
 
 _PURPOSE = 7
 """Separates the random numbers for samples of streams from those for other samples."""
+
+logger = logging.getLogger(__name__)
 
 
 class StreamSet:
@@ -71,6 +82,9 @@ class StreamSet:
                 "be used several times: divide them by torch.utils.data.get_worker_info() in "
                 "__iter__"
             )
+        told = ""
+        if told_of_epochs([self.dataset]):
+            told = " set_epoch of the data is called before each pass over them, with its number."
         return (
             f"Iterable data, read as {self.sampler.num_streams} streams. At the same world size a "
             f"restart goes on in each of them at the very sample, {how}. At another world size "
@@ -78,7 +92,7 @@ class StreamSet:
             "set divides itself by torch.utils.data.get_worker_info() alone, and not by rank. The "
             "ledger proves that no place of a stream was skipped or used twice; whether all "
             "streams together hold every sample once, and in which order, is up to the data set."
-            f"{alike}"
+            f"{told}{alike}"
         )
 
     def first(self, micro: MicroBatch) -> Loaded:
@@ -263,7 +277,7 @@ class StreamReader(IterableDataset[Loaded]):
     def __iter__(self) -> Iterator[Loaded]:
         streams, sampler, stream = self._streams, self._streams.sampler, self.stream
         dataset = streams.dataset if get_worker_info() is not None else _copied(streams)
-        samples = _Samples(streams, dataset, stream)
+        samples, collates = _Samples(streams, dataset, stream), ToldEpoch(streams.collate)
         with samples.in_stream():
             samples.open(self._bookmark, int(self._first.indices[0]) // sampler.num_streams)
         for micros in sampler.batches_from(self._first):
@@ -275,7 +289,10 @@ class StreamReader(IterableDataset[Loaded]):
                         * sampler.num_streams
                         + stream
                     )
-                    batch = streams.collate([samples.read() for _ in micro.indices])
+                    samples.begin_epoch(micro.epoch)
+                    read = [samples.read() for _ in micro.indices]
+                    collates.begin(micro.epoch)
+                    batch = streams.collate(read)
                     step = micro.epoch * sampler.steps_per_epoch + micro.k + 1
                     if self._always or (micro is micros[-1] and step % BOOKMARK_STEPS == 0):
                         place = (stream, samples.bookmark())
@@ -284,12 +301,15 @@ class StreamReader(IterableDataset[Loaded]):
 
 class _Samples:
     """Read the samples of one stream, pass after pass. A sample's random numbers depend on its
-    ordinal, so they are the same after a restart."""
+    ordinal, so they are the same after a restart. The data is told of the number of each pass
+    before it begins, as a loop calls ``set_epoch`` before it iterates its data."""
 
     def __init__(self, streams: Streams, dataset: Any, stream: int) -> None:
         self._streams, self._dataset, self._stream = streams, dataset, stream
         self._iterator: Iterator[Any] = iter(())
-        self.ordinal = self._pass_began = 0
+        self.ordinal = self._pass_began = self._pass_number = 0
+        self._told: list[Any] = told_of_epochs([dataset])
+        self._is_warned = False
 
     @contextmanager
     def in_stream(self) -> Iterator[None]:
@@ -305,9 +325,10 @@ class _Samples:
         one."""
         state: dict[str, Any] = {}
         if bookmark is not None:
-            self._pass_began = bookmark.pass_began
+            self._pass_began, self._pass_number = bookmark.pass_began, bookmark.pass_number
             self.ordinal = bookmark.ordinal if bookmark.state is not None else bookmark.pass_began
             state = unpack_state(bookmark.state) if bookmark.state is not None else {}
+        self._tell()  # before the state, which may be that of the pass
         if "dataset" in state:
             self._dataset.load_state_dict(state["dataset"])
         self._begin_pass()
@@ -322,7 +343,8 @@ class _Samples:
         has no sample."""
         sample = self._next()
         if sample is _END:
-            self._pass_began = self.ordinal
+            self._pass_began, self._pass_number = self.ordinal, self._pass_number + 1
+            self._tell()
             self._begin_pass()
             sample = self._next()
         if sample is _END:
@@ -347,7 +369,23 @@ class _Samples:
             self.ordinal,
             self._pass_began,
             pack_state(self._streams.source, state) if state else None,
+            self._pass_number,
         )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Warn once if data that is told of passes does not make one an epoch."""
+        if self._told and not self._is_warned and abs(epoch - self._pass_number) > 1:
+            self._is_warned = True
+            logger.warning(
+                "%s: set_epoch of train is called before each pass over the data, and stream %d is "
+                "in pass %d where epoch %d begins. Give train a __len__ of what its streams yield "
+                "together in one pass, or take the epoch from the parameter epoch of loss",
+                *(self._streams.source, self._stream, self._pass_number, epoch),
+            )
+
+    def _tell(self) -> None:
+        for each in self._told:
+            each.set_epoch(self._pass_number)
 
     def _next(self) -> Any:
         seed_sample(self._streams.seed, self._stream, self.ordinal)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterator
@@ -32,6 +33,30 @@ def test_a_page_begins_with_whom_it_is_for_and_what_they_can_do_after_it(page: P
     assert re.fullmatch(r"# .+", title)
     first = " ".join(rest.partition("\n\n")[0].split())
     assert re.match(r"For [^.]+\. After this page you (can|know) ", first), first
+
+
+MIGRATED = ROOT / "examples" / "migrated"
+
+
+@pytest.mark.parametrize("name", ["images", "small_gpt", "recommender"])
+def test_a_page_of_a_migration_shows_the_difference_of_its_scripts(name: str) -> None:
+    """All changed lines but those that are only indented."""
+    before, after = (
+        (MIGRATED / f"{each}.py").read_text().splitlines() for each in (f"{name}_before", name)
+    )
+    page = (DOCS / "migrate" / f"{name.replace('_', '-')}.md").read_text()
+    shown = page.partition("```diff\n")[2].partition("```")[0].splitlines()
+    matcher = difflib.SequenceMatcher(
+        None, *([line.strip() for line in each] for each in (before, after)), autojunk=False
+    )
+    changed = [
+        sign + line
+        for tag, first, last, new_first, new_last in matcher.get_opcodes()
+        if tag != "equal"
+        for sign, lines in (("-", before[first:last]), ("+", after[new_first:new_last]))
+        for line in lines
+    ]
+    assert [line for line in shown if line[:1] in ("-", "+")] == changed
 
 
 def commands_in(text: str) -> Iterator[str]:

@@ -11,22 +11,27 @@ optimizer and scheduler come from the protected state, without a copy on the way
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from train_fn.errors import BadTask
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.protect.adapters.trainer_state import CallbackWatch, TrainerPlace, TrainerScheduler
+from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
 from train_fn.protect.arguments import LoopParts, named, parts_of
-from train_fn.protect.followed import set_order
+from train_fn.protect.batches import Taken
+from train_fn.protect.followed import BegunElsewhere, set_order
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
 
@@ -42,6 +47,8 @@ _REPLACED = (
     "_run_epoch",
 )
 """Methods of the Trainer that a restart uses or replaces."""
+_SKIP = "skip_first_batches"
+"""The function of Accelerate, in the Trainer's module, that a restart replaces."""
 _AT_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that step after an evaluation, not in the step."""
 
@@ -74,6 +81,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         self._state: Protected | None = None
         self._watch: CallbackWatch | None = None
         self._groups: list[dict[str, Any]] = []
+        self._taken: Taken | None = None
+        """Of the newest batch."""
         self._loss: Any = 0.0
         """Sum of the step's losses. The Trainer's own sum goes on over several steps, and so has
         another rounding error after a restart."""
@@ -132,6 +141,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         trainer, place = self._trainer, self._place
         directory = tempfile.mkdtemp(prefix="trainer-", dir=shared_memory_root())
         evaluates, begin = trainer.args.eval_on_start, trainer._init_training_state
+        library = importlib.import_module("transformers.trainer")
+        skip = getattr(library, _SKIP)
 
         def begin_there(*args: Any, **kwargs: Any) -> tuple[int, int]:
             begin(*args, **kwargs)
@@ -143,12 +154,25 @@ class Protect(TrainerCallback):  # type: ignore[misc]
             trainer._load_from_checkpoint = lambda *_, **__: None
             trainer._init_training_state = begin_there
             trainer.args.eval_on_start = False
+            setattr(library, _SKIP, partial(self._rest_of_epoch, skip))
             yield directory
         finally:
+            setattr(library, _SKIP, skip)
             trainer.args.eval_on_start = evaluates
             for name in ("_load_from_checkpoint", "_init_training_state", "_run_epoch"):
                 vars(trainer).pop(name, None)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _rest_of_epoch(self, skip: Callable[..., Any], loader: Any, num_batches: int) -> Any:
+        """Return a loader of the batches that are left of an epoch."""
+        state, epoch = self._open(), self._place.noted[0]
+        order = partial(set_order, loader, state.seed, epoch)
+        place = self._place.batches.place(
+            0, loader, num_batches, epoch, order, state, "es.hf.Protect"
+        )
+        if place is None:
+            return skip(loader, num_batches)
+        return BegunElsewhere(loader, lambda: place.rest(state))
 
     # -- what the Trainer calls
 
@@ -208,14 +232,16 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         if self._watch is not None:
             self._watch.committing()
         self._place.note(control)
+        self._place.batches.note([self._taken], self._open())
         rates = self._trainer.lr_scheduler.get_last_lr()
         self._open().step(loss=self._loss, learning_rate=float(rates[0]))
 
     def _measure_losses(self) -> None:
         trainer, training_step = self._trainer, self._trainer.training_step
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            loss = training_step(*args, **kwargs)
+        def measured(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._taken = Taken(inputs)
+            loss = training_step(model, inputs, *args, **kwargs)
             self._loss = self._loss + loss.detach()
             self._place.count_batch()
             return loss
@@ -252,6 +278,8 @@ def _check(trainer: Any) -> None:
     args = trainer.args
     version = transformers.__version__
     missing = [name for name in _REPLACED if not hasattr(trainer, name)]
+    if not hasattr(importlib.import_module("transformers.trainer"), _SKIP):
+        missing.append(_SKIP)
     if int(version.partition(".")[0]) < _OLDEST or missing:
         raise BadTask(
             f"es.hf.Protect does not know the Trainer of transformers {version}; install a version "
@@ -280,3 +308,125 @@ def _check(trainer: Any) -> None:
             f"es.hf.Protect: lr_scheduler_type={scheduler!r} steps after an evaluation, outside of "
             "the step that is committed; choose one that steps with the optimizer"
         )
+
+
+# ---------------------------------------------------------------- trainer's state
+
+# What the Trainer keeps beside model and optimizer: parts of a protected state.
+
+FLAGS = (
+    "should_log",
+    "should_evaluate",
+    "should_save",
+    "should_epoch_stop",
+    "should_training_stop",
+)
+
+
+class TrainerScheduler:
+    """The learning-rate scheduler, which the Trainer makes when its training begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = self._trainer.lr_scheduler
+        return self._loaded if scheduler is None else dict(scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def load(self) -> None:
+        """Hand the loaded state to the scheduler."""
+        if self._loaded:
+            self._trainer.lr_scheduler.load_state_dict(self._loaded)
+        self._loaded = {}
+
+
+class TrainerPlace:
+    """What the Trainer knows beside model, optimizer and scheduler, as text."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.batches = NotedBatches()
+        self._state, self._log, self._num_logged = "{}", "", 0
+        self._callbacks = "[]"
+        self.flags = dict.fromkeys(FLAGS, False)
+        """What the Trainer does after the step, and whether the epoch or the training ends."""
+        self._epoch, self._num_batches = -1, 0
+        self._noted = (0, 0)
+        self._is_resumed = False
+
+    @property
+    def mark(self) -> int:
+        """Return a digest of the newest batch; 0 if there is none."""
+        return self.batches.mark
+
+    @property
+    def noted(self) -> tuple[int, int]:
+        """Return the epoch, and the batches of it that this rank had read, at the last commit."""
+        return self._noted
+
+    def begin_epoch(self) -> int:
+        """Return the number of an epoch that begins, or goes on."""
+        if not self._is_resumed:
+            self._epoch, self._num_batches = self._epoch + 1, 0
+        self._is_resumed = False
+        return self._epoch
+
+    def count_batch(self) -> None:
+        """Count a batch that was read. The Trainer itself counts steps, and takes a stream to have
+        one epoch: it would begin the wrong pass where a stream ends before the training does."""
+        self._num_batches += 1
+
+    def note(self, control: TrainerControl) -> None:
+        """Take the Trainer's present state."""
+        state = self._trainer.state
+        facts = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
+        entries = facts.pop("log_history")
+        # The log grows: each entry becomes text once.
+        for entry in entries[self._num_logged :]:
+            self._log += ("," if self._log else "") + json.dumps(entry)
+        self._num_logged = len(entries)
+        self._state = json.dumps(facts, default=str)
+        self._noted = self._epoch, self._num_batches
+        self.flags = {flag: bool(getattr(control, flag)) for flag in FLAGS}
+        self._callbacks = json.dumps([one.state()["attributes"] for one in self._exportable()])
+
+    def trainer_state(self) -> str:
+        """Return the contents of ``trainer_state.json``."""
+        facts = {**json.loads(self._state), "log_history": json.loads(f"[{self._log}]")}
+        known = {one.name for one in dataclasses.fields(TrainerState)}
+        return json.dumps({name: value for name, value in facts.items() if name in known})
+
+    def restore_callbacks(self) -> None:
+        """Give callbacks that have a state, as early stopping, what they had."""
+        saved = json.loads(self._callbacks)
+        for callback, attributes in zip(self._exportable(), saved, strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "state": self._state,
+            "log": self._log,
+            "num_logged": self._num_logged,
+            "callbacks": self._callbacks,
+            "flags": dict(self.flags),
+            "epoch": self._noted[0],
+            "num_batches": self._noted[1],
+            **self.batches.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state, self._log = state["state"], state["log"]
+        self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
+        self.flags = {**dict.fromkeys(FLAGS, False), **state["flags"]}
+        self._noted = self._epoch, self._num_batches = state["epoch"], state["num_batches"]
+        self._is_resumed = True
+        self.batches.load_state_dict(state)
+
+    def _exportable(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +28,26 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 
 from train_fn.errors import BadTask
-from train_fn.protect.adapters.trainer_state import CallbackWatch
+from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
 from train_fn.protect.arguments import check_torn, named, parts_of
-from train_fn.protect.followed import after_batches, is_stateful, set_order
+from train_fn.protect.batches import Taken
+from train_fn.protect.followed import (
+    BegunElsewhere,
+    after_batches,
+    divides,
+    is_stateful,
+    samplers_of,
+    set_order,
+)
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
+from train_fn.samples.loader import digest_of, own_generators
 from train_fn.state.tensor_tree import put_together, take_apart
 
 __all__ = ["Protect"]
+
+_MOST_AHEAD = 4
+"""Newest batches of a loader that are known. Lightning reads one ahead if it has no length."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,16 +163,25 @@ class Protect(Callback):  # type: ignore[misc]
             self._follow(trainer, 0)
 
     def _follow(self, trainer: Any, num_done: int) -> None:
-        fit, seed = trainer.fit_loop, self._open().seed
+        fit, state = trainer.fit_loop, self._open()
+        assert self._place is not None
         self._combined = combined = fit._combined_loader
-        cycles = combined._mode == "max_size_cycle" and len(combined.flattened) > 1
-        combined.flattened = [
+        loaders = list(combined.flattened)
+        cycles = combined._mode == "max_size_cycle" and len(loaders) > 1
+        own = [digest_of(own_generators(samplers_of(each), of_samplers=True)) for each in loaders]
+        differ = [len(set(of_ranks)) > 1 for of_ranks in zip(*state.gather(own), strict=True)]
+        combined.flattened = self._place.loaders = [
             loader
             if is_stateful(loader)
             else FollowingLoader(
-                loader, trainer, seed, batches_done(loader, num_done, cycles=cycles)
+                loader,
+                number,
+                self._place,
+                state,
+                batches_done(loader, num_done, cycles=cycles),
+                draws_by_rank=differ[number],
             )
-            for loader in combined.flattened
+            for number, loader in enumerate(loaders)
         ]
         iter(fit._data_fetcher)
 
@@ -188,7 +211,7 @@ class Protect(Callback):  # type: ignore[misc]
         self._updates = state.num_updates
         assert self._place is not None and self._watch is not None
         self._watch.committing()
-        self._place.note()
+        self._place.note(state)
         state.step(**_metrics(trainer, outputs))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -275,11 +298,35 @@ class LightningPlace:
     def __init__(self, trainer: Any, protect: Any) -> None:
         self._trainer, self._protect = trainer, protect
         self._noted: dict[str, Any] = {}
+        self.batches = NotedBatches()
+        self.loaders: list[Any] = []
+        """Those that follow the run, once they do."""
 
-    def note(self) -> None:
+    @property
+    def epoch(self) -> int:
+        """Return the number of the present epoch."""
+        return int(self._trainer.fit_loop.epoch_progress.current.processed)
+
+    @property
+    def mark(self) -> int:
+        """Return a digest of the newest batches; 0 if none is known."""
+        return self.batches.mark
+
+    def note(self, state: Protected | None = None) -> None:
         """Take the present state as that of the commit. What Lightning does between two steps is
-        done again after a restart."""
+        done again after a restart.
+
+        Args:
+            state: None before the first commit.
+        """
         trainer = self._trainer
+        if state is not None:
+            num_done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            taken = [
+                each.taken(num_done) if isinstance(each, FollowingLoader) else None
+                for each in self.loaders
+            ]
+            self.batches.note(taken, state)
         kept: dict[str, Any] = {}
         for callback in self._callbacks():
             callback.on_save_checkpoint(trainer, trainer.lightning_module, kept)
@@ -302,10 +349,11 @@ class LightningPlace:
     def state_dict(self) -> dict[str, Any]:
         if not self._noted:
             self.note()
-        return self._noted
+        return {**self._noted, **self.batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._noted = state
+        self.batches.load_state_dict(state)
 
     def restore(self) -> None:
         """Give Lightning what was loaded."""
@@ -383,25 +431,52 @@ def batches_done(loader: Any, num_done: int, *, cycles: bool) -> int:
     return num_done % len(loader)
 
 
-class FollowingLoader:
+class FollowingLoader(BegunElsewhere):
     """A loader whose epochs have an order by the run's seed, and whose first one goes on after the
     batches that were done."""
 
-    def __init__(self, loader: Any, trainer: Any, seed: int, num_done: int) -> None:
-        self._loader, self._trainer, self._seed, self._num_done = loader, trainer, seed, num_done
+    def __init__(
+        self,
+        loader: Any,
+        number: int,
+        place: LightningPlace,
+        state: Protected,
+        num_done: int,
+        *,
+        draws_by_rank: bool,
+    ) -> None:
+        """``number`` is that among Lightning's loaders. ``draws_by_rank``: the generators that its
+        samplers own differ between ranks."""
+        super().__init__(loader, self._rest)
+        self._number, self._place, self._state, self._num_done = number, place, state, num_done
+        stream = 1 + state.rank
+        self._streams = (
+            stream if state.seeds_differ and not divides(loader) else 0,
+            stream if draws_by_rank else 0,
+        )
+        self._newest: deque[tuple[int, Taken]] = deque(maxlen=_MOST_AHEAD)
 
-    def __iter__(self) -> Iterator[Any]:
+    def taken(self, num_done: int) -> Taken | None:
+        """Return the last of so many batches of its present iteration; None if it is not known."""
+        return next((each for at, each in reversed(self._newest) if at == num_done), None)
+
+    def _rest(self) -> Iterator[Any]:
         num_done, self._num_done = self._num_done, 0
-        return self._rest(num_done)
+        return self._noting(num_done)
 
-    def _rest(self, num_done: int) -> Iterator[Any]:
-        set_order(self._loader, self._seed, self._trainer.fit_loop.epoch_progress.current.processed)
-        yield from after_batches(self._loader, num_done) if num_done else self._loader
+    def _noting(self, num_done: int) -> Iterator[Any]:
+        for number, batch in enumerate(self._batches(num_done), start=num_done + 1):
+            self._newest.append((number, Taken(batch)))
+            yield batch
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+    def _batches(self, num_done: int) -> Any:
+        loader, epoch = self._loader, self._place.epoch
+        order = partial(set_order, loader, self._state.seed, epoch, *self._streams)
+        if num_done:
+            place = self._place.batches.place(
+                self._number, loader, num_done, epoch, order, self._state, "es.lightning.Protect"
+            )
+            if place is not None:
+                return place.rest(self._state)
+        order()
+        return after_batches(loader, num_done) if num_done else loader

@@ -1,139 +1,94 @@
-"""What the Trainer of Hugging Face keeps beside model and optimizer: parts of a protected state."""
+"""What other people's trainers keep beside model and optimizer: the newest batches of their
+loaders, and what callbacks of the user's own change."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from train_fn.errors import BadTask
 from train_fn.protect.arguments import named
+from train_fn.protect.batches import Taken
+from train_fn.protect.followed import ReadAgain
+from train_fn.protect.protected import Protected
 from train_fn.state.contents import few
 from train_fn.step.plain_attributes import PlainAttributes
 
-FLAGS = (
-    "should_log",
-    "should_evaluate",
-    "should_save",
-    "should_epoch_stop",
-    "should_training_stop",
-)
+logger = logging.getLogger(__name__)
 
 
-class TrainerScheduler:
-    """The learning-rate scheduler, which the Trainer makes when its training begins."""
+class NotedBatches:
+    """The newest batch of each of a trainer's loaders: part of the state, and compared after a
+    restart as ``es.loader`` does."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._loaded: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self._taken: list[Taken | None] = []
+        self._noted: dict[str, Any] = {"marks": None, "rank": 0, "world_size": 0}
 
-    def state_dict(self) -> dict[str, Any]:
-        scheduler = self._trainer.lr_scheduler
-        return self._loaded if scheduler is None else dict(scheduler.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = state
-
-    def load(self) -> None:
-        """Hand the loaded state to the scheduler."""
-        if self._loaded:
-            self._trainer.lr_scheduler.load_state_dict(self._loaded)
-        self._loaded = {}
-
-
-class TrainerPlace:
-    """What the Trainer knows beside model, optimizer and scheduler, as text."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._state, self._log, self._num_logged = "{}", "", 0
-        self._callbacks = "[]"
-        self.flags = dict.fromkeys(FLAGS, False)
-        """What the Trainer does after the step, and whether the epoch or the training ends."""
-        self._epoch, self._num_batches = -1, 0
-        self._noted = (0, 0)
-        self._is_resumed = False
-
-    @property
-    def noted(self) -> tuple[int, int]:
-        """Return the epoch, and the batches of it that this rank had read, at the last commit."""
-        return self._noted
-
-    def begin_epoch(self) -> int:
-        """Return the number of an epoch that begins, or goes on."""
-        if not self._is_resumed:
-            self._epoch, self._num_batches = self._epoch + 1, 0
-        self._is_resumed = False
-        return self._epoch
-
-    def count_batch(self) -> None:
-        """Count a batch that was read. The Trainer itself counts steps, and takes a stream to have
-        one epoch: it would begin the wrong pass where a stream ends before the training does."""
-        self._num_batches += 1
-
-    def note(self, control: TrainerControl) -> None:
-        """Take the Trainer's present state."""
-        state = self._trainer.state
-        facts = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
-        entries = facts.pop("log_history")
-        # The log grows: each entry becomes text once.
-        for entry in entries[self._num_logged :]:
-            self._log += ("," if self._log else "") + json.dumps(entry)
-        self._num_logged = len(entries)
-        self._state = json.dumps(facts, default=str)
-        self._noted = self._epoch, self._num_batches
-        self.flags = {flag: bool(getattr(control, flag)) for flag in FLAGS}
-        self._callbacks = json.dumps([one.state()["attributes"] for one in self._exportable()])
-
-    def trainer_state(self) -> str:
-        """Return the contents of ``trainer_state.json``."""
-        facts = {**json.loads(self._state), "log_history": json.loads(f"[{self._log}]")}
-        known = {one.name for one in dataclasses.fields(TrainerState)}
-        return json.dumps({name: value for name, value in facts.items() if name in known})
-
-    def restore_callbacks(self) -> None:
-        """Give callbacks that have a state, as early stopping, what they had."""
-        saved = json.loads(self._callbacks)
-        for callback, attributes in zip(self._exportable(), saved, strict=False):
-            for name, value in attributes.items():
-                setattr(callback, name, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "state": self._state,
-            "log": self._log,
-            "num_logged": self._num_logged,
-            "callbacks": self._callbacks,
-            "flags": dict(self.flags),
-            "epoch": self._noted[0],
-            "num_batches": self._noted[1],
+    def note(self, taken: Sequence[Taken | None], state: Protected) -> None:
+        """Take the newest batch of each loader as that of the commit."""
+        self._taken = list(taken)
+        self._noted = {
+            "marks": [each and each.marks for each in taken],
+            "rank": state.rank,
+            "world_size": state.world_size,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state, self._log = state["state"], state["log"]
-        self._num_logged, self._callbacks = state["num_logged"], state["callbacks"]
-        self.flags = {**dict.fromkeys(FLAGS, False), **state["flags"]}
-        self._noted = self._epoch, self._num_batches = state["epoch"], state["num_batches"]
-        self._is_resumed = True
+    @property
+    def mark(self) -> int:
+        """Return a digest of the newest batches; 0 if none is known."""
+        known = [each.whole for each in self._taken if each is not None]
+        return Taken(known).whole if known else 0
 
-    def _exportable(self) -> list[Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, ExportableState)]
+    def state_dict(self) -> dict[str, Any]:
+        return self._noted
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state, which may hold more. Earlier ones have no marks."""
+        self._noted = {name: state.get(name, old) for name, old in self._noted.items()}
+
+    def place(
+        self,
+        number: int,
+        loader: Any,
+        num_done: int,
+        epoch: int,
+        order: Callable[[], None],
+        state: Protected,
+        who: str,
+    ) -> ReadAgain | None:
+        """Return the place after the noted batch of a loader; None if nothing can be compared.
+
+        Args:
+            number: of the loader, among the trainer's.
+            num_done, epoch, order, who: as in ``ReadAgain``.
+        """
+        marks, world_size = self._noted["marks"] or [], self._noted["world_size"]
+        if world_size not in (0, state.world_size):
+            logger.warning(
+                "the number of ranks changed from %d to %d: %s goes on after %d batches of each "
+                "rank, so samples of this epoch are used again or left out",
+                world_size,
+                state.world_size,
+                who,
+                num_done,
+            )
+            return None
+        if not num_done or number >= len(marks) or marks[number] is None:
+            return None
+        mine = marks[number] if self._noted["rank"] == state.rank else None
+        return ReadAgain(loader, num_done, epoch, order, mine, who)
 
 
 # ---------------------------------------------------------------- callbacks
 
 # Callbacks of a user's own in somebody's trainer: what they change is part of no state, unless
 # they keep one.
-
-logger = logging.getLogger(__name__)
 
 
 class CallbackWatch:

@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -23,10 +25,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import everstep.train as es
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, DataChanged
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot
 
@@ -400,3 +402,210 @@ def test_an_average_of_a_callback_is_kept_or_refused_in_the_first_step() -> None
     words = r"tensors that no checkpoint holds, in Averaging.average: .*hf.Protect\(trainer, extra"
     with pytest.raises(BadTask, match=words):
         average("lost", is_kept=False)
+
+
+# ---------------------------------------------------------------- data after a restart
+
+
+class Listening(nn.Module):
+    """A model of the Trainer that keeps what it was given."""
+
+    def __init__(self, dies: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(4, 2)
+        self.dies, self.seen = dies, list[list[float]]()
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(self.seen) == self.dies:
+            raise LookupError("planned")
+        self.seen.append(inputs[:, 0].tolist())
+        return {"loss": self.layer(inputs).square().mean()}
+
+
+class Hearing(LightningModule):
+    """The same of Lightning's."""
+
+    def __init__(self, dies: int | None) -> None:
+        super().__init__()
+        self.inner = Listening(dies)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found: torch.Tensor = self.inner(batch[0] if isinstance(batch, list) else batch)["loss"]
+        return found
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.parameters())
+
+
+def rows(offset: int = 0) -> list[torch.Tensor]:
+    return [torch.full((4,), float((index + offset) % 24)) for index in range(24)]
+
+
+class Passes(IterableDataset[Any]):
+    """A stream of which each sample says what pass it was told of."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.full((4,), float(self.epoch))] * 16)
+
+
+class OwnDraws(Sampler[int]):
+    """Draws from a generator that it made once."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(7)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(24).tolist())
+
+
+class Sampled(transformers.Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return OwnDraws()
+
+
+Seen = list[list[float]]
+
+
+def train_hf(run_id: str, data: Any, dies: int | None = None, **options: Any) -> Seen:
+    """Train for three epochs of a Trainer, eight samples a step."""
+    model = Listening(dies)
+    num_workers, kind = options.get("num_workers", 0), options.get("kind", transformers.Trainer)
+    args = transformers.TrainingArguments(
+        output_dir="out/trainer",
+        max_steps=3 * options.get("per_epoch", 3),
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=num_workers,
+        dataloader_persistent_workers=bool(num_workers),
+        learning_rate=0.01,
+    )
+    noise = options.get("noise", lambda: 0.0)
+    trainer = kind(
+        model,
+        args,
+        train_dataset=data,
+        data_collator=lambda found: {"inputs": torch.stack(found) + noise()},
+    )
+    trainer.add_callback(es.hf.Protect(trainer, run_id=run_id))
+    trainer.train()
+    return model.seen
+
+
+def train_lightning(run_id: str, data: Any, dies: int | None = None, **options: Any) -> Seen:
+    """Train for three epochs of Lightning, eight samples a step."""
+    net = Hearing(dies)
+    num_workers, sampler = options.get("num_workers", 0), options.get("sampler", lambda: None)()
+    noise = options.get("noise", lambda: 0.0)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[es.lightning.Protect(run_id=run_id)],
+    )
+    loader = DataLoader(
+        data,
+        batch_size=8,
+        shuffle=None if sampler or isinstance(data, IterableDataset) else True,
+        sampler=sampler,
+        num_workers=num_workers,
+        persistent_workers=bool(num_workers),
+        collate_fn=lambda found: torch.stack(found) + noise(),
+    )
+    trainer.fit(net, loader)
+    return net.inner.seen
+
+
+TRAINERS = pytest.mark.parametrize(
+    ("train", "who", "part"),
+    [
+        (train_hf, "es.hf.Protect", r"batch\['inputs'\]"),
+        (train_lightning, "es.lightning.Protect", "batch"),
+    ],
+)
+
+
+@TRAINERS
+@pytest.mark.parametrize("dies", [1, 2, 5])
+def test_a_trainer_reads_its_last_batch_again_and_refuses_another_one(
+    train: Callable[..., Seen], who: str, part: str, dies: int
+) -> None:
+    whole = train("whole", rows())
+    for run_id in ("same", "other"):
+        with pytest.raises(LookupError):
+            train(run_id, rows(), dies)
+    assert train("same", rows()) == whole[dies:]
+    place = f"batch {(dies - 1) % 3 + 1} of epoch {(dies - 1) // 3}, the last one of step {dies}"
+    with pytest.raises(DataChanged, match=f"{who}: {place}, is another one than before: {part}"):
+        train("other", rows(offset=1))
+
+
+@TRAINERS
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_trainer_s_data_draws_is_no_other_data(
+    train: Callable[..., Seen], who: str, part: str, num_workers: int
+) -> None:
+    drawn = {"noise": lambda: torch.rand(()), "num_workers": num_workers}
+    whole = train("whole", rows(), **drawn)
+    with pytest.raises(LookupError):
+        train("broken", rows(), 5, **drawn)
+    again = train("broken", rows(), **drawn)
+    assert [list(map(int, batch)) for batch in again] == [
+        list(map(int, batch)) for batch in whole[5:]
+    ]
+    if not num_workers:
+        assert again == whole[5:], "each step's draws are seeded by its number"
+
+
+@TRAINERS
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_trainer_tells_its_stream_of_passes(
+    train: Callable[..., Seen], who: str, part: str, num_workers: int
+) -> None:
+    options = {"num_workers": num_workers, "per_epoch": 2}
+    assert [set(batch) for batch in train("whole", Passes(), **options)] == [
+        {epoch} for epoch in (0, 0, 1, 1, 2, 2)
+    ]
+    with pytest.raises(LookupError):
+        train("broken", Passes(), 3, **options)
+    assert [set(batch) for batch in train("broken", Passes(), **options)] == [{1}, {2}, {2}]
+
+
+@TRAINERS
+@pytest.mark.parametrize("dies", [2, 3, 5])
+def test_a_sampler_with_a_generator_of_its_own_goes_on_in_a_trainer(
+    train: Callable[..., Seen], who: str, part: str, dies: int
+) -> None:
+    options = {"kind": Sampled, "sampler": OwnDraws}
+    whole = train("whole", rows(), **options)
+    assert whole[:3] != whole[3:6]
+    with pytest.raises(LookupError):
+        train("broken", rows(), dies, **options)
+    assert train("broken", rows(), **options) == whole[dies:]
+
+
+def test_lightning_s_adapter_does_without_the_library_of_the_other() -> None:
+    directory = Path(sys.modules[es.lightning.Protect.__module__].__file__ or "").parent
+    for name in ("lightning", "trainer_state"):
+        tree = ast.parse((directory / f"{name}.py").read_text())
+        found = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in (*node.names, ast.alias(getattr(node, "module", None) or ""))
+        }
+        assert not any(each.startswith("transformers") for each in found), name

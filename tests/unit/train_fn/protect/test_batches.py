@@ -157,6 +157,35 @@ def test_data_is_told_of_the_epoch_in_the_process_that_reads(
     assert again == seen[3:], "a restart begins within an epoch"
 
 
+def test_a_restart_that_reads_its_last_batch_again_tells_the_data_of_the_epoch_anew() -> None:
+    """What it says for that reading is undone with it."""
+    data = Batches(Told(), 4)
+    expected = Batches(Told(), 4).marks_of(2, 0, 1)
+    assert data.marks_of(2, 0, 1) == expected
+    again = [batch.unique().tolist() for batch in whole(data, Loop(step=3), 6)]
+    assert again == [[1], [2], [2]]
+
+
+class Mixing:
+    """Draws from a generator that it made once."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(7)
+
+    def __call__(self, samples: list[Any]) -> float:
+        return float(self.rng.random())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_generator_of_a_collate_function_goes_on_at_the_place(num_workers: int) -> None:
+    def drawn(step: int) -> list[float]:
+        data = Batches(numbers(8), 4, Mixing(), num_workers=num_workers)
+        return list(whole(data, Loop(step=step), 6))
+
+    assert len(set(drawn(0))) == 6
+    assert drawn(3) == drawn(0)[3:]
+
+
 def test_a_collate_function_is_told_of_the_epoch_too() -> None:
     class Sizes(Told):
         def __call__(self, samples: list[Any]) -> int:

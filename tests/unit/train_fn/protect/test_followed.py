@@ -37,6 +37,8 @@ class Loop:
         self.rank, self.world_size, self._holds = rank, world_size, holds
         self.step_number = 0
         self.seed = 11
+        self.other_ranks: list[Any] = []
+        """What other ranks say."""
         self.seeds_differ = self.draws_differ = False
 
     def holds(self, part: object) -> bool:
@@ -44,6 +46,9 @@ class Loop:
 
     def begin_step(self) -> None:
         pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.other_ranks]
 
     def reseed(self, step: int | None = None) -> None:
         torch.manual_seed(1000 + (self.step_number if step is None else step))
@@ -317,6 +322,74 @@ def test_what_is_drawn_anew_at_each_reading_is_no_other_data(
         rows_after(3, Rows(noise=noise), Rows(5, noise), workers)
 
 
+def test_a_rank_that_found_nothing_reads_again_with_the_one_that_did() -> None:
+    """A loader may exchange batches between ranks: all of them read as often."""
+    readings: list[int] = []
+
+    class Counted(Rows):
+        def __getitem__(self, index: int) -> Any:
+            readings.append(index)
+            return super().__getitem__(index)
+
+    def after_a_restart(rank: int, *other_ranks: bool) -> int:
+        first, loop = FollowedLoader(DataLoader(Rows(), batch_size=4)), Loop(world_size=2)
+        read(first, loop, 3)
+        again, second = Loop(rank=rank, world_size=2), FollowedLoader(DataLoader(Counted(), 4))
+        again.step_number, again.other_ranks = 3, list(other_ranks)
+        second.load_state_dict(first.state_dict())
+        readings.clear()
+        assert next(second.batches(again))[0].tolist() == [12, 13, 14, 15]
+        return len(readings)
+
+    assert after_a_restart(0) == after_a_restart(1) == 16, "two before it, the last, the next"
+    assert after_a_restart(0, True) == after_a_restart(1, True) > 16
+
+
+class Noisy(Rows):
+    """Draws from a generator that it made once."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=lambda: self.rng.random())
+        self.rng = random.Random(7)
+
+
+class Mixing:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        mixed = torch.rand(1, generator=self.generator).item()
+        return torch.tensor([sample[0] + mixed for sample in samples])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Noisy(), batch_size=4),
+        lambda: DataLoader(Rows(), batch_size=4, collate_fn=Mixing()),
+    ],
+)
+@pytest.mark.parametrize("done", [1, 3, PER_EPOCH, PER_EPOCH + 2])
+def test_generators_that_data_own_go_on_at_the_very_batch(
+    make: Callable[[], Any], done: int
+) -> None:
+    whole = read(FollowedLoader(make()), Loop(), 2 * PER_EPOCH)
+    assert len({str(batch) for batch, _ in whole}) == 2 * PER_EPOCH
+    first, loop = FollowedLoader(make()), Loop()
+    read(first, loop, done)
+    second = FollowedLoader(make())
+    second.load_state_dict(first.state_dict())
+    assert read(second, loop, 2 * PER_EPOCH - done) == whole[done:]
+
+
+def test_generators_that_data_own_are_warned_of_in_loader_processes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = DataLoader(Rows(), batch_size=4, collate_fn=Mixing(), num_workers=1)
+    next(FollowedLoader(loader).batches(Loop()))
+    assert "generator of its own in loader processes" in caplog.text
+
+
 def test_an_iterator_that_reads_ahead_over_the_ends_of_epochs_is_refused_at_once() -> None:
     loader = Endless(numbers(), batch_size=4, shuffle=True, num_workers=1)
     with pytest.raises(BadTask, match=r"Endless.source is an iterator .* Make it in __iter__"):
@@ -338,11 +411,34 @@ class Told:
         self.epoch = epoch
 
 
+class ToldStream(IterableDataset[int]):
+    """The same, of samples that are no index's."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 8)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def prepared(loader: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(loader)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_data_is_told_of_the_epoch_where_it_is_read(options: Any, wrapped: bool) -> None:
-    data: Any = Subset(Told(), range(8)) if wrapped else Told()  # type: ignore[arg-type]
-    followed = FollowedLoader(DataLoader(data, batch_size=4, **options))
+@pytest.mark.parametrize(
+    "data",
+    [Told(), Subset(Told(), range(8)), ToldStream()],  # type: ignore[arg-type]
+)
+@pytest.mark.parametrize("wrap", [lambda loader: loader, prepared])
+def test_data_is_told_of_the_epoch_where_it_is_read(
+    options: Any, data: Any, wrap: Callable[[Any], Any]
+) -> None:
+    followed = FollowedLoader(wrap(DataLoader(data, batch_size=4, **options)))
     seen = [batch.unique().tolist() for batch in followed.batches(Loop(), epochs=3)]
     assert seen == [[0], [0], [1], [1], [2], [2]]
 

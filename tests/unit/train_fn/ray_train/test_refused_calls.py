@@ -50,7 +50,10 @@ def main(rank):
 if __name__ == "__main__":
     mp.spawn(main, nprocs=2)
 """
+STARTS = SPAWNS.replace("mp.spawn(main, nprocs=2)", "mp.start_processes(main, nprocs=2)")
 TUNES = "from ray import tune\n\n\ntune.report({'loss': 1.0})\n"
+RUNS = "from ray import tune\n\n\ntune.run(print)\n"
+FITS = "from ray import tune\n\n\ntune.Tuner.fit(object.__new__(tune.Tuner))\n"
 INSIDE = """
 def train_fn(config):
     import everstep.train as es
@@ -89,9 +92,12 @@ def context(tmp_path: Path, name: str, source: str, **code: Any) -> WorkerContex
     [
         (TRAINER, "TorchTrainer.fit() would wait for ever"),
         (SPAWNS, "starts ranks of its own by torch.multiprocessing.spawn"),
+        (STARTS, "starts ranks of its own by torch.multiprocessing.start_processes"),
         (TUNES, "Call ray.train.report"),
+        (RUNS, "ray.tune.run would wait for ever"),
+        (FITS, "Tuner.fit would wait for ever"),
     ],
-    ids=["trainer", "spawn", "tune"],
+    ids=["trainer", "spawn", "start", "tune", "run", "fit"],
 )
 def test_a_script_that_would_hang_or_report_to_nobody_is_told_what_to_do(
     tmp_path: Path, source: str, words: str

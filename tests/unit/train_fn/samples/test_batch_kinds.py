@@ -65,6 +65,7 @@ def frozen() -> Frozen:
         (OrderedDict(x=torch.ones(2), y=[torch.ones(1), "text"]), 2),
         (Pair(torch.ones(2), {"z": torch.ones(1)}), 2),
         (frozen(), 2),
+        (Frozen(torch.ones(2), "a"), 1),
         (Graph(torch.ones(2)), 1),
         (InPlace(torch.ones(2)), 1),
         ((UserDict({"g": Graph(torch.ones(2))}), "text"), 1),

@@ -109,7 +109,11 @@ def make_spec(num_workers: int = 0, max_workers: int = 2, **train: Any) -> RunSp
 
 
 def stream_set(
-    dataset: Any, num_samples: int = 90, num_workers: int = 0, num_streams: int = 2
+    dataset: Any,
+    num_samples: int = 90,
+    num_workers: int = 0,
+    num_streams: int = 2,
+    collate: Any = default_collate,
 ) -> StreamSet:
     sampler = StreamSampler(num_samples, 16, 4, 3, num_streams)
     return StreamSet(
@@ -117,7 +121,7 @@ def stream_set(
         sampler,
         make_spec(num_workers),
         1,
-        default_collate,
+        collate,
         "Task.build_datasets (task.py, line 3)",
     )
 
@@ -200,7 +204,7 @@ def test_a_stream_goes_on_at_the_very_sample_at_any_world_size(num_workers: int)
     before = stream_set(Numbers(70), num_workers=num_workers)
     assert values(read(before, range(23))).items() <= whole.items()
     kept = before.bookmarks.state_dict()
-    assert all(ordinal > 0 for ordinal, _, _ in kept.values())
+    assert all(ordinal > 0 for ordinal, *_ in kept.values())
     after = [stream_set(Numbers(70), num_workers=num_workers) for _ in range(2)]
     for rank, data in enumerate(after):
         data.bookmarks.load_state_dict(kept)
@@ -229,6 +233,57 @@ def test_data_that_keeps_its_place_elsewhere_or_nowhere_goes_on_as_well(dataset:
     after = stream_set(dataset)
     after.bookmarks.load_state_dict(before.bookmarks.state_dict())
     assert values(read(after, range(43, 45), exchange=False)).items() <= whole.items()
+
+
+class Told(IterableDataset[int]):
+    """Says in its samples which pass it was told of, when the pass began."""
+
+    def __init__(self, per_pass: int) -> None:
+        self.per_pass, self.epoch = per_pass, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        told = self.epoch
+        return iter([told] * self.per_pass)
+
+
+class Collating:
+    """Says which epoch it was told of, beside the samples."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor([[sample, self.epoch] for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_streams_are_told_of_their_passes_and_collate_of_the_epoch(num_workers: int) -> None:
+    def made() -> StreamSet:
+        return stream_set(Told(45), num_workers=num_workers, collate=Collating())
+
+    whole = read(made(), range(26))
+    for (step, _), loaded in whole.items():
+        told, epochs = loaded.batch.T.tolist()
+        assert told == [index // 2 // 45 for index in loaded.indices.tolist()]
+        assert set(epochs) == {step // made().sampler.steps_per_epoch}
+    before, after = made(), made()
+    read(before, range(23))
+    after.bookmarks.load_state_dict(before.bookmarks.state_dict())
+    again = values(read(after, range(23, 26), exchange=False))
+    assert again.items() <= values(whole).items()
+    assert "before each pass" in made().guarantee()
+
+
+def test_passes_that_are_no_epochs_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    read(stream_set(Told(10_000)), range(26))
+    warned = [each.getMessage() for each in caplog.records if "set_epoch" in each.getMessage()]
+    assert len(warned) == 2, "one for each stream"
+    assert "stream 0 is in pass 0 where epoch 2 begins. Give train a __len__" in warned[0]
 
 
 def test_reading_one_micro_batch_leaves_the_streams_alone() -> None:
