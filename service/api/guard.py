@@ -106,10 +106,11 @@ class AuditMiddleware:
     """Adds every call that may change something to the audit log.
 
     A change writes its entry in the same transaction. A call without a change, mostly a refused
-    one, gets its entry before its response, so that the log is in the order of responses. Failures
-    of the service itself, such as an unavailable database, are answered first. Calls without a
-    valid token or above the rate limit only go to the service's own log: anybody could fill the
-    audit log with them.
+    one, gets its entry before its response, and an entry whose target or status came out otherwise
+    is corrected before it: whoever has a response finds it in the log. Failures of the service
+    itself, such as an unavailable database, are answered first. Calls without a valid token or
+    above the rate limit only go to the service's own log: anybody could fill the audit log with
+    them.
     """
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
@@ -127,11 +128,14 @@ class AuditMiddleware:
         entry = AuditEntry(scope["method"], scope["path"], client[0] if client else None)
         recorded = False
 
+        def is_unrecorded() -> bool:
+            return entry.seq is None or entry.written_as != (entry.target, entry.status)
+
         async def noting_send(message: Message) -> None:
             nonlocal recorded
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
-                if entry.seq is None and entry.status < _FAULTS_OF_OURS:
+                if entry.status < _FAULTS_OF_OURS and is_unrecorded():
                     recorded = True
                     await self._record(entry)
             await send(message)
@@ -144,9 +148,7 @@ class AuditMiddleware:
             raise
         finally:
             begin_entry(None)
-            if not recorded and (
-                entry.seq is None or entry.written_as != (entry.target, entry.status)
-            ):
+            if not recorded and is_unrecorded():
                 await self._record(entry)
 
     async def _record(self, entry: AuditEntry) -> None:

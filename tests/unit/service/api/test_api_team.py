@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from sqlalchemy import delete
 
 from everstep import AuthError, Client, Conflict, InvalidSpec, NotFound
 from service.api.callers import RateLimit
+from service.db.audit import AuditEntry
 from service.db.tables import projects
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.command_line import everstep
@@ -295,6 +297,20 @@ async def test_every_call_that_may_change_something_is_in_the_audit_log(api: Api
         2,
         1,
     ]
+
+
+async def test_the_log_knows_how_a_call_ended_before_its_caller_does(
+    api: ApiService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = api.context.audit.complete
+
+    def slowly(entry: AuditEntry) -> None:
+        time.sleep(0.3)
+        complete(entry)
+
+    monkeypatch.setattr(api.context.audit, "complete", slowly)
+    assert (await api.http.delete("/v1/tokens/tok_none")).status_code == 404
+    assert (await api.get("/v1/audit?limit=1"))["items"][0]["status"] == 404
 
 
 # ---------------------------------------------------------------- limits
