@@ -1,17 +1,22 @@
-"""From the SIGKILL of a node or a rank to the next step: Everstep, torchrun elastic and plain Ray
-Train, on one loop and machine.
+"""From the SIGKILL of a node or a rank to the next step: Everstep, torchft, torchrun elastic and
+plain Ray Train, on one loop and machine.
 
     python -m benchmarks recovery --repeats 5 --kill node
 
 Two nodes of one CPU, one rank each; the same model, data and checkpoint interval. Seconds run from
 the kill to the first new step of all ranks that go on; steps lost are those that had been done and
-are done again. With ``--cold`` Everstep runs on a cluster that somebody else set up: without
+are done again. torchft is measured where it is installed (``pip install --no-deps
+torchft==0.2.0``), at its defaults and with heartbeats of a second; there the batches are counted
+that no step has used. For both, ``join_gap_s`` is how long a newcomer in a dead node's place
+stopped the others. With ``--cold`` Everstep runs on a cluster that somebody else set up: without
 preloaded modules and without spare processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -31,6 +36,7 @@ import psutil
 from benchmarks.report import summary, write
 from benchmarks.steps import around
 from benchmarks.workloads import WORKLOADS
+from everstep.client.runs import RunHandle
 from tests.support.service_process import ServiceProcess, free_port, wait_for
 
 SETTLE_STEPS = 325
@@ -44,6 +50,9 @@ class Recovery:
     steps_lost: int | None
     """None, as the size, where training did not come back while it was waited for."""
     world_size: int | None
+    join_gap_s: float | None = None
+    """Longest time between two steps while a newcomer enters; None where that was not tried."""
+    batches_dropped: int = 0
 
 
 def kill(pids: list[int]) -> float:
@@ -88,12 +97,27 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
         "the recovery",
     )
     _, (_, first_at) = around(run, attempt.attempt, killed_at, GIVE_UP_S)
-    failure = run.failures()[0]
-    world_size = run.attempts()[-1].world_size
+    failure, after = run.failures()[0], run.attempts()[-1]
+    join_gap_s = None
+    if what == "node" and (service.home / "cluster.json").exists():
+        join_gap_s = newcomer(service, run, victim.node_id)
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
     assert failure.steps_lost is not None
-    return Recovery(first_at - killed_at, failure.steps_lost, world_size)
+    return Recovery(first_at - killed_at, failure.steps_lost, after.world_size, join_gap_s)
+
+
+def newcomer(service: ServiceProcess, run: RunHandle, dead: str) -> float:
+    """Replace the node; the seconds without a step when the run grows onto the new one."""
+    wait_for(
+        lambda: dead not in {node["node_id"] for node in service.cluster()["nodes"]},
+        GIVE_UP_S,
+        "the keeper's notice",
+    )
+    began, attempt = time.time(), run.attempts()[-1].attempt
+    service.refill()
+    last, first = around(run, attempt, began, GIVE_UP_S)
+    return first[1] - last[1]
 
 
 def end_cluster(child: subprocess.Popen[bytes], directory: Path) -> None:
@@ -260,6 +284,60 @@ def torchrun(workload: str, what: str) -> Recovery:
     return result
 
 
+TORCHFT_TIMERS: dict[str, tuple[str, ...]] = {
+    "torchft": (),
+    "torchft, 1 s": ("--heartbeat_timeout_ms", "1000"),
+}
+"""Sides of torchft, with what their lighthouse is told."""
+
+
+def torchft(workload: str, timers: tuple[str, ...]) -> Recovery:
+    """Two replica groups of one process each; one dies, and later another takes its place. Nothing
+    of torchft's stands beside a rank, so that a node's death is a rank's."""
+    port = free_port()
+    serve = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+    command = ["-c", serve, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
+    with (
+        scratch() as directory,
+        process(command, directory / "lighthouse.log"),
+        ExitStack() as stack,
+    ):
+
+        def start(number: int, log: str) -> subprocess.Popen[bytes]:
+            arguments = [str(number), str(port), workload, str(directory)]
+            command = ["-m", "benchmarks.elastic_torchft", *arguments]
+            return stack.enter_context(process(command, directory / log))
+
+        wait_for(lambda: is_open(port), GIVE_UP_S, "the lighthouse")
+        survivor, victim = start(0, "a.log"), start(1, "b.log")
+
+        def steps(world: int, after: float) -> list[dict[str, Any]]:
+            return [
+                line
+                for line in lines(directory)
+                if line["pid"] == survivor.pid and line["world"] == world and line["at"] > after
+            ]
+
+        wait_for(lambda: len(steps(2, 0.0)) >= SETTLE_STEPS, GIVE_UP_S, "steps of both groups")
+        killed_at = kill([victim.pid])
+        first = wait_for(lambda: steps(1, killed_at), GIVE_UP_S, "a step of the survivor")[0]
+        wait_for(lambda: len(steps(1, killed_at)) >= SETTLE_STEPS, GIVE_UP_S, "steps of one group")
+        started_at = time.time()
+        start(1, "c.log")
+        wait_for(
+            lambda: len(steps(2, started_at)) >= SETTLE_STEPS, GIVE_UP_S, "steps of both again"
+        )
+        times = [line["at"] for line in steps(1, started_at) + steps(2, started_at)]
+        (directory / "stop").touch()
+        return Recovery(
+            first["at"] - killed_at,
+            0,
+            1,
+            max(later - earlier for earlier, later in itertools.pairwise(sorted(times))),
+            first["dropped"],
+        )
+
+
 def plain_ray(workload: str, what: str) -> Recovery:
     with (
         scratch() as directory,
@@ -279,45 +357,50 @@ def plain_ray(workload: str, what: str) -> Recovery:
     return result
 
 
+def measure(side: str, workload: str, what: str, *, cold: bool) -> Recovery:
+    """One kill; GIVE_UP_S where the side did not come back within that."""
+    if side == "everstep":
+        with cold_service() if cold else ServiceProcess(nodes=2) as service:
+            return everstep(service, workload, what)
+    try:
+        if side in TORCHFT_TIMERS:
+            return torchft(workload, TORCHFT_TIMERS[side])
+        return {"torchrun": torchrun, "ray": plain_ray}[side](workload, what)
+    except TimeoutError as exc:
+        print(f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}", flush=True)
+        return Recovery(GIVE_UP_S, None, None)
+
+
 def main(argv: list[str]) -> None:
+    every = ["everstep", *TORCHFT_TIMERS, "torchrun", "ray"]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="digits")
     parser.add_argument("--kill", choices=["node", "rank"], action="append")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["everstep", "torchrun", "ray"], action="append")
+    parser.add_argument("--only", choices=every, action="append")
     parser.add_argument(
         "--cold", action="store_true", help="Everstep alone, on a cluster that is not its own"
     )
     options = parser.parse_args(argv)
+    sides = ["everstep"] if options.cold else options.only or every
+    if importlib.util.find_spec("torchft") is None:
+        print("torchft is not installed, and left out: pip install --no-deps torchft==0.2.0")
+        sides = [side for side in sides if side not in TORCHFT_TIMERS]
     results: dict[str, Any] = {}
     for what in options.kill or ["node", "rank"]:
-        sides: dict[str, list[Recovery]] = {}
+        found: dict[str, list[Recovery]] = {side: [] for side in sides}
         for _ in range(options.repeats):
-            for side in (
-                ["everstep"] if options.cold else options.only or ["everstep", "torchrun", "ray"]
-            ):
-                if side == "everstep":
-                    with cold_service() if options.cold else ServiceProcess(nodes=2) as service:
-                        recovery = everstep(service, options.workload, what)
-                else:
-                    try:
-                        recovery = {"torchrun": torchrun, "ray": plain_ray}[side](
-                            options.workload, what
-                        )
-                    except TimeoutError as exc:
-                        print(
-                            f"{side} is counted as {GIVE_UP_S:g} s, which it is at least: {exc}",
-                            flush=True,
-                        )
-                        recovery = Recovery(GIVE_UP_S, None, None)
-                print(what, side, recovery, flush=True)
-                sides.setdefault(side, []).append(recovery)
+            for side in sides:
+                found[side].append(measure(side, options.workload, what, cold=options.cold))
+                print(what, side, found[side][-1], flush=True)
         results[what] = {
             side: {
-                "recovery_s": summary([recovery.recovery_s for recovery in recoveries]),
-                "steps_lost": [recovery.steps_lost for recovery in recoveries],
-                "world_size_after": [recovery.world_size for recovery in recoveries],
+                "recovery_s": summary([each.recovery_s for each in recoveries]),
+                "steps_lost": [each.steps_lost for each in recoveries],
+                "world_size_after": [each.world_size for each in recoveries],
+                "batches_dropped": [each.batches_dropped for each in recoveries],
+                "join_gap_s": [each.join_gap_s for each in recoveries],
             }
-            for side, recoveries in sides.items()
+            for side, recoveries in found.items()
         }
     write("recovery_cold" if options.cold else "recovery", results)

@@ -1,0 +1,102 @@
+"""torchft on the loop of the recovery benchmark: one replica group a process, after torchft's own
+documentation.
+
+    pip install --no-deps torchft==0.2.0
+    torchft_lighthouse --bind 127.0.0.1:PORT --min_replicas 1
+    python -m benchmarks.elastic_torchft NUMBER PORT WORKLOAD DIRECTORY
+
+The model, data and batch are those of the other sides. Each step that is committed is a line
+``{"rank", "world", "step", "at", "pid", "dropped"}``: the groups that took part in it, and how many
+batches of this group no step has used so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+from torch.utils.data import DataLoader
+
+from benchmarks.workloads import WORKLOADS, build_model, build_train_set
+
+GROUPS = 2
+
+
+def main(number: int, lighthouse_port: int, workload_name: str, directory: Path) -> None:
+    """Train as replica group ``number`` of GROUPS until DIRECTORY/stop exists."""
+    from torchft import (
+        DistributedDataParallel,
+        DistributedSampler,
+        Manager,
+        Optimizer,
+        ProcessGroupGloo,
+    )
+
+    workload = WORKLOADS[workload_name]
+    torch.manual_seed(0)
+    raw_model = build_model(workload)
+    raw_optimizer = torch.optim.AdamW(raw_model.parameters(), lr=workload["optimizer"]["lr"])
+
+    def load(state: dict[str, Any]) -> None:
+        raw_model.load_state_dict(state["model"])
+        raw_optimizer.load_state_dict(state["optimizer"])
+
+    def save() -> dict[str, Any]:
+        return {"model": raw_model.state_dict(), "optimizer": raw_optimizer.state_dict()}
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=load,
+        state_dict=save,
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=f"http://127.0.0.1:{lighthouse_port}",
+        replica_id=f"replica_{number}",
+        hostname="127.0.0.1",
+    )
+    model = DistributedDataParallel(manager, raw_model)
+    optimizer = Optimizer(manager, raw_optimizer)
+    dataset = build_train_set(workload)
+    sampler = DistributedSampler(
+        dataset, replica_rank=number, num_replica_groups=GROUPS, group_rank=0, num_replicas=1
+    )
+    batch_size = workload["train"]["global_batch_size"] // GROUPS
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+    loss_fn, epoch, dropped = nn.CrossEntropyLoss(), 0, 0
+    with (directory / "steps" / f"{os.getpid()}.jsonl").open("w", buffering=1) as out:
+        while not (directory / "stop").exists():
+            sampler.set_epoch(epoch)
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss_fn(model(images), labels).backward()
+                before = manager.current_step()
+                optimizer.step()
+                if manager.current_step() == before:
+                    dropped += 1
+                    continue
+                line = {
+                    "rank": number,
+                    "world": manager.num_participants(),
+                    "step": manager.current_step(),
+                    "at": time.time(),
+                    "pid": os.getpid(),
+                    "dropped": dropped,
+                }
+                out.write(json.dumps(line) + "\n")
+            epoch += 1
+    os._exit(0)  # its threads wait for groups that may be gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
