@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment $1 and install Everstep with the extras $2, everything pinned by constraints.txt. Says what it does and
-# how long that takes; asks nothing. uv does the work where it is on the path, else pip; both install the same versions. Run it again
-# after an interruption: it goes on.
+# how long that takes; asks nothing. uv does the work, the one on the path or one that pip gets, since it needs a third of pip's time; pip
+# does it where uv fails. Both install the same versions, from the indexes that pip is told. Run it again after an interruption: it goes on.
 #   PYTHON       interpreter to use; default the newest of 3.11 to 3.14
 #   TORCH_INDEX  index with torch for CPUs, for machines without an NVIDIA GPU; empty for the package index
 set -euo pipefail
@@ -26,8 +26,31 @@ timed() {  # say what begins, that it goes on, and how long it took: timed TEXT 
     return "$ended"
 }
 
-has_uv() {
-    command -v uv >/dev/null
+has_uv() {  # on the path, where it can also make environments
+    type -P uv >/dev/null
+}
+
+uv_of_venv() {  # one for installing: that, or the environment's own, which pip gets
+    type -P uv && return
+    [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv >/dev/null 2>&1 || true
+    [ -x "$venv/bin/uv" ] && echo "$venv/bin/uv"
+}
+
+pip_setting() {  # what pip is told by its environment or its files: pip_setting index-url
+    local name=${1//-/_}
+    name=PIP_${name^^}
+    echo "${!name:-$("$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true)}"
+}
+
+indexes() {  # pip's indexes as options of uv; pip leaves out directories that are not there
+    local each index
+    index=$(pip_setting index-url)
+    [ -z "$index" ] || echo "--default-index $index"
+    for each in $(pip_setting extra-index-url); do
+        [ ! -e "${each#file://}" ] && [ "$each" != "${each#file://}" ] || echo "--index $each"
+    done
+    for each in $(pip_setting find-links); do echo "--find-links $each"; done
+    echo "--index-strategy unsafe-best-match"  # pip's: the newest that any index has
 }
 
 in_range() {
@@ -100,8 +123,13 @@ has_torch() {
 }
 
 install() {
-    if has_uv; then
-        uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt "$@" && return
+    local uv cert from=''
+    if uv=$(uv_of_venv); then
+        cert=$(pip_setting cert)
+        [[ " $* " == *" --index-url "* ]] || from=$(indexes)
+        # shellcheck disable=SC2086  # options, without spaces in them
+        env ${cert:+SSL_CERT_FILE="$cert"} "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" \
+            $from --constraint constraints.txt "$@" && return
         echo "==> uv failed; pip tries the same"
     fi
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@" && return

@@ -19,6 +19,8 @@ case "$*" in
 "-c import sys, urllib"*) echo "asks ${*: -1}" >>"$LOG"; exit "$FAKE_SILENT" ;;
 "-m venv"*) echo "venv" >>"$LOG"; mkdir -p "${*: -1}/bin"; cp "$0" "${*: -1}/bin/python" ;;
 "-m pip --version") ;;
+"-m pip install"*" uv") [ -z "$FAKE_UV" ] || cp "$FAKE_UV" "${0%/*}/uv" ;;
+"-m pip config get global."*) [ "${*: -1}" = global.extra-index-url ] && echo "$FAKE_INDEXES" ;;
 "-m pip install"*) echo "pip ${*:3}" >>"$LOG"; exit "$FAKE_PIP_FAILS" ;;
 *'version("torch")'*) [ -n "$FAKE_TORCH" ] && echo "$FAKE_TORCH" ;;
 esac
@@ -56,6 +58,8 @@ class Machine:
         env = {
             **{f"FAKE_{name}": "0" for name in names},
             "FAKE_TORCH": "",
+            "FAKE_UV": "",
+            "FAKE_INDEXES": "",
             "FAKE_VERSION": "3.13.5",
             "FAKE_PYTHON": str(self.bin / "python3"),
             "PATH": str(self.bin),
@@ -118,6 +122,19 @@ def test_uv_is_used_where_it_is_and_pip_where_it_fails(machine: Machine) -> None
     assert code == 0 and "uv failed; pip tries the same" in said
     assert [line.split()[0] for line in done] == ["uv", "pip"]
     assert machine.make(FAKE_UV_FAILS="2", FAKE_PIP_FAILS="1")[0] == 1
+
+
+def test_pip_gets_uv_which_is_told_the_indexes_of_pip(machine: Machine) -> None:
+    machine.add("later", UV)
+    indexes = f"https://mirror.example.org/simple file://{machine.base} file:///no/index"
+    fakes = {"TORCH_INDEX": "", "FAKE_UV": str(machine.bin / "later"), "FAKE_INDEXES": indexes}
+    code, _, done = machine.make(**fakes, PIP_FIND_LINKS="/opt/wheels")
+    venv, install = done
+    assert code == 0 and venv == "venv" and "--constraint constraints.txt" in install
+    told = f"--index https://mirror.example.org/simple --index file://{machine.base} --find-links"
+    assert f"{told} /opt/wheels" in install and "/no/index" not in install
+    code, said, done = machine.make(**fakes, FAKE_UV_FAILS="2")
+    assert code == 0 and [line.split()[0] for line in done] == ["uv", "pip"], said
 
 
 def test_uv_gets_a_python_where_there_is_none(machine: Machine) -> None:
