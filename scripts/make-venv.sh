@@ -42,14 +42,16 @@ pip_setting() {  # what pip is told by its environment or its files: pip_setting
     echo "${!name:-$("$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true)}"
 }
 
-indexes() {  # pip's indexes as options of uv; pip leaves out directories that are not there
+is_there() {  # a directory that pip would read; it leaves out one that is missing, and uv ends at it
+    [[ $1 == *://* && $1 != file://* ]] || [ -e "${1#file://}" ]
+}
+
+indexes() {  # pip's indexes as options of uv
     local each index
     index=$(pip_setting index-url)
     [ -z "$index" ] || echo "--default-index $index"
-    for each in $(pip_setting extra-index-url); do
-        [ ! -e "${each#file://}" ] && [ "$each" != "${each#file://}" ] || echo "--index $each"
-    done
-    for each in $(pip_setting find-links); do echo "--find-links $each"; done
+    for each in $(pip_setting extra-index-url); do is_there "$each" && echo "--index $each"; done
+    for each in $(pip_setting find-links); do is_there "$each" && echo "--find-links $each"; done
     echo "--index-strategy unsafe-best-match"  # pip's: the newest that any index has
 }
 

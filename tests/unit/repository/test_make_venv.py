@@ -128,11 +128,11 @@ def test_pip_gets_uv_which_is_told_the_indexes_of_pip(machine: Machine) -> None:
     machine.add("later", UV)
     indexes = f"https://mirror.example.org/simple file://{machine.base} file:///no/index"
     fakes = {"TORCH_INDEX": "", "FAKE_UV": str(machine.bin / "later"), "FAKE_INDEXES": indexes}
-    code, _, done = machine.make(**fakes, PIP_FIND_LINKS="/opt/wheels")
+    code, _, done = machine.make(**fakes, PIP_FIND_LINKS=f"{machine.bin} /no/wheels")
     venv, install = done
     assert code == 0 and venv == "venv" and "--constraint constraints.txt" in install
     told = f"--index https://mirror.example.org/simple --index file://{machine.base} --find-links"
-    assert f"{told} /opt/wheels" in install and "/no/index" not in install
+    assert f"{told} {machine.bin} --index-strategy" in install and "/no/" not in install
     code, said, done = machine.make(**fakes, FAKE_UV_FAILS="2")
     assert code == 0 and [line.split()[0] for line in done] == ["uv", "pip"], said
 
