@@ -36,10 +36,8 @@ uv_of_venv() {  # one for installing: that, or the environment's own, which pip 
     [ -x "$venv/bin/uv" ] && echo "$venv/bin/uv"
 }
 
-pip_setting() {  # what pip is told by its environment or its files: pip_setting index-url
-    local name=${1//-/_}
-    name=PIP_${name^^}
-    echo "${!name:-$("$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true)}"
+pip_setting() {  # what pip is told by its environment, which counts first, or its files: pip_setting index-url
+    "$venv/bin/python" -m pip config list 2>/dev/null | sed -nE "s/^(:env:|global|install)\\.$1='(.*)'\$/\\2/p" | sed 's/\\n/ /g' | head -1
 }
 
 is_there() {  # a directory that pip would read; it leaves out one that is missing, and uv ends at it
@@ -130,7 +128,7 @@ install() {
         cert=$(pip_setting cert)
         [[ " $* " == *" --index-url "* ]] || from=$(indexes)
         # shellcheck disable=SC2086  # options, without spaces in them
-        env ${cert:+SSL_CERT_FILE="$cert"} "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" \
+        env UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 ${cert:+SSL_CERT_FILE="$cert"} "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" \
             $from --constraint constraints.txt "$@" && return
         echo "==> uv failed; pip tries the same"
     fi

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make-venv.sh"
-PROGRAMS = ("bash", "cat", "cp", "df", "dirname", "env", "id", "mkdir", "realpath", "sleep", "stat")
+PROGRAMS = ("bash", "cat", "cp", "df", "dirname", "env", "head", "id", "mkdir", "realpath", "sed")
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 --version) echo "Python $FAKE_VERSION" ;;
@@ -20,7 +20,7 @@ case "$*" in
 "-m venv"*) echo "venv" >>"$LOG"; mkdir -p "${*: -1}/bin"; cp "$0" "${*: -1}/bin/python" ;;
 "-m pip --version") ;;
 "-m pip install"*" uv") [ -z "$FAKE_UV" ] || cp "$FAKE_UV" "${0%/*}/uv" ;;
-"-m pip config get global."*) [ "${*: -1}" = global.extra-index-url ] && echo "$FAKE_INDEXES" ;;
+"-m pip config list") echo "$FAKE_SETTINGS" ;;
 "-m pip install"*) echo "pip ${*:3}" >>"$LOG"; exit "$FAKE_PIP_FAILS" ;;
 *'version("torch")'*) [ -n "$FAKE_TORCH" ] && echo "$FAKE_TORCH" ;;
 esac
@@ -39,7 +39,7 @@ class Machine:
         self.base = base
         self.bin = base / "bin"
         self.bin.mkdir()
-        for name in (*PROGRAMS, "tail", "tr"):
+        for name in (*PROGRAMS, "sleep", "stat", "tail", "tr"):
             (self.bin / name).symlink_to(shutil.which(name) or f"/no/{name}")
         self.add("python3", PYTHON)
         self.venv = base / "a place" / ".venv"
@@ -59,7 +59,7 @@ class Machine:
             **{f"FAKE_{name}": "0" for name in names},
             "FAKE_TORCH": "",
             "FAKE_UV": "",
-            "FAKE_INDEXES": "",
+            "FAKE_SETTINGS": "",
             "FAKE_VERSION": "3.13.5",
             "FAKE_PYTHON": str(self.bin / "python3"),
             "PATH": str(self.bin),
@@ -126,9 +126,13 @@ def test_uv_is_used_where_it_is_and_pip_where_it_fails(machine: Machine) -> None
 
 def test_pip_gets_uv_which_is_told_the_indexes_of_pip(machine: Machine) -> None:
     machine.add("later", UV)
-    indexes = f"https://mirror.example.org/simple file://{machine.base} file:///no/index"
-    fakes = {"TORCH_INDEX": "", "FAKE_UV": str(machine.bin / "later"), "FAKE_INDEXES": indexes}
-    code, _, done = machine.make(**fakes, PIP_FIND_LINKS=f"{machine.bin} /no/wheels")
+    settings = (
+        f":env:.find-links='{machine.bin} /no/wheels'\n"
+        f"global.extra-index-url='https://mirror.example.org/simple\\nfile://{machine.base}"
+        " file:///no/index'\nglobal.find-links='/usr'"
+    )
+    fakes = {"FAKE_UV": str(machine.bin / "later"), "FAKE_SETTINGS": settings, "TORCH_INDEX": ""}
+    code, _, done = machine.make(**fakes)
     venv, install = done
     assert code == 0 and venv == "venv" and "--constraint constraints.txt" in install
     told = f"--index https://mirror.example.org/simple --index file://{machine.base} --find-links"
