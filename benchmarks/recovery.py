@@ -295,8 +295,8 @@ def torchft(workload: str, timers: tuple[str, ...]) -> Recovery:
     """Two replica groups of one process each; one dies, and later another takes its place. Nothing
     of torchft's stands beside a rank, so that a node's death is a rank's."""
     port = free_port()
-    serve = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-    command = ["-c", serve, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
+    serve = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    command = [serve, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *timers]
     with (
         scratch() as directory,
         process(command, directory / "lighthouse.log"),
@@ -308,7 +308,7 @@ def torchft(workload: str, timers: tuple[str, ...]) -> Recovery:
             command = ["-m", "benchmarks.elastic_torchft", *arguments]
             return stack.enter_context(process(command, directory / log))
 
-        wait_for(lambda: is_open(port), GIVE_UP_S, "the lighthouse")
+        wait_for(lambda: is_open(port), 60, "the lighthouse")
         survivor, victim = start(0, "a.log"), start(1, "b.log")
 
         def steps(world: int, after: float) -> list[dict[str, Any]]:
