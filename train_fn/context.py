@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class WorkerContext:
     on_commit: Callable[[], None] = lambda: None
     """Called after every step that was committed here, before anything else follows."""
     most_samples: int | None = None
-    """Limit on the samples that are read of each data set that is read by index; None for all of
-    them. A rehearsal sets it."""
+    """Limit on the samples that are read of each data set that has a length; None for all of them.
+    A rehearsal sets it."""
     is_abandoned: Callable[[], bool] = lambda: False
     """Return whether the attempt was given up although this rank's peers may live. The rank then
     leaves its step, and keeps its state, as if they were gone. Called once a step."""
@@ -100,6 +100,14 @@ class WorkerContext:
     def limited(self, num_samples: int) -> int:
         """Return how many of these samples of a data set are read."""
         return num_samples if self.most_samples is None else min(num_samples, self.most_samples)
+
+    def limited_batches(self, num_batches: int | None, num_samples: int | None) -> int | None:
+        """Return how many batches of so many samples are read of a user's loader: the same share;
+        None for all of them."""
+        if self.most_samples is None or not num_batches or not num_samples:
+            return None
+        most = max(1, ceil(num_batches * self.most_samples / num_samples))
+        return most if most < num_batches else None
 
     def checkpoint_name(self, step: int) -> CheckpointName:
         """Return the name of a checkpoint of this attempt."""

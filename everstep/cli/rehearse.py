@@ -28,6 +28,7 @@ from everstep.spec.yaml_file import read_spec
 REHEARSAL = "train_fn.rehearsal.plan"
 """Imported by name: this house does not import the others, and most of its users have no torch."""
 _STYLES = {"equal": "green", "different": "red", "impossible": "red", "left out": "dim"}
+_EXITS = {"equal": 0, "different": 1, "impossible": 2}
 _WIDTH = 48
 
 
@@ -49,8 +50,8 @@ def rehearse(
         int | None,
         typer.Option(
             min=1,
-            help="Use only so many samples of each data set of a task or of es.loader(dataset), so "
-            "that an epoch ends within the steps.",
+            help="Use only so many samples of each data set of a task or of es.loader, so that an "
+            "epoch ends within the steps.",
         ),
     ] = None,
     json_: JsonOption = False,
@@ -80,10 +81,10 @@ def rehearse(
         parsed, archive, ranks=ranks, steps=steps, max_samples=max_samples, say=say
     )
     if out.as_json:
-        out.json(report.as_dict())
+        out.json(report)
     else:
         _explain(report)
-    raise typer.Exit(report.exit_code)
+    raise typer.Exit(_EXITS[report.outcome])
 
 
 def _explain(report: Any) -> None:
@@ -101,4 +102,4 @@ def _explain(report: Any) -> None:
     for note in report.notes:
         out.note(note)
     out.line()
-    out.sentence(report.sentence, style=_STYLES[report.outcome])
+    out.sentence(report.text, style=_STYLES[report.outcome])

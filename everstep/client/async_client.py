@@ -408,5 +408,6 @@ class AsyncClient(Mirror):
     goodput = awaited(Client.goodput)
     start_deployment_check = awaited(Client.start_deployment_check)
     wait_deployment_check = awaited(Client.wait_deployment_check)
+    rehearse = awaited(Client.rehearse)
     health = awaited(Client.health)
     ready = awaited(Client.ready)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
+from pydantic import ValidationError
 
 from everstep.client.address import find_address
 from everstep.client.admin import Alerts, Audit, Nodes, Projects, Sessions, Storage, Tokens
@@ -17,10 +21,12 @@ from everstep.client.runs import RunHandle
 from everstep.client.streams import Patience, wait_until
 from everstep.client.sweeps import Sweeps
 from everstep.client.transport import Timing, Transport, spec_body
+from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import Catalog
 from everstep.wire import ClusterInfo, ProjectGoodput, Readiness, Run
 from everstep.wire.deployment import DeploymentCheck
+from everstep.wire.drills import Rehearsal
 
 
 class Client:
@@ -162,6 +168,20 @@ class Client:
         )
         assert check is not None
         return check
+
+    def rehearse(self, code: str | Path, /, *argv: str, **options: str | int) -> Rehearsal:
+        """Rehearse a restart on the code in a directory of this machine, as ``everstep rehearse``
+        does, in a process of its own and without the service. ``argv`` are arguments of a script,
+        ``options`` those of the command. Raises UsageError for what cannot be rehearsed.
+        """
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", *given]
+        command += [f"--code={code}", *(["--", *argv] if argv else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            return Rehearsal.model_validate_json(done.stdout)
+        except ValidationError:
+            raise UsageError(f"everstep rehearse: {done.stderr.strip()}") from None
 
     def health(self) -> bool:
         """Return whether the service is alive. Raise Unavailable if nothing responds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -266,3 +267,46 @@ class StackReport(Answer):
     summary: str | None = None
     """What the ranks do, and what to change where that is known."""
     ranks: tuple[RankStack, ...] = ()
+
+
+# ---------------------------------------------------------------- rehearsals
+
+
+class RehearsalDifference(Answer):
+    """What is first different from a training that nobody disturbed."""
+
+    what: str
+    step: int
+    """The step that is made, from 1."""
+    rank: int
+    detail: str
+    where: str | None = None
+    """Line of the user's code."""
+    held: tuple[str, ...] = ()
+    """What that holds by itself and is different as well."""
+    advice: str
+    """What to write instead."""
+
+
+class RehearsalRow(Answer):
+    """What one death showed."""
+
+    name: str
+    outcome: Literal["equal", "different", "impossible", "left out"]
+    text: str
+    difference: RehearsalDifference | None = None
+    went_on_from: str | None = None
+    traceback: str | None = None
+
+
+class Rehearsal(Answer):
+    """What ``everstep rehearse`` found: a few steps of a user's code, trained undisturbed, and
+    again with deaths."""
+
+    outcome: Literal["equal", "different", "impossible"]
+    """``impossible``: nothing could be compared; the first row says why."""
+    text: str
+    ranks: int
+    steps: int
+    rows: tuple[RehearsalRow, ...]
+    notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from train_fn import own_loop
 from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.batches import Taken, differing
 from train_fn.samples.loader import (
@@ -122,11 +123,19 @@ class FollowedLoader:
     @property
     def ends_epoch(self) -> bool:
         """Return whether the newest batch was the last one of its epoch, if that is known."""
-        return self._num_batches == _length(self._loader)
+        return self._num_batches in (self._most, _length(self._loader))
+
+    @property
+    def _most(self) -> int | None:
+        """Return after how many batches an epoch ends here; None for the loader's own end."""
+        if own_loop.present is None or kept_iterator(self._loader) is not None:
+            return None
+        num_samples = _length(getattr(self._loader, "dataset", None))
+        return own_loop.present.ctx.limited_batches(_length(self._loader), num_samples)
 
     def __len__(self) -> int:
         """Return the batches of an epoch on this rank."""
-        return len(self._loader)
+        return self._most or len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         raise BadTask("es.loader: iterate data.batches(state), which goes on where the state is")
@@ -198,7 +207,7 @@ class FollowedLoader:
         self._move_to(state.world_size, state.rank)
         seeded: int | None = None
         while epochs is None or self.epoch < epochs:
-            is_empty = self._num_batches == 0
+            is_empty, most = self._num_batches == 0, self._most
             rest = iter(self._rest_of_epoch(state))
             while True:
                 self._draw(state, self._num_batches)
@@ -215,6 +224,8 @@ class FollowedLoader:
                     seeded = state.step_number
                     state.reseed()
                 yield batch
+                if self._num_batches == most:
+                    break
             if is_empty:
                 raise BadTask("es.loader: the DataLoader yields no batch")
             if steps is not None and state.step_number >= steps:
@@ -261,7 +272,8 @@ class FollowedLoader:
         known, self._known = self._known, None
         expected, self._expected = self._expected, None
         loader, num_done = self._loader, self._num_batches
-        if known is not None and known.get(_FINISHED) and num_done:
+        is_over = num_done == self._most or (known is not None and known.get(_FINISHED))
+        if num_done and is_over:
             return
         if known is not None:
             self._order(state)
@@ -409,7 +421,8 @@ def _require_own_iterator(loader: Any) -> None:
 
 
 def _length(loader: Any) -> int | None:
-    """Return the batches of an epoch on this rank; None if the loader does not say."""
+    """Return the batches of an epoch on this rank, or the samples of a data set; None if it does
+    not say."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

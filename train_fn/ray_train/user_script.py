@@ -82,7 +82,7 @@ class ScriptRun:
         watch = _StopWatch(ctx, self.stops, takes_stops)
         logger.info("running %s in %s", self.script.file.relative_to(self.root), self.root)
         try:
-            with _in_environment(_environment(ctx, self.address)), contextlib.chdir(self.root):
+            with _in_environment(environment(ctx, self.address)), contextlib.chdir(self.root):
                 watch.start()
                 run_as_main(self.script, self.root, _code(ctx).argv)
         finally:
@@ -160,7 +160,7 @@ def _copy(source: Path, root: Path) -> None:
         temporary.rename(root)
 
 
-def _environment(ctx: WorkerContext, address: tuple[str, int]) -> dict[str, str]:
+def environment(ctx: WorkerContext, address: tuple[str, int]) -> dict[str, str]:
     """Return the variables that torchrun sets, and Everstep's own."""
     shared = {} if ctx.run_dir.work_path is None else {SHARED_VARIABLE: ctx.run_dir.work_path}
     return {

@@ -86,18 +86,15 @@ def _enter(record: Record, entry: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is first different."""
+    """What is first different; as ``everstep.wire.drills.RehearsalDifference``."""
 
     what: str
     """A kind of ADVICE."""
     step: int
-    """The step that is made, from 1."""
     rank: int
     detail: str
     where: str | None = None
-    """Line of the user's code at which the step was made."""
     held: tuple[str, ...] = ()
-    """What the user's code holds by itself, and is different as well."""
 
     @property
     def advice(self) -> str:

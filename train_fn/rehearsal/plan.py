@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from everstep.errors import UsageError
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.drills import Rehearsal, RehearsalDifference, RehearsalRow
 from storage.code import CodeStore
 from storage.filesystem import open_storage
 from train_fn.rehearsal.comparison import (
@@ -23,74 +24,29 @@ from train_fn.rehearsal.comparison import (
 from train_fn.rehearsal.recorder import Orders, Place
 from train_fn.rehearsal.trial import Setup, Trial, trial
 
-Outcome = Literal["equal", "different", "impossible", "left out"]
-EXIT_OF: dict[str, int] = {"equal": 0, "different": 1, "impossible": 2}
+
+def summed_up(
+    rows: Sequence[RehearsalRow],
+) -> tuple[Literal["equal", "different", "impossible"], str]:
+    """Return what is worst of all rows, and that in one sentence."""
+    different = sum(row.outcome == "different" for row in rows)
+    tried = sum(row.outcome in ("equal", "different") for row in rows)
+    if different:
+        words = f"A restart changes what this code trains: {different} of {tried} rows differ."
+        return "different", words
+    if any(row.outcome == "impossible" for row in rows):
+        return "impossible", "The rehearsal could not be made."
+    return "equal", "A restart was rehearsed on this code: equal in every bit."
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one death showed."""
-
-    name: str
-    outcome: Outcome
-    text: str
-    """What was compared, what differs, or why it was not tried."""
-    difference: Difference | None = None
-    went_on_from: str | None = None
-    """``step 5 (snapshot)``."""
-    traceback: str | None = None
-    """Of the code that failed."""
-
-
-@dataclass
-class Report:
-    """What a rehearsal showed."""
-
-    ranks: int
-    steps: int
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What is no difference, and worth a look."""
-
-    @property
-    def outcome(self) -> str:
-        outcomes = {row.outcome for row in self.rows}
-        for worst in ("different", "impossible"):
-            if worst in outcomes:
-                return worst
-        return "equal"
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_OF[self.outcome]
-
-    @property
-    def sentence(self) -> str:
-        """Return the result in one sentence."""
-        different = sum(row.outcome == "different" for row in self.rows)
-        tried = sum(row.outcome in ("equal", "different") for row in self.rows)
-        return {
-            "equal": "A restart was rehearsed on this code: equal in every bit.",
-            "different": f"A restart changes what this code trains: {different} of {tried} rows "
-            "differ.",
-            "impossible": "The rehearsal could not be made.",
-        }[self.outcome]
-
-    def as_dict(self) -> dict[str, Any]:
-        rows = []
-        for row in self.rows:
-            found = asdict(row)
-            if row.difference is not None:
-                found["difference"] |= {"advice": row.difference.advice}
-            rows.append(found)
-        return {
-            "outcome": self.outcome,
-            "text": self.sentence,
-            "ranks": self.ranks,
-            "steps": self.steps,
-            "rows": rows,
-            "notes": self.notes,
-        }
+def row_of(
+    name: str, outcome: Any, text: str, difference: Difference | None = None, **facts: str | None
+) -> RehearsalRow:
+    """Return what one death showed."""
+    found = None
+    if difference is not None:
+        found = RehearsalDifference(**asdict(difference), advice=difference.advice)
+    return RehearsalRow(name=name, outcome=outcome, text=text, difference=found, **facts)
 
 
 class Death(NamedTuple):
@@ -108,13 +64,13 @@ def rehearse(
     ranks: int = 2,
     steps: int = 12,
     max_samples: int | None = None,
-    say: Callable[[Row], None] = lambda row: None,
-) -> Report:
+    say: Callable[[RehearsalRow], None] = lambda row: None,
+) -> Rehearsal:
     """Train a few steps of the spec's code undisturbed, and again with deaths; compare them.
 
     Args:
         archive: the spec's code, if it has code of its own.
-        max_samples: limit on the samples of each data set that Everstep reads by index.
+        max_samples: limit on the samples of each data set that has a length.
         say: called with each row as soon as it is known.
 
     Raises UsageError for what cannot be rehearsed.
@@ -123,47 +79,47 @@ def rehearse(
         raise UsageError("a rehearsal needs at least 1 rank and 4 steps; raise --ranks or --steps")
     if spec.code is not None and archive is None:
         raise UsageError("the spec names code by a digest; give --code DIRECTORY, the code itself")
-    report = Report(ranks, steps)
+    rows: list[RehearsalRow] = []
 
-    def tell(row: Row) -> None:
-        report.rows.append(row)
+    def tell(row: RehearsalRow) -> None:
+        rows.append(row)
         say(row)
 
     with tempfile.TemporaryDirectory(prefix="everstep-rehearsal-") as directory:
-        setup = Setup(
-            _often_saved(spec), archive, Path(directory), ranks, steps, max_samples, _name()
-        )
+        setup = Setup(_alone(spec), archive, Path(directory), ranks, steps, max_samples, _name())
         if archive is not None:
             CodeStore(open_storage(setup.storage)).put(archive)
-        _Rehearsal(setup, report, tell).run()
-    return report
+        notes = _Rehearsal(setup, tell).run()
+    outcome, text = summed_up(rows)
+    return Rehearsal(
+        outcome=outcome, text=text, ranks=ranks, steps=steps, rows=tuple(rows), notes=notes
+    )
 
 
 def _name() -> str:
     return f"rehearsal-{secrets.token_hex(6)}"
 
 
-def _often_saved(spec: RunSpec) -> RunSpec:
-    """Return the spec with a checkpoint after every step, so that a death of all ranks is not a
-    beginning from nothing."""
+def _alone(spec: RunSpec) -> RunSpec:
+    """Return the spec of a run that begins anew and reports nowhere, with a checkpoint after every
+    step, so that a death of all ranks is not a beginning from nothing."""
     checkpoint = spec.checkpoint.model_copy(update={"every_steps": 1})
-    return spec.model_copy(update={"checkpoint": checkpoint})
+    nowhere = {"resume_from": None, "replay": None, "notify": None, "wandb": None}
+    return spec.model_copy(update={"checkpoint": checkpoint, **nowhere})
 
 
 class _Rehearsal:
-    def __init__(self, setup: Setup, report: Report, tell: Callable[[Row], None]) -> None:
-        self._setup, self._report, self._tell = setup, report, tell
+    def __init__(self, setup: Setup, tell: Callable[[RehearsalRow], None]) -> None:
+        self._setup, self._tell = setup, tell
         self._number = 0
         self._expected: list[Record] = []
         self._ignored: set[str] = set()
         self._noted: dict[str, str] = {}
 
-    def run(self) -> None:
-        """Make all trainings, one after the other."""
-        if not self._undisturbed():
-            return
-        if not self._again():
-            return
+    def run(self) -> tuple[str, ...]:
+        """Make all trainings, one after the other. Return notes."""
+        if not self._undisturbed() or not self._again():
+            return ()
         deaths, left_out = deaths_of(
             self._expected, self._setup.world_size, self._setup.last_step, self._is_task
         )
@@ -171,12 +127,12 @@ class _Rehearsal:
             self._tell(self._died(death))
         for row in left_out:
             self._tell(row)
-        self._report.notes += [
+        return tuple(
             f"{name}: {values}. Your code holds it by itself, and nothing that was compared "
             "depends on it here. If it matters later, derive it from state.step_number or pass it "
             "as es.protect(extra=…)"
             for name, values in self._noted.items()
-        ]
+        )
 
     @property
     def _is_task(self) -> bool:
@@ -204,27 +160,27 @@ class _Rehearsal:
         if result.error is not None:
             text = f"the code fails by itself: {result.error}"
             trace = result.failure.traceback if result.failure is not None else None
-            self._tell(Row(name, "impossible", text, traceback=trace))
+            self._tell(row_of(name, "impossible", text, traceback=trace))
             return False
         if any(each is not None and each.is_unprotected for each in result.ended.values()):
             text = (
                 "the code calls no es.protect, so no step of it is known and a restart begins at "
                 "its own checkpoints. Protect its loop: docs/bring-your-own.md"
             )
-            self._tell(Row(name, "impossible", text))
+            self._tell(row_of(name, "impossible", text))
             return False
         made = sum(step.is_committed for step in self._expected[0].steps.values())
         if made < 3:
             text = f"the code makes only {made} steps; a rehearsal needs three"
-            self._tell(Row(name, "impossible", text))
+            self._tell(row_of(name, "impossible", text))
             return False
         alike = None if self._is_task else same_batches(self._expected)
         if alike is not None:
-            self._tell(Row(name, "different", alike.text(), alike))
+            self._tell(row_of(name, "different", alike.text(), alike))
             return True
         size = self._setup.world_size
         words = f"{size} ranks" if size > 1 else "one rank"
-        self._tell(Row(name, "equal", f"{made} steps on {words}"))
+        self._tell(row_of(name, "equal", f"{made} steps on {words}"))
         return True
 
     def _again(self) -> bool:
@@ -238,21 +194,21 @@ class _Rehearsal:
         if training.attempts[0].error is not None:
             difference = Difference("the end", 0, 0, training.attempts[0].error)
         if difference is None:
-            self._tell(Row(name, "equal", "the same in every bit"))
+            self._tell(row_of(name, "equal", "the same in every bit"))
             return True
         text = (
             f"{difference.text()} Nothing has died: the code is not the same twice by itself, so "
             "no restart can be. Seed what it draws, and depend on no clock, no process id and no "
             "order of files or sets"
         )
-        self._tell(Row(name, "different", text, difference))
+        self._tell(row_of(name, "different", text, difference))
         return False
 
-    def _died(self, death: Death) -> Row:
+    def _died(self, death: Death) -> RehearsalRow:
         training = self._trial([death.orders], in_process=death.in_process)
         first, last = training.attempts[0], training.attempts[-1]
         if first.done:
-            return Row(death.name, "left out", "the training ended before the death")
+            return row_of(death.name, "left out", "the training ended before the death")
         restored = last.restored or {}
         source = restored.get("source")
         went_on = f"step {restored.get('step')} ({source})" if restored else None
@@ -267,14 +223,15 @@ class _Rehearsal:
         if difference is not None:
             failed = last.failure if not last.done else None
             trace = failed.traceback if failed is not None else None
-            return Row(death.name, "different", difference.text(), difference, went_on, trace)
+            facts = {"went_on_from": went_on, "traceback": trace}
+            return row_of(death.name, "different", difference.text(), difference, **facts)
         for name, values in held_names(self._expected, attempts[1:]).items():
             if name not in self._ignored and "unset" not in values:
                 self._noted.setdefault(name, values)
         if death.in_process and source != "process":
             text = "the code does not let a process stay, so fresh ones follow: equal"
-            return Row(death.name, "equal", text, None, went_on)
-        return Row(death.name, "equal", "the same in every bit", None, went_on)
+            return row_of(death.name, "equal", text, went_on_from=went_on)
+        return row_of(death.name, "equal", "the same in every bit", went_on_from=went_on)
 
 
 def _raised(ended: dict[int, Any]) -> bool:
@@ -287,7 +244,7 @@ def _raised(ended: dict[int, Any]) -> bool:
 
 def deaths_of(
     expected: Sequence[Record], world_size: int, last_step: int, is_task: bool
-) -> tuple[list[Death], list[Row]]:
+) -> tuple[list[Death], list[RehearsalRow]]:
     """Return which deaths to rehearse, and rows for what does not come within the steps.
 
     Args:
@@ -327,7 +284,7 @@ def deaths_of(
         name = f"all ranks killed after step {step}: {what}"
         deaths.append(Death(name, Orders(last_step, parks_at=step)))
     left_out = [
-        Row(
+        row_of(
             what,
             "left out",
             f"not seen within {len(made)} steps: raise --steps, or lower --max-samples",

@@ -34,6 +34,7 @@ from train_fn.loop.attempt import train
 from train_fn.loop.training import RankProgress
 from train_fn.node import children
 from train_fn.own_loop import OwnLoop
+from train_fn.ray_train.user_script import SHARED_VARIABLE, environment
 from train_fn.recovery.evidence import RankError, StepFailed, describe_error
 from train_fn.rehearsal.recorder import OfLoop, OfTask, Orders, Recorder, Source
 from train_fn.snapshots.store import kept_step
@@ -44,6 +45,8 @@ from train_fn.step.peers import end_process_group
 from train_fn.user_code.modules import add_to_path, files_on_node, import_from, load_named
 from train_fn.user_code.script import find_script, run_as_main
 
+REHEARSAL_VARIABLE = "EVERSTEP_REHEARSAL"
+"""Set for the user's code, so that it can leave out what others would see."""
 SAVED_S = 3.0
 """Longest wait for a checkpoint before a death."""
 WRITTEN_S = 0.5
@@ -75,7 +78,6 @@ class Attempt:
     """Limit on the samples of a data set."""
     in_process: bool
     """Whether the rank may keep its state in its process."""
-    restarts: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Ended:
 
 def serve(pipe: Connection, log: str) -> None:
     """Serve attempts as they come through the pipe. The process's output goes to a file."""
+    os.environ[REHEARSAL_VARIABLE] = "1"
     multiprocessing.set_start_method("fork", force=True)  # loader processes end with their rank
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -191,7 +194,7 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
         present.ctx = dataclasses.replace(ctx, on_commit=recorder.commit)
         try:
             if code.script is not None:
-                _run_script(attempt)
+                _run_script(ctx, attempt)
             else:
                 _call_function(present.ctx)
         except BaseException as exc:
@@ -234,40 +237,18 @@ def _recorded(
         recorder.close()
 
 
-def _run_script(attempt: Attempt) -> None:
+def _run_script(ctx: WorkerContext, attempt: Attempt) -> None:
     """Run a script as torchrun would."""
     code = attempt.spec.code
     assert code is not None and code.script is not None
     end_process_group()
     root = attempt.work_dir
     files = files_on_node(open_storage(attempt.storage), code.archive)
-    os.environ.update(_environment(attempt))
+    os.environ.update(environment(ctx, ("127.0.0.1", attempt.port)))
+    os.environ[SHARED_VARIABLE] = str(root)
     os.chdir(root)
     import_from(root, files.names)
     run_as_main(find_script(root, files.names, code.script), root, code.argv)
-
-
-def _environment(attempt: Attempt) -> dict[str, str]:
-    rank, size = str(attempt.rank), str(attempt.world_size)
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": size,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(attempt.port),
-        "TORCHELASTIC_RUN_ID": attempt.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": "100",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "EVERSTEP_RUN_ID": attempt.run_id,
-        "EVERSTEP_SHARED_DIR": str(attempt.work_dir),
-    }
 
 
 def _call_function(ctx: WorkerContext) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -59,47 +59,25 @@ class Orders:
         return self.dies[1] if self.dies is not None else self.parks_at
 
 
-class Source(Protocol):
-    """What is trained here."""
-
-    seeds_steps: bool
-    """Whether the generators' states follow from the step's number: not if steps that draw nothing
-    leave them as they are."""
-
-    def step(self) -> int | None:
-        """Return the steps done; None if no step is being made."""
-
-    def steps_done(self) -> int | None:
-        """Return the steps done, whatever happens now; None before anything is trained."""
-
-    def ends_epoch(self) -> bool:
-        """Return whether the newest step was the last one of an epoch, as far as is known."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what a restart restores, by name."""
-
-    def models(self) -> list[nn.Module]:
-        """Return the modules that are trained."""
-
-    def held_by(self) -> dict[str, Any]:
-        """Return objects of the user that no frame shows, by name."""
-
-
 class OfTask:
     """A task that Everstep's loop trains. What it draws shows in its gradients."""
 
     seeds_steps = False
+    """Whether the generators' states follow from the step's number: not if steps that draw nothing
+    leave them as they are."""
 
     def __init__(self, progress: RankProgress) -> None:
         self._progress = progress
 
     def step(self) -> int | None:
+        """Return the steps done; None if no step is being made."""
         progress = self._progress
         if progress.training is None or progress.replica is None or progress.phase != "step":
             return None
         return progress.replica.state.step
 
     def steps_done(self) -> int | None:
+        """Return the steps done, whatever happens now; None before anything is trained."""
         replica = self._progress.replica
         return None if replica is None else replica.state.step
 
@@ -174,6 +152,10 @@ class OfLoop:
 
     def held_by(self) -> dict[str, Any]:
         return {}
+
+
+Source = OfTask | OfLoop
+"""What is trained here."""
 
 
 class Recorder:

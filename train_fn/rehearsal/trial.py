@@ -149,7 +149,6 @@ class Trial:
                     orders=orders,
                     most_samples=setup.most_samples,
                     in_process=self.in_process,
-                    restarts=number - 1,
                 )
             )
         done, hung = self._watch(orders)

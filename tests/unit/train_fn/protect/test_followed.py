@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from torch.utils.data import (
 )
 
 import everstep.train as es
+from train_fn import own_loop
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.batches import EqualBatches
 from train_fn.protect.followed import FollowedLoader
@@ -502,3 +505,57 @@ def test_ranks_with_equal_batches_in_several_steps_are_refused(
     with pytest.raises(BadTask, match=words) if is_refused else nullcontext():
         for marks in steps:
             equal.note(marks)
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("most_samples", "num_batches", "num_samples", "most"),
+    [
+        (None, 6, 24, None),
+        (12, 6, 24, 3),
+        (12, 3, 24, 2),  # of two ranks: at least as many
+        (1, 6, 24, 1),
+        (100, 6, 24, None),
+        (12, None, 24, None),
+        (12, 6, None, None),
+    ],
+)
+def test_a_limit_leaves_the_same_share_of_batches_as_of_samples(
+    most_samples: int | None, num_batches: int | None, num_samples: int | None, most: int | None
+) -> None:
+    ctx = cast(WorkerContext, SimpleNamespace(most_samples=most_samples))
+    assert WorkerContext.limited_batches(ctx, num_batches, num_samples) == most
+
+
+@pytest.mark.parametrize("make", [shuffled, with_generator, distributed])
+@pytest.mark.parametrize("done", range(7))
+def test_a_limited_loader_ends_its_epochs_early_and_goes_on_at_the_very_batch(
+    make: Callable[[], DataLoader[Any]], done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = SimpleNamespace(most_samples=11)  # of 20 in batches of 4
+    limited = SimpleNamespace(
+        limited_batches=lambda *facts: WorkerContext.limited_batches(cast(Any, limits), *facts)
+    )
+    monkeypatch.setattr(own_loop, "present", SimpleNamespace(ctx=limited))
+
+    def run(data: FollowedLoader, first: int, last: int) -> list[Any]:
+        loop, found = Loop(), []
+        loop.step_number = first
+        for batch in data.batches(loop, epochs=3):
+            found.append((data.epoch, data.ends_epoch, str(batch)))
+            loop.step_number += 1
+            if loop.step_number == last:
+                break
+        return found
+
+    whole = run(FollowedLoader(make()), 0, 100)
+    assert [(epoch, ends) for epoch, ends, _ in whole] == [
+        (epoch, number == 2) for epoch in range(3) for number in range(3)
+    ]
+    broken, again = FollowedLoader(make()), FollowedLoader(make())
+    begun = run(broken, 0, done) if done else []
+    if done:
+        again.load_state_dict(broken.state_dict())
+    assert begun + run(again, done, 100) == whole

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from train_fn.rehearsal.comparison import (
     ADVICE,
+    Difference,
     Record,
     Step,
     Update,
@@ -19,7 +19,7 @@ from train_fn.rehearsal.comparison import (
     read_record,
     same_batches,
 )
-from train_fn.rehearsal.plan import Report, Row, deaths_of
+from train_fn.rehearsal.plan import deaths_of, row_of, summed_up
 
 
 def update(number: int, **changes: dict[str, str]) -> Update:
@@ -224,10 +224,11 @@ def test_all_die_where_gradients_are_added_up_if_a_loop_does_that() -> None:
 
 
 def test_a_report_ends_by_its_worst_row() -> None:
-    equal = Row("undisturbed", "equal", "12 steps")
-    report = Report(2, 12, [equal, replace(equal, outcome="left out")])
-    assert (report.exit_code, report.outcome) == (0, "equal")
-    report.rows.append(replace(equal, outcome="impossible"))
-    assert report.exit_code == 2
-    report.rows.append(replace(equal, outcome="different"))
-    assert (report.exit_code, report.as_dict()["outcome"]) == (1, "different")
+    equal, left_out = row_of("undisturbed", "equal", "12 steps"), row_of("a", "left out", "b")
+    assert summed_up([equal, left_out])[0] == "equal"
+    rows = [equal, row_of("a", "impossible", "b")]
+    assert summed_up(rows)[0] == "impossible"
+    rows.append(row_of("c", "different", "d", Difference("the end", 3, 0, "it hung")))
+    outcome, text = summed_up(rows)
+    assert outcome == "different" and "1 of 2 rows differ" in text
+    assert rows[-1].difference is not None and rows[-1].difference.advice == ADVICE["the end"]
