@@ -408,15 +408,19 @@ def kept_iterator(loader: Any) -> str | None:
 
 
 def _require_own_iterator(loader: Any) -> None:
-    """Raise BadTask for a loader whose one iterator reads ahead over the ends of epochs: where it
-    is depends on all that was read before."""
+    """Raise BadTask for a loader whose one iterator reads ahead, or draws, over the ends of epochs:
+    where it is depends on all that was read before."""
     name = kept_iterator(loader)
-    if name is not None and getattr(vars(loader)[name], "_num_workers", None):
+    draws = any(
+        isinstance(getattr(e, "generator", 0), torch.Generator) for e in samplers_of(loader)
+    )
+    if name is not None and (draws or getattr(vars(loader)[name], "_num_workers", None)):
         raise BadTask(
-            f"es.loader: {type(loader).__name__}.{name} is an iterator with loader processes that "
-            "lives on over epochs and reads ahead over their ends, so no restart could find its "
-            "place. Make it in __iter__ (with persistent_workers=True, processes live on), set "
-            "num_workers=0, or use es.loader(dataset, global_batch_size=…)"
+            f"es.loader: {type(loader).__name__}.{name} is an iterator that lives on over epochs, "
+            "and reads ahead over their ends by loader processes, or draws there from generator=…: "
+            "no restart could find its place. Make it in __iter__ (with persistent_workers=True, "
+            "processes live on), set num_workers=0 and leave generator out, or use "
+            "es.loader(dataset, global_batch_size=…)"
         )
 
 
@@ -515,16 +519,8 @@ def after_batches(loader: Any, num_batches: int) -> Any:
         return importlib.import_module("accelerate").skip_first_batches(loader, num_batches)
     if not skips(loader):
         return islice(loader, num_batches, None)
-    names = (
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "generator",
-        "prefetch_factor",
-    )
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["multiprocessing_context", "generator", "prefetch_factor"]
     return DataLoader(
         loader.dataset,
         batch_sampler=_Skipping(loader.batch_sampler, num_batches),

@@ -393,8 +393,11 @@ def test_generators_that_data_own_are_warned_of_in_loader_processes(
     assert "generator of its own in loader processes" in caplog.text
 
 
-def test_an_iterator_that_reads_ahead_over_the_ends_of_epochs_is_refused_at_once() -> None:
-    loader = Endless(numbers(), batch_size=4, shuffle=True, num_workers=1)
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"generator": torch.Generator()}])
+def test_an_iterator_that_reads_ahead_over_the_ends_of_epochs_is_refused_at_once(
+    options: dict[str, Any],
+) -> None:
+    loader = Endless(numbers(), batch_size=4, shuffle=True, **options)
     with pytest.raises(BadTask, match=r"Endless.source is an iterator .* Make it in __iter__"):
         next(FollowedLoader(loader).batches(Loop()))
 
