@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import array
+import contextvars
 import copy
 import functools
 import gc
 import io
 import itertools
 import locale
+import mmap
 import multiprocessing
 import os
 import queue
@@ -375,7 +377,12 @@ def squares() -> Iterator[int]:
         yield number
 
 
-AVERAGE = np.float32(0)
+AVERAGE, CONTEXT, LOCAL = (
+    np.float32(0),
+    contextvars.ContextVar("count", default=0),
+    threading.local(),
+)
+MAPPED = mmap.mmap(-1, 4096)
 OCTETS, WORDS, SHARED = bytearray(8), array.array("q", [0]), multiprocessing.Value("i", 0)
 POINT, BANK, LINE = torch.zeros(1), np.zeros(1 << 18), queue.Queue[int]()
 ARGUMENTS, SETTINGS, MADE = argparse.Namespace(passes=0), Settings(), types.ModuleType("made")
@@ -420,6 +427,11 @@ def past_the_version() -> float:
     return float(POINT)
 
 
+def in_context() -> float:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return CONTEXT.get()
+
+
 def in_line() -> float:
     LINE.put(0)
     return LINE.qsize()
@@ -446,6 +458,9 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "numpy_scalar": average,
     "octets": in_place(OCTETS),
     "words": in_place(WORDS),
+    "mapped": in_place(MAPPED),
+    "context": in_context,
+    "local": in_attribute(LOCAL, "passes"),
     "shared_value": in_shared_value,
     "past_the_version": past_the_version,
     "bank": in_place(BANK),

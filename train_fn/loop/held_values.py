@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextvars
 import ctypes
 import functools
 import io
@@ -18,6 +19,7 @@ import marshal
 import mmap
 import queue
 import sys
+import threading
 import types
 import weakref
 import zlib
@@ -40,7 +42,7 @@ _MOST_BYTES = 64 << 20
 """Bytes of arrays and tensors that are read in all. Of what is beyond, some words are."""
 _FEW_BYTES, _NUM_WORDS = 1 << 20, 4096
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_BUFFERS = (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array)
+_BUFFERS = (bytearray, memoryview, mmap.mmap, array.array, ctypes._SimpleCData, ctypes.Array)
 _NUMBERS = (torch.Tensor, np.ndarray, np.generic, *_BUFFERS)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _PAUSED = {
@@ -54,6 +56,7 @@ _HOLDERS = (
     collections.UserDict,
     collections.UserList,
     collections.ChainMap,
+    threading.local,
     SharedMemory,
     SynchronizedBase,
     queue.Queue,
@@ -64,14 +67,8 @@ _HOLDERS = (
 """Python's own classes whose objects hold what a user puts there."""
 _OF_A_CLASS = frozenset(
     {
-        "__abstractmethods__",
-        "__dict__",
-        "__doc__",
-        "__module__",
-        "__qualname__",
-        "__slotnames__",
-        "__weakref__",
-        "_abc_impl",
+        *("__abstractmethods__", "__dict__", "__doc__", "__module__", "__qualname__"),
+        *("__slotnames__", "__weakref__", "_abc_impl"),
     }
 )
 """Entries of a class that Python makes, some of them when it is first used."""
@@ -96,7 +93,8 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
     walk = _Walk(held)
     for number, each in enumerate(held):
         if isinstance(each, torch.Tensor):
-            walk.hooks(f"tensor {number}", _hooks_of_tensor(each))
+            names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+            walk.hooks(f"tensor {number}", {name: getattr(each, name, None) for name in names})
     for name in _PLACES_OF_HOOKS:
         walk.hooks(name, vars(sys.modules[name]))
     for name, owner in owners.items():
@@ -110,6 +108,8 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
             _is_made(module) and not name.startswith("_") and "." not in name
         ):
             walk.items(name, vars(module))
+    for variable, value in contextvars.copy_context().items():
+        walk.value(f"context variable {variable.name}", value)
     return walk.found
 
 
@@ -202,6 +202,8 @@ class _Walk:
             version = None if value.is_inference() else value._version
             self.found[path] = (_Itself(value), version, tuple(value.shape))
             value = _array_of(value)
+        elif isinstance(value, mmap.mmap) and len(value) > _FEW_BYTES:
+            return
         elif isinstance(value, _BUFFERS):
             value = np.frombuffer(bytes(memoryview(value)), np.uint8)
         if value is None or _is_of_a_file(value):
@@ -331,11 +333,9 @@ def _array_of(tensor: torch.Tensor) -> Any | None:
     """Return the contents of a tensor; None where they cannot be read at once."""
     plain = tensor.detach()
     is_plain = type(plain) is torch.Tensor and plain.layout is torch.strided
-    if not is_plain or plain.device.type != "cpu" or not plain.is_contiguous():
-        return None
-    if plain.is_conj() or plain.is_neg() or plain.is_quantized:
-        return None
-    return plain.reshape(-1).view(torch.uint8).numpy()
+    is_plain = is_plain and plain.device.type == "cpu" and plain.is_contiguous()
+    is_odd = plain.is_conj() or plain.is_neg() or plain.is_quantized
+    return plain.reshape(-1).view(torch.uint8).numpy() if is_plain and not is_odd else None
 
 
 def _is_of_a_file(values: Any) -> bool:
@@ -343,11 +343,6 @@ def _is_of_a_file(values: Any) -> bool:
     while isinstance(values, np.ndarray):
         values = values.base
     return isinstance(values, mmap.mmap)
-
-
-def _hooks_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return {name: getattr(tensor, name, None) for name in names}
 
 
 def _file_behind(function: Any) -> str:

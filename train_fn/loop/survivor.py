@@ -316,19 +316,13 @@ def _flags() -> dict[str, object]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
         found[f"torch.backends.cuda.{name}_sdp"] = enabled()
-    for name in ("allow_tf32", "allow_fp16_reduced_precision_reduction"):
-        with contextlib.suppress(Exception):
-            found[f"torch.backends.cuda.matmul.{name}"] = getattr(torch.backends.cuda.matmul, name)
     return found
 
 
 def _umask() -> str | None:
     """Return the mask of new files' modes. To ask the system for it is to change it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return line.split()[1]
-    return None
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((line for line in lines if line.startswith("Umask:")), None)
 
 
 def _timers() -> tuple[str, ...]:
