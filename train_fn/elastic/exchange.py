@@ -1,8 +1,8 @@
 """The exchange of a step with ``train.exactness: elastic``: gradients, what forward passes change,
-and the step's totals.
+and what ranks say of the step.
 
 The gradients of each micro-batch are computed alone and folded into the tree's nodes. Large buckets
-travel while the last backward pass runs; everything small travels in one message with the header.
+travel while the last backward pass runs; everything small travels in one message with the report.
 How bytes travel never changes a sum.
 """
 
@@ -10,22 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from storage.run_control import Stop
 from train_fn.elastic.bucket import Bucket, complete
-from train_fn.elastic.message import (
-    Header,
-    HeaderCode,
-    RankMessage,
-    SlicedBucket,
-    finish_all,
-    sliced,
-    totals_of,
-)
+from train_fn.elastic.message import RankMessage, SlicedBucket, finish_all, sliced
 from train_fn.elastic.sum_tree import Completion, Fold, SumTree, completion, group_size
 from train_fn.errors import BadTask
 from train_fn.samples.ledger import Count
@@ -33,14 +24,14 @@ from train_fn.samples.sampler import Sampler
 from train_fn.step.buffers import BufferSums
 from train_fn.step.late_changes import Change, LateChanges
 from train_fn.step.peers import Peers
+from train_fn.step.report import ReportRows, StepReport, StepTotals, Votes, totals_of
 from train_fn.step.step_values import StepValues
-from train_fn.step.totals import StepTotals
 from train_fn.step.untrained import Rule, TensorPlace, copy_all
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket of several parameters."""
 SMALL_BYTES = 1 << 20
-"""Gradients of a model up to this size travel with the header."""
+"""Gradients of a model up to this size travel with the report."""
 
 
 class Exchange:
@@ -75,7 +66,7 @@ class Exchange:
             self._slices = [
                 sliced(bucket, peers, number) for number, bucket in enumerate(self.buckets, start=1)
             ]
-        self._code = HeaderCode(len(sampler.numbers(0, 0, peers.world_size)))
+        self._code = ReportRows(2 * len(sampler.numbers(0, 0, peers.world_size)))
         self._of_values: Bucket | None = None
         self._send_values: SlicedBucket | None = None
         self._message = self._new_message()
@@ -122,14 +113,14 @@ class Exchange:
         Args:
             k: the global batch within its epoch.
             expected: the samples that this rank's loader should yield.
-            fingerprint: see ``Header``.
+            fingerprint: see ``StepReport``.
         """
         self.tree, plan = self._plan(k)
         for bucket in self._all_buckets():
             bucket.begin(self.tree, plan)
         self._step, self._samples, self._fingerprint = step, expected, fingerprint
         self._measured: list[tuple[torch.Tensor, torch.Tensor | float]] = []
-        self._votes: tuple[Any, ...] = ()
+        self._votes = Votes()
         self._num_launched = 0
         self._last = None
 
@@ -147,23 +138,13 @@ class Exchange:
         assert self._of_values is not None
         self._of_values.push(number, list(values))
 
-    def send(
-        self,
-        last: int | None,
-        stop: Stop | None = None,
-        checkpoint_step: int = 0,
-        *,
-        save: bool = False,
-        has_news: bool = False,
-        own_s: float = 0.0,
-    ) -> None:
+    def send(self, last: int | None, votes: Votes) -> None:
         """Send what is known before the last backward pass.
 
         Args:
             last: the micro-batch of the last backward pass; None if there is none.
-            stop, checkpoint_step, save, has_news, own_s: see ``Header``.
         """
-        self._votes = (stop, checkpoint_step, save, has_news, own_s)
+        self._votes = votes
         self._last = last
         self._missing = [len(members) for members in self._members]
         if not self._peers.alone and not self.is_small and self._peers.on_cpu:
@@ -176,7 +157,7 @@ class Exchange:
 
     def take(self) -> StepTotals:
         """Return the totals over all ranks, and leave the summed gradients in the parameters. It
-        waits until every rank's header and gradients are there, and raises the collective's error
+        waits until every rank's report and gradients are there, and raises the collective's error
         if a peer is gone."""
         self._last = None
         if self._peers.alone:
@@ -185,14 +166,14 @@ class Exchange:
             self._launch_next()
         if self.is_small or not self._peers.on_cpu:
             self._launch_message()
-        headers = self._message.wait()
+        reports = self._message.wait()
         large = self._large()
         sums = finish_all(large)
         sums_of = dict(zip(map(id, self._message.buckets), self._message.sums(), strict=True))
         sums_of |= {id(each.bucket): found for each, found in zip(large, sums, strict=True)}
         self._require_arrived(sums)
         self._adopt(sums_of)
-        return totals_of([self._code.decode(header) for header in headers])
+        return totals_of([self._code.decode(report) for report in reports])
 
     @property
     def num_bytes_sent(self) -> int:
@@ -256,18 +237,18 @@ class Exchange:
     def _launch_message(self) -> None:
         if self._send_values is not None:
             self._send_values.launch()
-        self._message.launch(self._code.encode(self._own_header()))
+        self._message.launch(self._code.encode(self._own_report()))
 
-    def _own_header(self) -> Header:
-        measured = [(float(loss), float(weight)) for loss, weight in self._measured]
-        return Header(self._step, self._samples, measured, self._fingerprint, *self._votes)
+    def _own_report(self) -> StepReport:
+        numbers = [float(each) for measured in self._measured for each in measured]
+        return StepReport(self._step, self._samples, numbers, self._fingerprint, self._votes)
 
     def _take_alone(self) -> StepTotals:
         sums_of = {
             id(bucket): bucket.layout.filled(bucket.take(0)[0]) for bucket in self._all_buckets()
         }
         self._adopt(sums_of)
-        return totals_of([self._own_header()])
+        return totals_of([self._own_report()])
 
     def _adopt(self, sums_of: dict[int, list[torch.Tensor]]) -> None:
         """Leave the sums where the step reads them."""

@@ -1,46 +1,40 @@
-"""One message that every rank sends to all others in a step: its header, and its nodes of what is
+"""One message that every rank sends to all others in a step: its report, and its nodes of what is
 small. Each rank adds these nodes itself.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from storage.run_control import Stop
 from train_fn.elastic.bucket import ALIGNMENT, Bucket, complete
-from train_fn.samples.ledger import Count
-from train_fn.samples.sampler import MASK64
 from train_fn.step.peers import Peers
-from train_fn.step.totals import StepFacts, StepTotals, step_mark
 
 
 class RankMessage:
-    """Exchange headers and small buckets by one all-gather.
+    """Exchange reports and small buckets by one all-gather.
 
     Args:
-        header_bytes: length of every header.
+        report_bytes: length of every report.
         buckets: small buckets, the same on all ranks.
     """
 
-    def __init__(self, peers: Peers, header_bytes: int, buckets: Sequence[Bucket]) -> None:
-        self._peers, self._header_bytes, self.buckets = peers, header_bytes, list(buckets)
+    def __init__(self, peers: Peers, report_bytes: int, buckets: Sequence[Bucket]) -> None:
+        self._peers, self._report_bytes, self.buckets = peers, report_bytes, list(buckets)
         self._row = self._rows = torch.empty(0, dtype=torch.uint8)
         self._work: dist.Work | None = None
 
     @torch.no_grad()
-    def launch(self, header: bytes) -> None:
-        """Start to send the header and this rank's nodes, all of which are folded."""
+    def launch(self, report: bytes) -> None:
+        """Start to send the report and this rank's nodes, all of which are folded."""
         begins = self._begins()
         if self._row.numel() != begins[-1]:
             self._row = torch.zeros(begins[-1], dtype=torch.uint8, device=self._peers.device)
             self._rows = self._row.new_zeros(self._peers.world_size * begins[-1])
-        self._row[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._row[: len(report)].copy_(torch.frombuffer(bytearray(report), dtype=torch.uint8))
         for bucket, begin in zip(self.buckets, begins, strict=False):
             nodes = bucket.take(self._peers.rank)
             for values, flat in zip(nodes, _flats(bucket, self._row, begin), strict=False):
@@ -48,14 +42,14 @@ class RankMessage:
         self._work = self._peers.start_all_gather(self._rows, self._row)
 
     def wait(self) -> list[bytes]:
-        """Wait for the message of every rank, and return their headers, by rank. Raise the
+        """Wait for the message of every rank, and return their reports, by rank. Raise the
         collective's error if a peer is gone."""
         assert self._work is not None
         self._work.wait()
         self._work = None
         rows = self._rows.view(self._peers.world_size, -1)
-        headers = self._peers.result(rows[:, : self._header_bytes])
-        return [bytes(header.numpy()) for header in headers]
+        reports = self._peers.result(rows[:, : self._report_bytes])
+        return [bytes(report.numpy()) for report in reports]
 
     def sums(self) -> list[list[torch.Tensor]]:
         """Return the sum of every bucket over all ranks. The next message overwrites it."""
@@ -77,7 +71,7 @@ class RankMessage:
 
     def _begins(self) -> list[int]:
         """Return where in a row each bucket begins, and where the row ends."""
-        begins = [-(-self._header_bytes // ALIGNMENT) * ALIGNMENT]
+        begins = [-(-self._report_bytes // ALIGNMENT) * ALIGNMENT]
         for bucket in self.buckets:
             begins.append(begins[-1] + bucket.plan.most_nodes * bucket.layout.num_bytes)
         return begins
@@ -90,137 +84,6 @@ def _flats(bucket: Bucket, row: torch.Tensor, begin: int) -> list[torch.Tensor]:
         row[begin + at * size : begin + (at + 1) * size].view(bucket.layout.dtype)
         for at in range(bucket.plan.most_nodes)
     ]
-
-
-# ---------------------------------------------------------------- header
-
-# What every rank sends about a step, as plain bytes: nothing is added up on the way.
-#
-# Each rank receives the headers of all ranks, and computes the step's totals from them. So losses
-# and weights are exact, and the same at every world size: ``math.fsum`` rounds once.
-
-_FIXED = struct.Struct("<QqqqQQQdI4?")
-"""Steps done and one more, which is never 0; samples, unexpected, missing, hash; fingerprint; a
-checkpoint's step; seconds of own work; number of micro-batches; cancel, pause, save, news."""
-
-
-class Header(NamedTuple):
-    """Hold what one rank sends about a step."""
-
-    step: int
-    """Steps done before it."""
-    samples: Count
-    micro_batches: Sequence[tuple[float, float]]
-    """Loss and weight of each of this rank's micro-batches, in order."""
-    fingerprint: int = 0
-    """``Fingerprints.header`` of the step before, which must be the same on all ranks."""
-    stop: Stop | None = None
-    checkpoint_step: int = 0
-    """Step of a newly committed checkpoint to report; 0 for none."""
-    save: bool = False
-    has_news: bool = False
-    own_s: float = 0.0
-
-
-class HeaderCode:
-    """Encode and decode the headers of one attempt.
-
-    Args:
-        most_micro_batches: the largest number of micro-batches of a rank.
-    """
-
-    def __init__(self, most_micro_batches: int) -> None:
-        self._pairs = struct.Struct(f"<{2 * most_micro_batches}d")
-        self._most = most_micro_batches
-        self.num_bytes = _FIXED.size + self._pairs.size
-
-    def encode(self, header: Header) -> bytes:
-        samples, numbers = header.samples, [each for pair in header.micro_batches for each in pair]
-        fixed = _FIXED.pack(
-            header.step + 1,
-            samples.num_samples,
-            samples.num_unexpected,
-            samples.num_missing,
-            samples.sample_hash,
-            header.fingerprint,
-            header.checkpoint_step,
-            header.own_s,
-            len(header.micro_batches),
-            header.stop == "cancel",
-            header.stop == "pause",
-            header.save,
-            header.has_news,
-        )
-        return fixed + self._pairs.pack(*numbers, *[0.0] * (2 * self._most - len(numbers)))
-
-    def decode(self, data: bytes) -> Header | None:
-        """Return the header of a rank; None if it sent nothing."""
-        mark, *counts, fingerprint, checkpoint, own_s, num_micro, cancel, pause, save, news = (
-            _FIXED.unpack_from(data)
-        )
-        samples, unexpected, missing, sample_hash = counts
-        if mark == 0:
-            return None
-        numbers = self._pairs.unpack_from(data, _FIXED.size)[: 2 * num_micro]
-        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
-        stop: Stop | None = "cancel" if cancel else "pause" if pause else None
-        counted = Count(samples, unexpected, missing, sample_hash)
-        return Header(mark - 1, counted, pairs, fingerprint, stop, checkpoint, save, news, own_s)
-
-
-class HeaderTotals(StepTotals):
-    """Hold the totals that all ranks compute from all headers. ``hash_sums`` is the sum of the
-    ranks' hashes modulo 2**64, in eight bytes."""
-
-    __slots__ = ()
-
-    def counted(self) -> Count:
-        """Return the count of all ranks' samples."""
-        facts = self.facts
-        sample_hash = int.from_bytes(self.hash_sums, "little")
-        return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
-
-
-def totals_of(headers: Sequence[Header | None]) -> StepTotals:
-    """Return the totals over the headers of all ranks, by rank."""
-    found = [header for header in headers if header is not None]
-    pairs = [pair for header in found for pair in header.micro_batches]
-    samples = sum((header.samples for header in found), Count())
-    nonfinite = [
-        rank
-        for rank, header in enumerate(headers)
-        if header is not None and not all(math.isfinite(loss) for loss, _ in header.micro_batches)
-    ]
-    facts = StepFacts(
-        0,
-        len(nonfinite),
-        samples.num_samples,
-        samples.num_unexpected,
-        samples.num_missing,
-        max((header.checkpoint_step for header in found), default=0),
-        sum(header.stop == "cancel" for header in found),
-        sum(header.stop == "pause" for header in found),
-        sum(header.save for header in found),
-        sum(header.has_news for header in found),
-    )
-    return HeaderTotals(
-        _total([loss for loss, _ in pairs]),
-        _total([weight for _, weight in pairs]),
-        facts,
-        (samples.sample_hash & MASK64).to_bytes(8, "little"),
-        tuple(0.0 if header is None else float(step_mark(header.step)) for header in headers),
-        tuple(0.0 if header is None else header.own_s for header in headers),
-        float(sum(rank + 1 for rank in nonfinite)),
-        tuple(0.0 if header is None else float(header.fingerprint) for header in headers),
-    )
-
-
-def _total(numbers: Sequence[float]) -> float:
-    """Return the sum, rounded once."""
-    try:
-        return math.fsum(numbers)
-    except (ValueError, OverflowError):  # infinities of both signs, or too large a sum
-        return math.nan
 
 
 # ---------------------------------------------------------------- slices

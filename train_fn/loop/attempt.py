@@ -22,11 +22,10 @@ from train_fn.loop.checks import require_same_after_step, require_same_weights
 from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
 from train_fn.loop.departure import keep_in_process, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
-from train_fn.loop.gradients import elastic_step, forward_backward
-from train_fn.loop.own_step import make_step
 from train_fn.loop.replica import Replica
 from train_fn.loop.report import Reporter
 from train_fn.loop.rescue import Rescue
+from train_fn.loop.step import run_passes
 from train_fn.loop.survivor import build_ahead, may_serve_again
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
@@ -93,13 +92,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     training.profiler.boundary(state.step)
     if training.audit is not None:
         training.audit.begin()
-    # A collective: it returns on every rank or on none.
-    if replica.exchange is not None:
-        totals = elastic_step(training, replica.exchange)
-    elif replica.own_updates is not None:
-        totals = make_step(training)
-    else:
-        totals = forward_backward(training)
+    totals = run_passes(training)  # a collective: it returns on every rank or on none
     require_whole(replica, totals)  # the gate: every rank passes it, or none
     require_together(training.ctx, replica, totals)
     if training.audit is not None:

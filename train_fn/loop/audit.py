@@ -43,7 +43,7 @@ from train_fn.step.fingerprints import (
     is_audited,
     settled,
 )
-from train_fn.step.totals import StepTotals
+from train_fn.step.report import StepTotals
 from train_fn.tasks.checks import where
 
 _WAY_OUT = "or set train.audit_fraction to 0"

@@ -18,16 +18,17 @@ from train_fn.loop.build import owners_of, warn_of_lost
 from train_fn.loop.checks import require_same_weights
 from train_fn.loop.replica import Replica
 from train_fn.loop.report import Reporter
+from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
 from train_fn.samples.loader import data_sets_in
 from train_fn.state.chain import Link
 from train_fn.state.contents import few
-from train_fn.state.optim import drop_gradients, lr_factor
+from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import not_finite
 from train_fn.state.tensor_tree import tree_digest
 from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.totals import StepTotals
+from train_fn.step.report import StepTotals
 from train_fn.tasks.checks import where
 from train_fn.tasks.own import step_method
 
@@ -73,7 +74,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     if own is None:
         replica.learning_rates.check()
         replica.learning_rates.check_options()
-    lr = set_rates(training) if own is None else own.lr
+    lr = set_rates(replica, training.ctx.spec.schedule) if own is None else own.lr
     values = {"lr": lr, **measured}
     if own is None or own.has_loss:
         values = {"loss": _finite(totals.loss_sum / totals.weight), **values}
@@ -113,19 +114,6 @@ def _link(replica: Replica, totals: StepTotals, counted: Callable[[], Count]) ->
     }
     step = replica.state.step + 1
     return Link(step, gradient, totals.loss_sum, totals.weight, counted, record)
-
-
-def set_rates(training: Training) -> float | None:
-    """Set the learning rates of the present step, unless the task's scheduler has. Return that of
-    the first group; None if its optimizer computes its own."""
-    replica = training.replica
-    state = replica.state
-    if state.scheduler is not None:
-        return replica.learning_rates.present()
-    schedule = training.ctx.spec.schedule
-    return replica.learning_rates.set(
-        lr_factor(schedule, state.step, replica.total_steps, state.steps_per_epoch)
-    )
 
 
 def _finish_gradients(training: Training, totals: StepTotals) -> dict[str, float | None]:

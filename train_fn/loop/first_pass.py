@@ -156,11 +156,11 @@ def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[fl
     if replica.exchange is not None:
         loss_sum.backward()  # type: ignore[no-untyped-call]
         return float(weight), 1
-    replica.carrier.add(loss_sum, weight)
-    replica.carrier.backward(loss_sum)
+    replica.sums.add(loss_sum, weight)
+    replica.sums.backward(loss_sum)
     if replica.used is not None:
         replica.finish_exchange()
-    return replica.carrier.take().weight, replica.peers.world_size
+    return replica.sums.take().weight, replica.peers.world_size
 
 
 def _warn_of_changes_in_backward(replica: Replica, names: list[str]) -> None:

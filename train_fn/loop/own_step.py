@@ -9,117 +9,219 @@ fails within it leaves the copy. The gate and the commit are those of any other 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from train_fn.errors import BadTask, PeersGone
-from train_fn.loop.commit import set_rates
-from train_fn.loop.gradients import load_next, settle
-from train_fn.loop.replica import Replica
-from train_fn.loop.training import Training
-from train_fn.samples.ledger import Count
+from everstep.spec.sections import ScheduleSpec
+from train_fn.errors import BadTask
+from train_fn.loop.build import owners_of, warn_of_lost
+from train_fn.loop.step import StepExchange, set_rates
 from train_fn.samples.sampler import MicroBatch
-from train_fn.step.totals import StepTotals
-from train_fn.tasks.own import LOSS, MOST_VALUES
+from train_fn.state.kept_state import Shadows
+from train_fn.state.optim import Optimizers, each_of
+from train_fn.state.train_state import TrainState
+from train_fn.state.trained_parameters import TrainedParameters
+from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.peers import Peers
+from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.precision import modes_of
+from train_fn.step.rank_mean import RankMean
+from train_fn.step.report import StepTotals, Votes
+from train_fn.step.report_sums import StepPlan
+from train_fn.step.untrained import untrained_places
+from train_fn.tasks.checks import where
+from train_fn.tasks.own import LOSS, METHOD, MOST_VALUES, checked_values, makes_own_steps
+from train_fn.tasks.protocol import Sum, Task
+
+if TYPE_CHECKING:
+    from train_fn.loop.replica import Replica
 
 
-def make_step(training: Training) -> StepTotals:
-    """Let the task make its step, and exchange the step's totals.
+class OwnStep(StepExchange):
+    """Let the task make its step, whose optimizers average gradients; the reports are summed
+    afterwards, with the task's metrics."""
 
-    A collective. It returns on every rank, or on none, with the same totals and weights.
+    def __init__(self, replica: Replica, own: OwnUpdates, schedule: ScheduleSpec) -> None:
+        super().__init__(replica)
+        self._own, self._schedule = own, schedule
+        self.digests_ahead = False
+        self._num_samples = 1
+        self._weight = 0.0
+        """This rank's part of the global batch."""
+        self._values: dict[str, torch.Tensor] = {}
+        self._sent = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._num_samples = plan.num_samples
+
+    def passes(self, share: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the one pass. A rank without a share, in a short batch, trains on that of rank 0,
+        which then does not count: it must take part in every collective."""
+        state, sampler = self._replica.state, self._replica.sampler
+        return share or sampler.share(state.epoch, state.k, 0, self._replica.peers.world_size)
+
+    def around(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, batch: Any | None, own_samples: int) -> tuple[torch.Tensor, Sum]:
+        """Let the task make its step on the batch."""
+        state, own = self._replica.state, self._own
+        if batch is None:
+            raise BadTask(
+                "collate returned None for a rank's share of a global batch, and training_step "
+                "needs a batch. Return the samples that are usable, and leave broken ones out of "
+                "the data set"
+            )
+        self._weight = own_samples / self._num_samples
+        own.lr = set_rates(self._replica, self._schedule)
+        own.shadow.take()
+        state.complete = False  # until the commit
+        own.mean.begin(state.step, self._weight)
+        self._values = own.run(state, batch)
+        loss = self._values.pop(LOSS, torch.zeros(())).to(self._replica.peers.device)
+        return loss * own_samples, own_samples
+
+    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
+        peers, numbers = self._replica.peers, self._replica.sums.gradient(votes)
+        extra = torch.zeros(1 + MOST_VALUES, device=peers.device)
+        extra[0] = float(self._own.mean.num_updates)
+        for at, value in enumerate(self._values.values(), start=1):
+            extra[at] = value.to(peers.device) * self._weight if self._weight else 0.0
+        # Encoded for DDP, which divides by the world size.
+        self._sent = torch.cat([numbers.to(peers.device) / peers.world_size, extra])
+        self._work = peers.start_sum(self._sent)
+
+    def take(self) -> StepTotals:
+        """Return the totals over all ranks. Raise BadTask if the ranks made other updates."""
+        replica, own = self._replica, self._own
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        sums = replica.peers.result(self._sent)
+        length = len(sums) - 1 - MOST_VALUES
+        totals = replica.sums.totals_of(sums[:length].numpy().tobytes())
+        num_updates, *found = sums[length:].tolist()
+        is_whole = totals.fault(replica.state.step, self._num_samples) is None
+        if is_whole and num_updates != own.mean.num_updates * replica.peers.world_size:
+            raise BadTask(
+                f"{own.source} stepped optimizers {own.mean.num_updates} times in step "
+                f"{replica.state.step + 1} on this rank, and another number of times on others. "
+                "Let nothing that only a rank's own samples say decide how often an optimizer steps"
+            )
+        own.values = {
+            name: value if math.isfinite(value) else None
+            for name, value in zip(self._values, found, strict=False)
+        }
+        return totals
+
+
+# ---------------------------------------------------------------- updates
+
+# What such a task uses beside the replica: its optimizers, the hooks that average gradients, and
+# the copy of the state that a broken step leaves.
+
+
+class OwnUpdates:
+    """Call ``training_step`` of one replica's task.
+
+    Args:
+        max_norm: clips each optimizer's gradients, averaged over ranks; None for never.
+        owners: objects by name. A warning names their plain attributes that the first step changes,
+            which no state holds.
     """
-    replica = training.replica
-    state, own, volatile = replica.state, replica.own_updates, replica.volatile
-    assert own is not None
-    num_samples, _, _, expected = replica.plans.of(state.step)
-    replica.carrier.begin(state.step, expected, replica.fingerprints.header)
-    micro, batch, own_samples, differs = _batch_of(training)
-    own.lr = set_rates(training)
-    own.shadow.take()
-    state.complete = False  # until the commit
-    training.begin(num_samples, 1)
-    own.mean.begin(state.step, own_samples / num_samples)
-    replica.seed(state.step, micro.number)
-    values = own.run(state, batch)
-    volatile.passed(own_samples)
-    training.loader.prefetch()
-    volatile.start()
-    volatile.wait()
-    loss = values.pop(LOSS, torch.zeros(())).to(replica.peers.device)
-    replica.carrier.add(loss * own_samples, own_samples, differs)
-    totals = _exchange(training, values, own_samples / num_samples)
-    return settle(training, totals)
 
-
-def _batch_of(training: Training) -> tuple[MicroBatch, Any, int, Count | None]:
-    """Return what this rank trains on: its share, the batch, how many of its samples count, and how
-    they differ from those that the sampler expects.
-
-    A rank without a share, in a short batch, trains on that of rank 0, which then does not count:
-    it must take part in every collective.
-    """
-    replica = training.replica
-    state, sampler = replica.state, replica.sampler
-    _, share, hashes, _ = replica.plans.of(state.step)
-    if share:
-        micro, own_samples = share[0], len(share[0].indices)
-        batch, differs = load_next(training, micro, hashes[0])
-    else:
-        [micro] = sampler.share(state.epoch, state.k, 0, replica.peers.world_size)
-        own_samples, differs = 0, None
-        batch = replica.load(micro).batch
-    if batch is None:
-        raise BadTask(
-            "collate returned None for a rank's share of a global batch, and training_step needs a "
-            "batch. Return the samples that are usable, and leave broken ones out of the data set"
+    def __init__(
+        self,
+        task: Task,
+        state: TrainState,
+        trained: TrainedParameters,
+        peers: Peers,
+        max_norm: float | None,
+        owners: dict[str, object],
+    ) -> None:
+        self.source = where(task, METHOD)
+        self._task: Any = task
+        self._trained, self._peers = trained, peers
+        self._owners: dict[str, object] | None = owners
+        self._optimizers = (
+            state.optimizer.by_name if isinstance(state.optimizer, Optimizers) else state.optimizer
         )
-    return micro, batch, own_samples, differs
+        self.mean = RankMean(each_of(state.optimizer), peers, max_norm, self.source)
+        self.shadow = Shadows(state, keeps_older=False)
+        """Holds the state with which the present step began."""
+        self.lr: float | None = 0.0
+        """The learning rate of the present step."""
+        self.values: dict[str, float | None] = {}
+        """Metrics of the step over all ranks, beside its loss."""
+        self._names: list[str] | None = None
 
+    def join(self, replica: Replica) -> VolatileBuffers:
+        """Return what may change in a step, which counts as one forward pass: any buffer of the
+        model. No step is tried before the first one: it would change the optimizers."""
+        if not replica.parts.is_kept:
+            replica.state.task = replica.task_state.capture()
+        places = untrained_places(replica.state.model, replica.parameters)
+        buffers = [number for number, place in enumerate(places) if place.is_buffer]
+        return VolatileBuffers(places, buffers, (), self._peers, replica.state.carry)
 
-def _exchange(training: Training, values: dict[str, torch.Tensor], weight: float) -> StepTotals:
-    """Sum the step's totals over ranks, and the task's metrics. A collective.
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the steps report a loss."""
+        return LOSS in (self._names or ())
 
-    Raise PeersGone if the attempt was given up, and BadTask if the ranks made other updates.
-    """
-    replica, progress = training.replica, training.progress
-    own, peers, carrier = replica.own_updates, replica.peers, replica.carrier
-    assert own is not None
-    if training.ctx.is_abandoned():
-        raise PeersGone("this attempt was given up; another one follows")
-    stop, committed, save = training.saver.decisions(progress.reported_checkpoint)
-    numbers = carrier.gradient(
-        training.ctx.journal.stop_requested or stop,
-        committed,
-        save,
-        progress.own_s,
-        replica.volatile.has_news,
-    )
-    extra = torch.zeros(1 + MOST_VALUES, device=peers.device)
-    extra[0] = float(own.mean.num_updates)
-    for at, value in enumerate(values.values(), start=1):
-        extra[at] = value.to(peers.device) * weight if weight else 0.0
-    # Encoded for DDP, which divides by the world size.
-    sent = torch.cat([numbers.to(peers.device) / peers.world_size, extra])
-    work = peers.start_sum(sent)
-    if work is not None:
-        work.wait()
-    sums = peers.result(sent)
-    totals = carrier.totals_of(sums[: len(numbers)].numpy().tobytes())
-    num_updates, *found = sums[len(numbers) :].tolist()
-    if _is_whole(replica, totals) and num_updates != own.mean.num_updates * peers.world_size:
-        raise BadTask(
-            f"{own.source} stepped optimizers {own.mean.num_updates} times in step "
-            f"{replica.state.step + 1} on this rank, and another number of times on others. Let "
-            "nothing that only a rank's own samples say decide how often an optimizer steps"
+    def measured(self) -> dict[str, float | None]:
+        """Return the step's metrics beside its loss: those of the task over all ranks, and the
+        gradients' norms before they were clipped."""
+        norms = {f"grad_norm{name and f'_{name}'}": each for name, each in self.mean.norms.items()}
+        return {**norms, **self.values}
+
+    def run(self, state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
+        """Let the task make its step, and return its metrics on this rank. Raises BadTask."""
+        owners, self._owners = self._owners, None
+        before = PlainAttributes(owners) if owners is not None else None
+        modes = modes_of(state.model)
+        values = checked_values(
+            self._task, self._task.training_step(state.model, batch, state.step, self._optimizers)
         )
-    own.values = {
-        name: value if math.isfinite(value) else None
-        for name, value in zip(values, found, strict=False)
-    }
-    return totals
+        self.mean.end()
+        if modes_of(state.model) != modes:
+            raise BadTask(
+                f"{self.source} left modules in another mode, train or eval, than before. Put the "
+                "mode back before it returns, or change it in on_epoch_end"
+            )
+        self._trained.check(self.source)
+        if not self.mean.num_updates:
+            raise BadTask(
+                f"{self.source} stepped no optimizer: call backward() and then step() of each "
+                "optimizer that it is given"
+            )
+        warn_of_lost(self.source, before)
+        self._agree_on_names(list(values))
+        return values
+
+    def _agree_on_names(self, names: list[str]) -> None:
+        """Require the same metrics on all ranks and in every step. A collective in the first
+        step."""
+        if self._names is None:
+            of_ranks = self._peers.gather(names)
+            self._names = of_ranks[0]
+        if names != self._names:
+            raise BadTask(
+                f"{self.source} returned the metrics {names}, where rank 0 returned {self._names} "
+                "in the first step; return the same on every rank and in every step"
+            )
 
 
-def _is_whole(replica: Replica, totals: StepTotals) -> bool:
-    state = replica.state
-    return totals.fault(state.step, replica.plans.of(state.step).num_samples) is None
+def own_updates(replica: Replica, max_norm: float | None) -> OwnUpdates | None:
+    """Return what the replica of a task that makes its own steps uses for them; None for another
+    task."""
+    if not makes_own_steps(replica.task):
+        return None
+    owners = {} if replica.task_state else owners_of(replica.task, replica.state.model)
+    return OwnUpdates(replica.task, replica.state, replica.trained, replica.peers, max_norm, owners)

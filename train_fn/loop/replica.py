@@ -28,7 +28,7 @@ from train_fn.loop.build import (
     owners_of,
 )
 from train_fn.loop.first_pass import run_first_pass, try_smallest
-from train_fn.loop.own_updates import OwnUpdates, own_updates
+from train_fn.loop.own_step import OwnUpdates, own_updates
 from train_fn.loop.report import counted_flops
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
@@ -41,7 +41,7 @@ from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
 from train_fn.step.precision import Precision, autocast, set_determinism
-from train_fn.step.totals import Carrier, StepPlans
+from train_fn.step.report_sums import ReportSums, StepPlans
 from train_fn.tasks.checks import checked_loss, loss_arguments, where
 from train_fn.tasks.own import build_task
 from train_fn.tasks.protocol import Sum, Task
@@ -76,7 +76,7 @@ class StepModule(nn.Module):
     ) -> None:
         """
         Args:
-            numbers: the carrier's parameter, with whose gradient the step's totals travel.
+            numbers: the parameter with whose gradient the ranks' reports travel (``ReportSums``).
             state: knows the step and the epoch, which ``loss`` may take.
             allows_unused: whether an empty share uses no parameter, instead of all.
         """
@@ -191,8 +191,8 @@ class Replica:
     peers: Peers
     parts: Parts
     step_module: StepModule
-    carrier: Carrier
-    """Sends the step's totals along with its gradients."""
+    sums: ReportSums
+    """Sends this rank's report of a step along with its gradients."""
     last_step: int
     """Steps after which this run ends: those of the whole run, or fewer of a replay."""
     wrapped: DistributedDataParallel | StepModule | None = None
@@ -211,7 +211,7 @@ class Replica:
     own_updates: OwnUpdates | None = None
     """None unless the task makes its own steps."""
     exchange: Exchange | None = None
-    """None unless ``train.exactness`` is elastic. Then it stands in for DDP and ``carrier``."""
+    """None unless ``train.exactness`` is elastic. Then it stands in for DDP and ``sums``."""
 
     def __post_init__(self) -> None:
         parts = self.parts
@@ -428,7 +428,7 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
     else:
         parts.begin_attempt(ctx)
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
-    carrier = Carrier(peers)
+    sums = ReportSums(peers)
     allows_unused = train.unused_parameters == "allow"
     replica = Replica(
         peers=peers,
@@ -438,13 +438,13 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
             parts.state.model,
             train.precision,
             ctx.device,
-            carrier.numbers,
+            sums.numbers,
             parts.state,
             compiled=train.compile,
             allows_unused=allows_unused,
         ),
         allows_unused=allows_unused,
-        carrier=carrier,
+        sums=sums,
         last_step=min(parts.total_steps, spec.replay.to_step if spec.replay else parts.total_steps),
         draws_from_torch_alone=spec.code is None,
     )

@@ -14,9 +14,11 @@ from train_fn.checkpoints.torch_file import require_safetensors
 from train_fn.context import WorkerContext
 from train_fn.loop.audit import NOT_WATCHED, BitFlips, StepAudit
 from train_fn.loop.evaluate import require_best_metric, try_evaluation
+from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.report import Reporter, speed_of
 from train_fn.loop.restore import Restored, restore
+from train_fn.loop.step import StepExchange, TreeStep
 from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
@@ -72,6 +74,7 @@ class Training:
     flips: BitFlips
     audit: StepAudit | None
     """None if no step is audited."""
+    exchange: StepExchange
     loader: Loader
     saver: Saver
     publisher: Publisher
@@ -149,6 +152,7 @@ def _build(
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
         flips=flips,
         audit=audit,
+        exchange=exchange_of(ctx, replica),
         loader=Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
@@ -159,6 +163,15 @@ def _build(
         saver=Saver(ctx, state, copies),
         publisher=Publisher(ctx, state, copies, insures=restored.is_kept),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
+    )
+
+
+def exchange_of(ctx: WorkerContext, replica: Replica) -> StepExchange:
+    """Return how the steps of this replica are exchanged."""
+    if replica.own_updates is not None:
+        return OwnStep(replica, replica.own_updates, ctx.spec.schedule)
+    return (
+        StepExchange(replica) if replica.exchange is None else TreeStep(replica, replica.exchange)
     )
 
 

@@ -2,8 +2,8 @@
 
 `protected` is the context manager that a loop uses, and a step in order. `training` builds what its
 steps use; `departure` decides what is kept when it breaks. `loop_state` holds the state, `shadows`
-copies of it, `volatile` what forward passes change. `agreement` is what the ranks exchange once a
-step, `commits` and `updates` what this rank says there. `boundary` says where a step ends,
+copies of it, `volatile` what forward passes change. `commits` is what the ranks exchange once
+a step. `boundary` says where a step ends,
 `part_copies` holds what a loop changes between two of them, `gradients` what no state would hold.
 `arguments` checks what the loop gives, `batches` is the loader, `followed` that of a DataLoader,
 `batch_marks` and `last_batch` compare batches, `draws` keeps samplers' generators, `adapters` know

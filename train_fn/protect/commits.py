@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.loop.report import Reporter
-from train_fn.protect.agreement import Agreed, Agreement, Word
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import EqualBatches, Share
-from train_fn.protect.loop_state import LoopState, Values, received, sent
+from train_fn.protect.loop_state import MOST_VALUES, LoopState, Values, received, sent
 from train_fn.samples.ledger import Count
+from train_fn.step.peers import Peers
+from train_fn.step.report import ReportRows, StepReport, Votes, stop_of
 
 SETTLE_S = 2.0
 """Longest wait of a rank that leaves for what its peers said of the newest step: those that live
@@ -58,24 +62,24 @@ class Commits:
         self._num_samples = share.whole.num_samples if share else None
         self.updates.commit()
         self._agreement.start(
-            self._word(share.own if share else _NO_SAMPLES), share.whole if share else None
+            self._report_of(share.own if share else _NO_SAMPLES), share.whole if share else None
         )
 
     def end(self) -> None:
         """Tell the other ranks that this one has left its loop."""
-        self._agreement.start(self._word(_NO_SAMPLES, has_ended=True), None)
+        self._agreement.start(self._report_of(_NO_SAMPLES, has_ended=True), None)
 
-    def _word(self, samples: Count, *, has_ended: bool = False) -> Word:
+    def _report_of(self, samples: Count, *, has_ended: bool = False) -> StepReport:
         hashed, values = sent(self._values) if self._is_first else (0, ())
-        return Word(
+        return StepReport(
             self._state.step,
-            self.updates.num,
-            self._journal.stop_requested,
             samples,
-            has_ended,
             values,
-            hashed,
-            0 if has_ended else self._state.batch_mark,
+            votes=Votes(self._journal.stop_requested),
+            num_updates=self.updates.num,
+            has_ended=has_ended,
+            names_hash=hashed,
+            batch=0 if has_ended else self._state.batch_mark,
         )
 
     def read(self) -> None:
@@ -83,8 +87,8 @@ class Commits:
         ranks train on the same batches."""
         agreed = self._agreement.read()
         self._note(agreed)
-        if agreed is not None and not agreed.num_ended:
-            self._equal.note(agreed.batches)
+        if agreed is not None and not agreed[0].has_ended:
+            self._equal.note(tuple(each.batch for each in agreed))
 
     def settle(self) -> tuple[bool, StepNotWhole | None]:
         """Return whether all ranks are known to have made the newest commit, and how they differ.
@@ -101,13 +105,14 @@ class Commits:
             self._report(self._values)  # what rank 0 had is not known
         return agreed is not None, None
 
-    def _note(self, agreed: Agreed | None) -> None:
+    def _note(self, agreed: list[StepReport] | None) -> None:
         if agreed is None:
             return
-        self.stop = agreed.stop
+        self.stop = stop_of(agreed)
         self.updates.agree()
-        if not self._is_first and not agreed.num_ended:
-            self._report(received(self._values, agreed.names_hash, agreed.values))
+        first = agreed[0]
+        if not self._is_first and not first.has_ended:
+            self._report(received(self._values, first.names_hash, first.numbers))
 
     def report(self) -> None:
         """Report the step. Other ranks than 0 do so once they know rank 0's numbers: a survivor
@@ -121,6 +126,133 @@ class Commits:
     def close(self) -> None:
         """End the exchange on a rank whose peers live."""
         self._agreement.close()
+
+
+# ---------------------------------------------------------------- agreement
+
+# What the ranks tell each other of every committed step, in one small exchange beside training.
+#
+# A rank starts it when it commits a step (``start``), and reads it before it changes anything for
+# the next one (``read``). By then every rank has taken part in that next step's gradients, so the
+# answer is there. If the ranks did not commit the same step, the present one is not used: nothing
+# of it was saved, since whoever saves reads the agreement first.
+
+_LOOK_S = 0.001
+
+
+class Agreement:
+    """The exchange of one rank. It has a process group of its own: on the user's, a rank that makes
+    another number of steps would have its numbers summed with its peers' gradients.
+
+    A collective: all ranks make it at once.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._group: Any = None if peers.alone else dist.new_group(backend="gloo")
+        self._rows = ReportRows(MOST_VALUES)
+        self._said: StepReport | None = None
+        self._expected: Count | None = None
+        self._arriving = torch.empty(0)
+        self._work: dist.Work | None = None
+        self.fault: str | None = None
+        """Why the newest step must not be used, once that is known."""
+
+    def start(self, report: StepReport, expected: Count | None) -> None:
+        """Tell the others of a committed step. ``expected`` counts all samples of its global
+        batch."""
+        self._said, self._expected = report, expected
+        own = torch.frombuffer(bytearray(self._rows.encode(report)), dtype=torch.uint8)
+        self._arriving = own.new_zeros(self._peers.world_size, len(own))
+        self._arriving[self._peers.rank] = own
+        if self._group is not None:
+            self._work = self._peers.start_all_gather(self._arriving, own, self._group)
+
+    def read(self) -> list[StepReport] | None:
+        """Wait for what all ranks said of the newest step, and return it; None if it was read.
+
+        Raises StepNotWhole on every rank if they did not all commit the same step. A dead peer
+        raises what its collective does.
+        """
+        if self._said is None:
+            return None
+        if self._work is not None:
+            self._work.wait()
+        return self._checked()
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether the newest step was committed, and not read of."""
+        return self._said is not None
+
+    def settle(self, within_s: float) -> list[StepReport] | None:
+        """Return what all ranks said of the newest step, after an error; None if a peer died before
+        it could say anything.
+
+        Raises StepNotWhole if they have not.
+        """
+        deadline = time.monotonic() + within_s
+        while self._work is not None and not self._work.is_completed():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_S)
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError:
+                return None
+        return self._checked()
+
+    def close(self) -> None:
+        """End the exchange on a rank whose peers live."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _checked(self) -> list[StepReport]:
+        said = self._said
+        assert said is not None
+        self._said = self._work = None
+        found = [self._rows.decode(bytes(row.numpy())) for row in self._arriving]
+        self.fault = difference(said, found, self._expected)
+        if self.fault is not None:
+            raise StepNotWhole(max(0, said.step - 1), self.fault)
+        return [report for report in found if report is not None]
+
+
+def difference(
+    said: StepReport, of_ranks: Sequence[StepReport | None], expected: Count | None
+) -> str | None:
+    """Return how the ranks differ; None if all of them did what this one did.
+
+    Args:
+        said: what this rank said.
+        expected: all samples of the step's global batch; None if they are not known.
+    """
+    for rank, report in enumerate(of_ranks):
+        if report is None:
+            return f"rank {rank} said nothing of step {said.step}"
+        if report.step != said.step:
+            return f"rank {rank} committed step {report.step} where this rank committed {said.step}"
+        if report.num_updates != said.num_updates:
+            return (
+                f"rank {rank} made {report.num_updates} optimizer steps up to step {said.step}, "
+                f"this rank {said.num_updates}"
+            )
+    found = [report for report in of_ranks if report is not None]
+    if (num_ended := sum(each.has_ended for each in found)) not in (0, len(found)):
+        return f"{num_ended} of {len(found)} ranks left their loop after it"
+    samples = sum((each.samples for each in found), Count())
+    if expected is not None and (samples.num_samples, samples.sample_hash) != (
+        expected.num_samples,
+        expected.sample_hash,
+    ):
+        return (
+            f"the ranks' samples are not those of its global batch ({samples.num_samples} of "
+            f"{expected.num_samples}); give es.loader the same dataset, global_batch_size and "
+            "seed on all ranks"
+        )
+    return None
 
 
 # ---------------------------------------------------------------- updates

@@ -13,7 +13,6 @@ import torch
 
 from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.checks import require_same_samples
-from train_fn.protect.agreement import MOST_VALUES
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.part_copies import PartCopies
@@ -374,6 +373,9 @@ def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
 # The metrics that a loop gives to ``state.step``: checked, and the same on every rank.
 
 Values = dict[str, float | None]
+
+MOST_VALUES = 16
+"""Metrics of a step that rank 0 sends to the others."""
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> Values:

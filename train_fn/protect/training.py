@@ -37,10 +37,9 @@ from train_fn.loop.report import Reporter
 from train_fn.loop.restore import Restored, announce, take_over
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
-from train_fn.protect.agreement import Agreement
 from train_fn.protect.arguments import Torn
 from train_fn.protect.boundary import Boundary
-from train_fn.protect.commits import Commits, Gradients, Updates
+from train_fn.protect.commits import Agreement, Commits, Gradients, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.protect.volatile import SharedBuffers
 from train_fn.protect.watch import AttributeWatch, OrderWatch

@@ -1,5 +1,5 @@
-"""One step: totals in the gradients' all-reduce, plans, peers and their collectives, buffers,
-precision, timing.
+"""One step: what ranks say of it (`report`), peers and their collectives, buffers, precision,
+timing.
 
 Imports the samples only. The loop imports it.
 """

@@ -97,12 +97,18 @@ class Peers:
         assert work is not None
         return work
 
-    def start_all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
-        """Start to overwrite ``rows``, flat, with the contiguous ``own`` of every rank, by rank."""
-        require_peers()
+    def start_all_gather(
+        self, rows: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None
+    ) -> dist.Work:
+        """Start to overwrite ``rows``, flat, with the contiguous ``own`` of every rank, by rank.
+        ``group`` is one of the same ranks, beside that of the attempt: no abort ends it."""
+        if group is None:
+            require_peers()
         # torch 2.14 gives it a new name, and warns of the old one
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: dist.Work = gather(rows.view(torch.uint8), own.view(torch.uint8), async_op=True)
+        work: dist.Work = gather(
+            rows.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True
+        )
         return work
 
     def start_all_to_all(

@@ -21,7 +21,8 @@ from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.samples.ledger import Count
 from train_fn.standalone.rank import begin_run
 from train_fn.step.peers import Peers
-from train_fn.step.totals import Carrier, StepTotals
+from train_fn.step.report import StepTotals
+from train_fn.step.report_sums import ReportSums
 
 pytestmark = pytest.mark.own_process
 
@@ -31,14 +32,14 @@ CPU = torch.device("cpu")
 def added_up(steps: list[int | None], num_samples: int = 4) -> StepTotals:
     """The totals of ranks that speak of these steps, each of so many samples; None for a rank whose
     numbers did not arrive."""
-    carriers = [Carrier(Peers(rank, len(steps), CPU)) for rank in range(len(steps))]
-    sums = np.zeros(len(carriers[0].numbers), np.float32)
-    for carrier, step in zip(carriers, steps, strict=True):
+    reports = [ReportSums(Peers(rank, len(steps), CPU)) for rank in range(len(steps))]
+    sums = np.zeros(len(reports[0].numbers), np.float32)
+    for report, step in zip(reports, steps, strict=True):
         if step is not None:
-            carrier.begin(step)
-            carrier.add(torch.tensor(1.0), num_samples, Count(num_samples))
-            sums += carrier.gradient().numpy() * np.float32(1 / len(steps))  # as DDP divides
-    return carriers[0].totals_of(sums.tobytes())
+            report.begin(step)
+            report.add(torch.tensor(1.0), num_samples, Count(num_samples))
+            sums += report.gradient().numpy() * np.float32(1 / len(steps))  # as DDP divides
+    return reports[0].totals_of(sums.tobytes())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 100])
@@ -63,17 +64,17 @@ def test_partial_and_stale_totals_are_told_apart_from_whole_ones(
 
 
 def test_totals_that_are_no_numbers_are_refused() -> None:
-    carrier = Carrier(Peers(0, 2, CPU))
-    numbers = np.full(len(carrier.numbers), np.nan, np.float32)
-    assert "0 of 2 ranks" in str(carrier.totals_of(numbers.tobytes()).fault(3, 8))
+    report = ReportSums(Peers(0, 2, CPU))
+    numbers = np.full(len(report.numbers), np.nan, np.float32)
+    assert "0 of 2 ranks" in str(report.totals_of(numbers.tobytes()).fault(3, 8))
 
 
 def test_data_that_is_not_what_was_expected_is_the_ledger_s_to_tell() -> None:
     """One sample twice and one missing: all of the batch is accounted for."""
-    carrier = Carrier(Peers(0, 1, CPU))
-    carrier.begin(2)
-    carrier.add(torch.tensor(1.0), 8, Count(8, 1, 1) + Count(-1, 0, 1))
-    totals = carrier.totals_of(carrier.gradient().numpy().tobytes())
+    report = ReportSums(Peers(0, 1, CPU))
+    report.begin(2)
+    report.add(torch.tensor(1.0), 8, Count(8, 1, 1) + Count(-1, 0, 1))
+    totals = report.totals_of(report.gradient().numpy().tobytes())
     assert totals.fault(2, 8) is None and totals.facts.num_missing == 2
 
 
@@ -94,10 +95,10 @@ def test_a_step_that_is_not_whole_is_not_taken(
     spec = RunSpec.model_validate({**raw, "train": train, "checkpoint": {"every_steps": None}})
     run_dir = RunDir(open_storage(str(tmp_path / "storage")), "run_gate")
     start = begin_run(run_dir, spec, "test", fresh=True)
-    forward_backward, before = attempt.forward_backward, list[StepTotals]()
+    run_passes, before = attempt.run_passes, list[StepTotals]()
 
     def break_the_fourth(training: Training) -> StepTotals:
-        totals = forward_backward(training)
+        totals = run_passes(training)
         before.append(totals)
         if training.replica.state.step < 3:
             return totals
@@ -107,7 +108,7 @@ def test_a_step_that_is_not_whole_is_not_taken(
             else totals._replace(facts=totals.facts._replace(num_samples=6))
         )
 
-    monkeypatch.setattr(attempt, "forward_backward", break_the_fourth)
+    monkeypatch.setattr(attempt, "run_passes", break_the_fourth)
     progress = RankProgress()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         (tmp_path / "shm").mkdir()

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.run_control import Stop
 from train_fn.samples.ledger import Count, Ledger, difference, sample_hashes
 from train_fn.step.peers import Peers
-from train_fn.step.totals import Carrier, StepTotals, expect
+from train_fn.step.report import NO_VOTES, StepTotals, Votes
+from train_fn.step.report_sums import ReportSums, expect
 
 pytestmark = pytest.mark.own_process
 
@@ -133,21 +133,19 @@ def test_the_chain_is_the_one_that_checkpoints_of_earlier_versions_hold() -> Non
     }
 
 
-def carried(
-    carrier: Carrier, stop: Stop | None = None, checkpoint_step: int = 0, *, save: bool = False
-) -> StepTotals:
+def carried(report: ReportSums, votes: Votes = NO_VOTES) -> StepTotals:
     """What a rank that is alone hears of its own numbers."""
     weight = torch.nn.Parameter(torch.tensor(2.0))
-    carrier.backward(3 * weight, stop, checkpoint_step, save=save)
+    report.backward(3 * weight, votes)
     assert weight.grad == 3, "the loss is what it was"
-    return carrier.take()
+    return report.take()
 
 
 @given(st.integers(0, 2**64 - 1), st.floats(-1e6, 1e6))
 def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> None:
-    carrier = Carrier(ALONE)
-    carrier.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
-    found = carried(carrier, "pause", 40, save=True)
+    report = ReportSums(ALONE)
+    report.add(torch.tensor(loss, dtype=torch.float64), 5, Count(5, 1, 2, sample_hash))
+    found = carried(report, Votes("pause", 40, save=True))
     facts = found.facts
     assert found.counted() == Count(5, 1, 2, sample_hash)
     assert (found.loss_sum, found.weight, facts.stop, facts.checkpoint_step) == (
@@ -163,12 +161,12 @@ def test_totals_carry_every_bit_of_the_hash(sample_hash: int, loss: float) -> No
 def test_every_step_s_totals_are_its_own(steps: list[tuple[int, int]]) -> None:
     """Also where its sums lie elsewhere in memory than those before: those are still there, and say
     what they said."""
-    carrier = Carrier(ALONE)
+    report = ReportSums(ALONE)
     for number, (num_missing, sample_hash) in enumerate(steps):
         counted = Count(50 - num_missing, 0, num_missing, sample_hash)
-        carrier.begin(number)
-        carrier.add(torch.tensor(float(number)), 50, counted)
-        found = carried(carrier, checkpoint_step=number)
+        report.begin(number)
+        report.add(torch.tensor(float(number)), 50, counted)
+        found = carried(report, Votes(checkpoint_step=number))
         assert (found.counted(), found.loss_sum, found.weight, found.facts.checkpoint_step) == (
             counted,
             number,
@@ -183,12 +181,12 @@ def test_what_is_told_is_what_was_yielded_not_what_was_expected(
 ) -> None:
     (planned_hash,) = sample_hashes([(0, 3)], [indices(*planned)])
     (yielded_hash,) = sample_hashes([(0, 3)], [indices(*yielded)]) if yielded else (0,)
-    carrier = Carrier(ALONE)
-    carrier.begin(3, expect(Count(len(planned), 0, 0, planned_hash), 1))
-    carrier.add(
+    report = ReportSums(ALONE)
+    report.begin(3, expect(Count(len(planned), 0, 0, planned_hash), 1))
+    report.add(
         torch.tensor(1.0), 1, difference(0, 3, indices(*planned), indices(*yielded), planned_hash)
     )
-    counted = carried(carrier).counted()
+    counted = carried(report).counted()
     assert (counted.num_samples, counted.sample_hash) == (len(yielded), yielded_hash)
     assert counted.num_samples - counted.num_unexpected == len(planned) - counted.num_missing
     assert (counted.num_unexpected, counted.num_missing) == (0, 0) or sorted(planned) != sorted(
@@ -197,9 +195,9 @@ def test_what_is_told_is_what_was_yielded_not_what_was_expected(
 
 
 def test_totals_name_the_rank_with_a_loss_that_is_not_finite() -> None:
-    carrier = Carrier(ALONE)
-    carrier.add(torch.tensor(float("inf")), torch.tensor(3))
-    found = carried(carrier)
+    report = ReportSums(ALONE)
+    report.add(torch.tensor(float("inf")), torch.tensor(3))
+    found = carried(report)
     assert (found.facts.num_nonfinite, found.nonfinite_rank, found.weight) == (1, 0, 3)
 
 
@@ -219,15 +217,16 @@ def test_totals_of_any_number_of_ranks_are_exact(
     ]
     sent = []
     for rank, counted in enumerate(counts):
-        carrier = Carrier(Peers(rank, world_size, torch.device("cpu")))
-        carrier.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
+        report = ReportSums(Peers(rank, world_size, torch.device("cpu")))
+        report.add(torch.tensor(float("nan") if rank == 1 else 0.5), weight, counted)
         sent.append(
-            carrier.gradient("cancel", 2**40 * (rank == 0)).numpy() * np.float32(1 / world_size)
+            report.gradient(Votes("cancel", 2**40 * (rank == 0))).numpy()
+            * np.float32(1 / world_size)
         )
     sums = np.zeros_like(sent[0])
     for rank in range(world_size):
         sums += sent[rank % len(sent)]
-    found = carrier.totals_of(sums.data)
+    found = report.totals_of(sums.data)
     facts = found.facts
     shares = [len(range(rank, world_size, len(sent))) for rank in range(len(sent))]
     assert found.weight == world_size * weight
@@ -248,10 +247,10 @@ def test_totals_of_any_number_of_ranks_are_exact(
 
 def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
     for weights in ([0.25, 3.5], [5, -7.0], [torch.tensor(2.75)], [2.0**60]):
-        carrier = Carrier(ALONE)
+        report = ReportSums(ALONE)
         for weight in weights:
-            carrier.add(torch.tensor(1.0), weight)
-        assert carried(carrier).weight == float(sum(weights))
+            report.add(torch.tensor(1.0), weight)
+        assert carried(report).weight == float(sum(weights))
 
 
 @given(
@@ -261,7 +260,7 @@ def test_a_weight_that_is_no_whole_number_or_negative_is_carried_too() -> None:
 def test_a_device_adds_losses_and_weights_up_as_the_host_does(
     weights: list[float], as_tensors: bool
 ) -> None:
-    host, device = Carrier(ALONE), Carrier(ALONE)
+    host, device = ReportSums(ALONE), ReportSums(ALONE)
     for weight in weights:
         of_task = torch.tensor(weight, dtype=torch.float64) if as_tensors else weight
         host.add(torch.tensor(0.5), of_task)

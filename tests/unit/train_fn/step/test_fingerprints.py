@@ -20,7 +20,8 @@ from train_fn.step.fingerprints import (
     total_on_device,
 )
 from train_fn.step.peers import Peers
-from train_fn.step.totals import Carrier, StepTotals
+from train_fn.step.report import StepTotals
+from train_fn.step.report_sums import ReportSums
 
 CPU = torch.device("cpu")
 
@@ -130,12 +131,12 @@ def test_without_parameters_or_gradients_there_is_a_digest_too() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 7, 100])
 def test_who_differs_is_seen_in_the_totals_of_all_ranks(world_size: int) -> None:
     def totals(of_ranks: list[int]) -> StepTotals:
-        carriers = [Carrier(Peers(rank, world_size, CPU)) for rank in range(world_size)]
-        sums = np.zeros(len(carriers[0].numbers), np.float32)
-        for carrier, fingerprint in zip(carriers, of_ranks, strict=True):
-            carrier.begin(3, fingerprint=fingerprint)
-            sums += carrier.gradient().numpy() * np.float32(1 / world_size)  # as DDP divides
-        return carriers[0].totals_of(sums.tobytes())
+        reports = [ReportSums(Peers(rank, world_size, CPU)) for rank in range(world_size)]
+        sums = np.zeros(len(reports[0].numbers), np.float32)
+        for report, fingerprint in zip(reports, of_ranks, strict=True):
+            report.begin(3, fingerprint=fingerprint)
+            sums += report.gradient().numpy() * np.float32(1 / world_size)  # as DDP divides
+        return reports[0].totals_of(sums.tobytes())
 
     same = (1 << HEADER_BITS) - 1
     assert not totals([same] * world_size).are_ranks_apart

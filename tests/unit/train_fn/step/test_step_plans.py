@@ -10,7 +10,7 @@ from tests.unit.train_fn.samples.test_sampler import SAMPLERS
 from train_fn.samples.ledger import Count, difference, sample_hashes
 from train_fn.samples.sampler import MicroBatch, Sampler
 from train_fn.samples.streams import StreamSampler
-from train_fn.step.totals import _MOST_STEPS, StepPlans, expect
+from train_fn.step.report_sums import _MOST_STEPS, StepPlans, expect
 
 STREAM_SAMPLERS = st.builds(
     lambda num_samples, size, streams: StreamSampler(

@@ -16,8 +16,9 @@ from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
 from train_fn.step import timing as stragglers
 from train_fn.step.peers import Peers
+from train_fn.step.report import Votes
+from train_fn.step.report_sums import ReportSums
 from train_fn.step.timing import StepClock, StragglerWatch
-from train_fn.step.totals import Carrier
 
 CPU = torch.device("cpu")
 
@@ -119,10 +120,10 @@ def test_the_parameter_with_the_last_gradient_is_the_one_that_is_asked() -> None
 
 def test_every_rank_s_time_travels_with_the_totals() -> None:
     peers = Peers(1, 3, CPU)
-    carrier = Carrier(peers)
-    carrier.add(torch.tensor(1.0), 1)
-    gradient = carrier.gradient(own_s=0.25)
-    assert carrier.totals_of((gradient / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
+    report = ReportSums(peers)
+    report.add(torch.tensor(1.0), 1)
+    gradient = report.gradient(Votes(own_s=0.25))
+    assert report.totals_of((gradient / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
 
 
 @pytest.fixture

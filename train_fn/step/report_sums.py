@@ -1,5 +1,5 @@
-"""What all ranks need to know about a step: sent in the all-reduce of its gradients, encoded so
-that sums are exact, and complete before anyone takes the step.
+"""A rank's report of a step as numbers in the all-reduce of its gradients, and what is known of a
+step before it begins.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,14 +14,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from storage.run_control import Stop
 from train_fn.samples.ledger import Count, sample_hashes
 from train_fn.samples.sampler import MASK64, MicroBatch, Sampler
 from train_fn.step.peers import Peers
+from train_fn.step.report import (
+    FLOAT_BYTES,
+    HASH_BYTES,
+    NO_VOTES,
+    StepFacts,
+    StepTotals,
+    Votes,
+    decode_integers,
+    encode_bytes,
+    encode_hashes,
+    step_mark,
+)
 
-# ---------------------------------------------------------------- totals encoding
-
-# Encode one rank's facts about a step as float32 numbers whose sum over ranks is exact.
+# A report as float32 numbers whose sum over ranks is exact.
 #
 # DDP sums gradients in float32 and divides by the world size. So every number is multiplied by the
 # world size before it is sent. Integers are sent byte by byte: float32 holds sums of bytes exactly.
@@ -30,9 +38,8 @@ from train_fn.step.peers import Peers
 # The numbers, in this order:
 #
 # - loss, rank of a loss that is not finite, and the weight's fraction (the whole of a weight that
-#   is
-#   too large);
-# - the bytes of the integer fields, in the order of ``step_totals.Facts``;
+#   is too large);
+# - the bytes of the integer fields, in the order of ``StepFacts``;
 # - the bytes of the sample hash, which differ from step to step, unlike most other fields;
 # - for each rank a slot for the mark of its step, then for each rank one for its own seconds, then
 #   for each rank those of its fingerprint of the step before.
@@ -48,19 +55,16 @@ _FIELDS = "QBIIIQBBBB"
 """Formats of weight, whether the loss is not finite; samples, unexpected, missing; a checkpoint's
 step; cancel, pause, save, news."""
 _INTEGERS = struct.Struct(f"<{_FIELDS}")
-_HASH = struct.Struct("<Q")
-NUM_SUMMED = NUM_FRACTIONS + _INTEGERS.size + _HASH.size
+NUM_SUMMED = NUM_FRACTIONS + _INTEGERS.size + HASH_BYTES
 """The numbers before the slots of each rank."""
 FIELD_ENDS = list(
     itertools.accumulate(map(struct.calcsize, (f"<{field}" for field in _FIELDS)), initial=0)
 )
 """Offsets at which the bytes of the integer fields begin and end."""
 WEIGHT_BYTES = FIELD_ENDS[1]
-HASH_ENDS = [0, _HASH.size]
 MAX_EXACT_WEIGHT = 1 << 48
 """A weight below it is sent exactly, a larger one with the precision of float32."""
-_FLOAT_BYTES = 4
-SUMMED_FORMAT = f"={NUM_FRACTIONS}f{_FLOAT_BYTES * _INTEGERS.size}s{_FLOAT_BYTES * _HASH.size}s"
+SUMMED_FORMAT = f"={NUM_FRACTIONS}f{FLOAT_BYTES * _INTEGERS.size}s{FLOAT_BYTES * HASH_BYTES}s"
 """The fractions, then the bytes of the integers, each already encoded as a float32."""
 CACHE_SIZE = 16
 
@@ -74,19 +78,12 @@ class Expected(NamedTuple):
     """The sample hash as encoded by ``encode_hashes``."""
 
 
-NOTHING_EXPECTED = Expected(Count(), bytes(_FLOAT_BYTES * _HASH.size))
+NOTHING_EXPECTED = Expected(Count(), bytes(FLOAT_BYTES * HASH_BYTES))
 
 
 def expect(samples: Count, world_size: int) -> Expected:
     """Return ``samples`` with their hash encoded for a group of ``world_size``."""
     return Expected(samples, encode_hashes([samples.sample_hash], world_size)[0])
-
-
-def encode_hashes(hashes: Sequence[int], world_size: int) -> list[bytes]:
-    """Return each hash as a rank of a group of ``world_size`` sends it."""
-    encoded = _encode_bytes(np.array(hashes, dtype="<u8").tobytes(), world_size)
-    size = _FLOAT_BYTES * _HASH.size
-    return [encoded[start : start + size] for start in range(0, len(encoded), size)]
 
 
 def encode_header(fingerprint: int, world_size: int) -> tuple[int, ...]:
@@ -100,36 +97,20 @@ def encode_header(fingerprint: int, world_size: int) -> tuple[int, ...]:
 @lru_cache(CACHE_SIZE)
 def encode_fields(fields: tuple[int, ...], world_size: int) -> bytes:
     """Encode the integer fields. Cached, since they are mostly the same from step to step."""
-    return _encode_bytes(_INTEGERS.pack(*fields), world_size)
+    return encode_bytes(_INTEGERS.pack(*fields), world_size)
 
 
-def _encode_bytes(data: bytes, world_size: int) -> bytes:
-    """Return every byte as a float32, multiplied by the world size that DDP divides by."""
-    return (np.frombuffer(data, np.uint8).astype(np.float32) * np.float32(world_size)).tobytes()
+@lru_cache(CACHE_SIZE)
+def decode_facts(sums: bytes) -> StepFacts:
+    """Decode the sums of the integer fields. Cached, since they are mostly the same from step to
+    step."""
+    return StepFacts(*decode_integers(sums, FIELD_ENDS))
 
-
-def decode_integers(sums: bytes, ends: Sequence[int]) -> list[int]:
-    """Return the sums of integers modulo 2**64, from the sums of their bytes. Each integer has its
-    lowest byte first.
-
-    Args:
-        sums: float32 values.
-        ends: offsets in ``sums`` at which integers begin and end.
-    """
-    sums_of_bytes = np.rint(np.nan_to_num(np.frombuffer(sums, np.float32))).tolist()
-    return [
-        sum(int(byte) << (8 * place) for place, byte in enumerate(sums_of_bytes[begin:end]))
-        & MASK64
-        for begin, end in itertools.pairwise(ends)
-    ]
-
-
-# ---------------------------------------------------------------- carrier
 
 _SUMMED = struct.Struct(SUMMED_FORMAT)
 
 
-class Carrier:
+class ReportSums:
     """Collect a rank's facts about a step, and have DDP sum them over ranks.
 
     They are the gradient of ``numbers``: a parameter of the module that DDP wraps, but of no model
@@ -183,40 +164,14 @@ class Carrier:
         if difference is not None:
             self._expected = expect(self._expected.samples + difference, self._peers.world_size)
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        stop: Stop | None = None,
-        checkpoint_step: int = 0,
-        *,
-        save: bool = False,
-        has_news: bool = False,
-        own_s: float = 0.0,
-    ) -> None:
-        """Run ``loss.backward()``, and send the collected facts in its all-reduce.
+    def backward(self, loss: torch.Tensor, votes: Votes = NO_VOTES) -> None:
+        """Run ``loss.backward()``, and send the collected facts in its all-reduce."""
+        torch.autograd.backward((loss, self.numbers), (None, self.gradient(votes)))
 
-        Args:
-            stop: the user's request to cancel or pause that this rank has received.
-            checkpoint_step: step of a newly committed checkpoint to report; 0 for none.
-            save: whether to save the state after this step.
-            has_news: whether this rank saw a tensor change that the ranks have not agreed on.
-            own_s: seconds of this rank's own work in the step before.
-        """
-        torch.autograd.backward(
-            (loss, self.numbers),
-            (None, self.gradient(stop, checkpoint_step, save, own_s, has_news)),
-        )
-
-    def gradient(
-        self,
-        stop: Stop | None = None,
-        checkpoint_step: int = 0,
-        save: bool = False,
-        own_s: float = 0.0,
-        has_news: bool = False,
-    ) -> torch.Tensor:
+    def gradient(self, votes: Votes = NO_VOTES) -> torch.Tensor:
         """Return the numbers that ``backward`` sends, in a tensor that the next call overwrites.
         Nothing here waits for a CUDA device."""
+        stop, checkpoint_step, save, has_news, own_s = votes
         world_size, rank = self._peers.world_size, self._peers.rank
         loss, weight, (samples, encoded_hash) = self._loss, self._weight, self._expected
         nonfinite = not math.isfinite(loss)
@@ -289,134 +244,7 @@ class Carrier:
         return torch.cat([fractions, bytes_of_weight, nonfinite[None]]).float()
 
 
-# ---------------------------------------------------------------- step totals
-
-# The totals of a global batch over all ranks, and what makes them complete.
-#
-# A step is taken only if every rank sent its numbers for this step, and all samples of the global
-# batch are accounted for (``StepTotals.fault``). All ranks receive the same totals, so they agree
-# on whether to stop, to refuse the step, or to report.
-
-_STEP_MARKS = 1 << 12
-"""Steps are distinguished modulo this. So float32 holds the mark exactly, even multiplied by the
-world size."""
-
-
-class StepFacts(NamedTuple):
-    """Hold the sums of all ranks' fields. They are mostly the same from step to step."""
-
-    weight: int
-    num_nonfinite: int
-    """Ranks whose loss is not finite."""
-    num_samples: int
-    num_unexpected: int
-    num_missing: int
-    checkpoint_step: int
-    """Step of a newly committed checkpoint to report; 0 for none."""
-    cancels: int
-    pauses: int
-    saves: int
-    num_with_news: int = 0
-    """Ranks that saw a forward pass change a tensor that the ranks have not agreed on yet
-    (``VolatileBuffers.agree``)."""
-
-    @property
-    def stop(self) -> Stop | None:
-        """Return the user's request to cancel or pause that at least one rank has received."""
-        return "cancel" if self.cancels else "pause" if self.pauses else None
-
-    @property
-    def save(self) -> bool:
-        """Return whether to save the state after this step. Rank 0 decides, and all ranks receive
-        the same answer."""
-        return self.saves > 0
-
-
-@lru_cache(CACHE_SIZE)
-def decode_facts(sums: bytes) -> StepFacts:
-    """Decode the sums of the integer fields. Cached, since they are mostly the same from step to
-    step."""
-    return StepFacts(*decode_integers(sums, FIELD_ENDS))
-
-
-class StepTotals(NamedTuple):
-    """Hold the totals of one global batch over all ranks."""
-
-    loss_sum: float
-    weight: float
-    """Samples or tokens that ``loss_sum`` is a sum over."""
-    facts: StepFacts
-    hash_sums: bytes
-    """The sums of the bytes of the ranks' hashes."""
-    step_marks: tuple[float, ...]
-    """For each rank, the ``step_mark`` of the step that it sent; 0 if it sent nothing."""
-    own_s: tuple[float, ...]
-    """For each rank, the seconds of its own work in the step before this one; 0 if unknown."""
-    nonfinite_ranks: float
-    """The sum of (rank + 1) over ranks whose loss is not finite."""
-    headers: tuple[float, ...] = ()
-    """For each rank the same number of values, the fingerprint of its step before this one."""
-
-    def fault(self, step: int, num_samples: int) -> str | None:
-        """Return why these totals are not those of a complete step; None if they are.
-
-        Args:
-            step: steps done before it.
-            num_samples: samples in its global batch.
-        """
-        mark = step_mark(step)
-        apart = [
-            rank
-            for rank, found in enumerate(self.step_marks)
-            if not mark - 0.5 < found < mark + 0.5
-        ]
-        if apart:
-            silent = [rank for rank in apart if self.step_marks[rank] == 0]
-            said = f"rank {apart[0]} " + (
-                "sent nothing" if silent else f"sent {self.step_marks[apart[0]]:g}, not {mark}"
-            )
-            return (
-                f"{len(self.step_marks) - len(apart)} of {len(self.step_marks)} ranks took part "
-                f"in it; {said}"
-            )
-        facts = self.facts
-        found = facts.num_samples - facts.num_unexpected + facts.num_missing
-        if found != num_samples:
-            return (
-                f"the ranks accounted for {found} samples, but the global batch has {num_samples}"
-            )
-        return None
-
-    @property
-    def nonfinite_rank(self) -> int | None:
-        """Return the rank whose loss is not finite; None unless it is exactly one."""
-        return round(self.nonfinite_ranks) - 1 if self.facts.num_nonfinite == 1 else None
-
-    def fingerprints(self) -> list[tuple[float, ...]]:
-        """Return the fingerprint of each rank, in slots that are equal for equal ones."""
-        world_size = len(self.step_marks)
-        size = len(self.headers) // world_size
-        return [self.headers[rank * size : (rank + 1) * size] for rank in range(world_size)]
-
-    @property
-    def are_ranks_apart(self) -> bool:
-        """Return whether gradients or weights of the ranks differed after the step before."""
-        size = len(self.headers) // len(self.step_marks)
-        return self.headers[:size] * len(self.step_marks) != self.headers
-
-    def counted(self) -> Count:
-        """Return the count of all ranks' samples."""
-        facts, (sample_hash,) = self.facts, decode_integers(self.hash_sums, HASH_ENDS)
-        return Count(facts.num_samples, facts.num_unexpected, facts.num_missing, sample_hash)
-
-
-def step_mark(step: int) -> int:
-    """Return the mark that a rank sends for the step after ``step`` steps done. It is never 0,
-    which is what a silent rank adds."""
-    return step % _STEP_MARKS + 1
-
-
-# ---------------------------------------------------------------- step plans
+# ---------------------------------------------------------------- plans
 
 # Plan a rank's work for many steps at once.
 #
