@@ -64,7 +64,7 @@ def train(ctx: WorkerContext) -> Stop | None:
     """Take turns of ``BLOCK`` steps."""
     training = prepare(ctx, RankProgress())
     begin(training)
-    replica, saver = training.replica, training.saver
+    replica, saver = training.replica, training.session.saver
     assert replica.wrapped is not None
     protected_module, plain_module = replica.wrapped, _plain_module(training)
     keepers = _keepers() if ctx.world_rank == 0 else []

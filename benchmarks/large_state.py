@@ -38,10 +38,10 @@ STAGES = {
     "leave: write": "train_fn.snapshots.publisher:SnapshotStore.write",
     "leave: compare": "train_fn.snapshots.publisher:state_digest",
     "build": "train_fn.loop.training:build_replica",
-    "elect and read": "train_fn.loop.restore:_find",
+    "elect and read": "train_fn.session.session:find_newest",
     "read": "train_fn.snapshots.store:read_state",
     "first pass": "train_fn.loop.replica:Replica.join",
-    "broadcast": "train_fn.loop.restore:broadcast",
+    "broadcast": "train_fn.session.session:broadcast",
     "load": "train_fn.state.train_state:TrainState.load_state_dict",
     "step": "train_fn.loop.attempt:take_step",
 }

@@ -35,12 +35,12 @@ from train_fn.checkpoints.commit import Committer
 from train_fn.context import WorkerContext
 from train_fn.loop import attempt
 from train_fn.loop import attempt as boundary
-from train_fn.loop import restore as restoring
 from train_fn.loop import training as preparing
 from train_fn.loop.build import Parts
 from train_fn.loop.replica import Replica
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
+from train_fn.session import session as restoring
 
 
 @dataclass(frozen=True)

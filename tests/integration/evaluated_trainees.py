@@ -17,9 +17,10 @@ from torch.utils.data import IterableDataset
 
 from tests.integration.trainees import Lines, Regression, publishing_once
 from train_fn.context import WorkerContext
-from train_fn.loop import replica, report, training
+from train_fn.loop import replica, training
 from train_fn.loop.evaluate import MIN_MICRO_BATCH
 from train_fn.loop.replica import Replica
+from train_fn.session import report
 from train_fn.snapshots.publisher import Publisher
 
 NUM_STREAMED = MIN_MICRO_BATCH + 16

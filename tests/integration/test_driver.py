@@ -26,7 +26,7 @@ from tests.integration.ray_cluster import RayCluster
 from tests.support.small_disk import mounted_small_disk
 from train_fn.checkpoints.saver import REPORT_EVERY_S
 from train_fn.node.node_dir import shared_memory_root
-from train_fn.state.train_state import NUM_POINTS
+from train_fn.state.run_state import NUM_POINTS
 
 pytestmark = pytest.mark.timeout(600)
 

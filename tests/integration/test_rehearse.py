@@ -308,7 +308,7 @@ MENDINGS = {
     ),
     "2, groups mixed with the scheduler's copy": Mending(
         AFTER_COMMIT
-        + "from train_fn.protect.part_copies import PartCopies\n"
+        + "from train_fn.protect.changes import PartCopies\n"
         + "PartCopies.of_optimizer = lambda self, n: self._parts.optimizers[n].state_dict()\n",
         "the scheduler",
         {"after": EPOCH},
@@ -347,7 +347,7 @@ MENDINGS = {
         left="the end",
     ),
     "27, layers unfrozen": Mending(
-        "from train_fn.protect.part_copies import PartCopies\n"
+        "from train_fn.protect.changes import PartCopies\n"
         "PartCopies.freeze = lambda self, frozen: None\n",
         "the gradients",
         {

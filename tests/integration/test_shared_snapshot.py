@@ -15,7 +15,7 @@ from storage.run_dir import RunDir
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.silent_backend import SilentOptions
-from train_fn.loop import state_broadcast
+from train_fn.session import restore
 from train_fn.snapshots import store
 from train_fn.snapshots.store import SnapshotStore, node_snapshots
 
@@ -93,7 +93,7 @@ def send_no_tensor() -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("a tensor of the state is sent")
 
-    state_broadcast._flat = refuse
+    restore._flat = refuse
 
 
 def be_unable_to_read_on_rank_2() -> None:

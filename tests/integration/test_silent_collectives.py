@@ -20,8 +20,8 @@ from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
-from train_fn.loop import state_broadcast
 from train_fn.recovery.evidence import StepFailed
+from train_fn.session import restore
 from train_fn.snapshots.store import node_snapshots
 from train_fn.state.tensor_tree import TensorShape
 from train_fn.step.peers import Peers
@@ -112,7 +112,7 @@ def test_other_bytes_than_the_holder_sent_are_refused_by_every_rank(tmp_path: Pa
 def die_while_sending() -> None:
     """Rank 0 ends itself before the last piece of a state; no other collective would follow it but
     those that training begins with."""
-    chunks, flat_of, num_left = state_broadcast._chunks, state_broadcast._flat, [0]
+    chunks, flat_of, num_left = restore._chunks, restore._flat, [0]
     start_broadcast = Peers.start_broadcast
 
     def cut(tensors: list[TensorShape]) -> list[list[TensorShape]]:
@@ -132,8 +132,8 @@ def die_while_sending() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return start_broadcast(peers, tensor, source)
 
-    state_broadcast._chunks = cut
-    state_broadcast._flat = zeros
+    restore._chunks = cut
+    restore._flat = zeros
     Peers.start_broadcast = send  # type: ignore[method-assign]
 
 

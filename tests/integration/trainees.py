@@ -156,12 +156,12 @@ def publishing_all_the_time() -> None:
     boundary = threading.Condition()
     step, closing = 0, False
 
-    def count_and_offer(self: publisher.Publisher) -> None:
+    def count_and_offer(self: publisher.Publisher, *, due: bool | None = None) -> None:
         nonlocal step
         with boundary:
             step = self._state.step
             boundary.notify_all()
-        offer(self)
+        offer(self, due=due)
 
     def publish_late(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
         with boundary:
@@ -189,7 +189,7 @@ def publishing_once() -> None:
 def publishing_nothing() -> None:
     from train_fn.snapshots.publisher import Publisher
 
-    Publisher.offer = lambda self: None  # type: ignore[method-assign]
+    Publisher.offer = lambda self, due=None: None  # type: ignore[method-assign]
 
 
 class LineStream(IterableDataset[dict[str, torch.Tensor]]):

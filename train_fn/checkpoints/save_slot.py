@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from train_fn.state.kept_state import CopyMemory, KeptState
+from train_fn.state.run_state import CopyMemory, RunState
 from train_fn.state.tensor_tree import copy_to_cpu
 
 # ---------------------------------------------------------------- state copy
@@ -49,7 +49,7 @@ class BoundaryCopies:
     task's ``on_epoch_end``.
     """
 
-    def __init__(self, state: KeptState) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._newest: BoundaryCopy | None = None

@@ -25,7 +25,7 @@ from train_fn.checkpoints.save_slot import (
 )
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
-from train_fn.state.kept_state import KeptState
+from train_fn.state.run_state import RunState
 
 FINAL_PATIENCE_S = 600.0
 """How long a run whose steps are done waits for a storage that fails."""
@@ -53,7 +53,7 @@ class Saver:
     its own.
     """
 
-    def __init__(self, ctx: WorkerContext, state: KeptState, copies: BoundaryCopies) -> None:
+    def __init__(self, ctx: WorkerContext, state: RunState, copies: BoundaryCopies) -> None:
         self._state, self._copies = state, copies
         self._active = ctx.world_rank == 0
         self._events = SaveEvents(ctx)

@@ -21,11 +21,10 @@ from train_fn.elastic.sum_tree import Completion, Fold, SumTree, completion, gro
 from train_fn.errors import BadTask
 from train_fn.samples.ledger import Count
 from train_fn.samples.sampler import Sampler
-from train_fn.step.buffers import BufferSums
+from train_fn.step.buffers import StepValues
 from train_fn.step.late_changes import Change, LateChanges
 from train_fn.step.peers import Peers
 from train_fn.step.report import ReportRows, StepReport, StepTotals, Votes, totals_of
-from train_fn.step.step_values import StepValues
 from train_fn.step.untrained import Rule, TensorPlace, copy_all
 
 BUCKET_BYTES = 25 << 20
@@ -377,20 +376,3 @@ class TreeLateChanges(LateChanges):
             plan = completion(self._exchange.tree, shares)
             totals[number] = complete(plan, [total for _, total in nodes])
         return totals
-
-
-class TreeSums(BufferSums):
-    """Make what sums the values of a step in the tree's order."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def values(
-        self, tensors: list[torch.Tensor], rules: Sequence[Rule], peers: Peers
-    ) -> StepValues:
-        return TreeValues(tensors, rules, peers, self._exchange)
-
-    def late_changes(
-        self, places: list[TensorPlace], ignored: set[int], peers: Peers
-    ) -> LateChanges:
-        return TreeLateChanges(places, ignored, peers, self._exchange)

@@ -7,32 +7,26 @@ group of another size, and at the end.
 from __future__ import annotations
 
 import gc
-import logging
 from contextlib import nullcontext
 
 from everstep.wire.events import EventKind
-from storage.claims import successor
-from storage.errors import StorageUnavailable
 from storage.run_control import Stop
-from train_fn.checkpoints.saver import FINAL_PATIENCE_S, MEET_S, STOP_PATIENCE_S, Saver
 from train_fn.context import WorkerContext
-from train_fn.errors import Replaced
 from train_fn.loop.audit import require_together
 from train_fn.loop.checks import require_same_after_step, require_same_weights
 from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
 from train_fn.loop.departure import keep_in_process, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
 from train_fn.loop.replica import Replica
-from train_fn.loop.report import Reporter
 from train_fn.loop.rescue import Rescue
 from train_fn.loop.step import run_passes
 from train_fn.loop.survivor import build_ahead, may_serve_again
 from train_fn.loop.training import RankProgress, Training, prepare
 from train_fn.recovery.launch import YIELDED, Left
-from train_fn.snapshots.publisher import leave_snapshot, snapshots_of
-from train_fn.snapshots.store import snapshot_store
+from train_fn.session.report import Reporter
+from train_fn.snapshots.publisher import snapshots_of
 from train_fn.step.nccl import group_backend
-from train_fn.step.peers import Peers, close_left_groups, leave_group
+from train_fn.step.peers import close_left_groups, leave_group
 from train_fn.step.place_watch import watching
 from train_fn.step.precision import reproducibility
 from train_fn.tasks.own import step_method
@@ -87,13 +81,13 @@ def train_openly(ctx: WorkerContext, progress: RankProgress) -> Left | None:
 def take_step(training: Training) -> tuple[bool, Stop | None]:
     """Train one global batch. Return whether its state is the best so far, and the stop that all
     ranks agreed on."""
-    replica, reporter, progress = training.replica, training.reporter, training.progress
+    session, replica, progress = training.session, training.replica, training.progress
     state, progress.phase = replica.state, "step"
     training.profiler.boundary(state.step)
     if training.audit is not None:
         training.audit.begin()
     totals = run_passes(training)  # a collective: it returns on every rank or on none
-    require_whole(replica, totals)  # the gate: every rank passes it, or none
+    require_whole(training, totals)  # the gate: every rank passes it, or none
     require_together(training.ctx, replica, totals)
     if training.audit is not None:
         training.audit.check(totals)
@@ -106,15 +100,14 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
-    step_s = reporter.step_done(values, facts.num_samples, state.chain.newest)
+    step_s = session.reporter.step_done(values, facts.num_samples, state.chain.newest)
     if training.stragglers is not None:
         training.stragglers.note(state.step - 1, totals.own_s, step_s)
     if facts.checkpoint_step > progress.reported_checkpoint:
         report_checkpoint(training, facts.checkpoint_step)
     stop = facts.stop if state.step < replica.last_step else None
     is_best = stop is None and close_boundary(training)
-    training.saver.offer(due=facts.save, is_best=is_best)
-    training.publisher.offer()
+    session.keep(is_due=facts.save, is_best=is_best)
     return is_best, stop
 
 
@@ -129,25 +122,22 @@ def begin(training: Training) -> bool:
 
     Return whether the present state is the best so far.
     """
-    ctx, replica = training.ctx, training.replica
-    saver, reporter = training.saver, training.reporter
+    ctx, session, replica = training.ctx, training.session, training.replica
+    saver = session.saver
     # After its first save a fork no longer depends on the run that it comes from. A fork that is
     # evaluated now is saved afterwards, with its metrics.
-    is_unsaved_fork = training.restored.origin is not None
+    is_unsaved_fork = session.restored.origin is not None
     if is_unsaved_fork:
         if not evaluation_is_due(ctx, replica):
             saver.offer(due=True, is_best=True)
             is_unsaved_fork = False
     elif renew_best(ctx, replica):
         saver.offer(due=False, is_best=True)
-    reporter.report_again()
-    if ctx.world_rank == 0:
-        claim(ctx)
-        ctx.journal.emit(EventKind.TRAINING_STARTED, _facts(training))
+    session.begin(_facts(training))
     is_best = close_boundary(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
         saver.offer(due=is_unsaved_fork, is_best=True)
-    reporter.start_clock()
+    session.reporter.start_clock()
     return is_best
 
 
@@ -188,13 +178,14 @@ def close_boundary(training: Training, *, is_new: bool = True) -> bool:
         is_new: whether a step made this state. It is then published before code of the user runs,
             which may end all ranks at once. A restored state is on a node already.
     """
-    ctx, replica, reporter = training.ctx, training.replica, training.reporter
+    ctx, replica, session = training.ctx, training.replica, training.session
+    reporter = session.reporter
     state, training.progress.phase = replica.state, "evaluation"
     evaluates, closes = evaluation_is_due(ctx, replica), state.closed_epochs < state.epoch
     if closes:
         _close_epoch(replica, reporter, evaluates)
     if is_new and (evaluates or state.hook_due):
-        training.publisher.keep()
+        session.publisher.keep()
     is_best = evaluates and _evaluate(ctx, replica, reporter)
     calls = state.hook_due and has_hook(replica)  # a fork may have another task
     rested = state.evaluated_step == state.step or calls
@@ -265,7 +256,8 @@ def hands_over(training: Training, stop: Stop) -> bool:
         training.progress.began, replica.parts, training.loader.processes
     )
     if ctx.world_rank == 0:
-        may_leave = may_leave and ctx.hands_over() and not training.saver.has_best_to_write
+        saver = training.session.saver
+        may_leave = may_leave and ctx.hands_over() and not saver.has_best_to_write
     return all(replica.peers.gather(may_leave))
 
 
@@ -277,10 +269,11 @@ def hand_over(progress: RankProgress) -> None:
     state = replica.state.state_dict()
     replica.state.require_sound(state)
     training.profiler.close()
-    training.reporter.hand_over()
-    training.publisher.close()
-    training.reporter.close()
-    training.saver.close()
+    session = training.session
+    session.reporter.hand_over()
+    session.publisher.close()
+    session.reporter.close()
+    session.saver.close()
     training.loader.close()
     training.clock.close()
     progress.replica = progress.training = None
@@ -290,111 +283,32 @@ def hand_over(progress: RankProgress) -> None:
     keep_in_process(replica, training.ctx, state)
 
 
-# ---------------------------------------------------------------- claim
-
-# The last thing before an attempt's first step: its beginning is durable, and nobody has taken the
-# run over.
-
-CLAIM_S = 30.0
-"""Longest wait until the event of an attempt's beginning is durable."""
-
-
-def claim(ctx: WorkerContext) -> None:
-    """Make sure that this attempt's beginning is durable, and then that no newer submission or
-    attempt has begun. Called by rank 0 before the first step; without it no rank can take one.
-
-    A submission writes its journal before it reads those of older ones, and an attempt writes its
-    claim first. So the newer one either sees where this attempt began, and which states that makes
-    void, or this attempt sees the newer one's journal or claim here, and leaves no state.
-
-    Raises:
-        StorageUnavailable: the beginning did not become durable.
-        Replaced: a newer submission, or attempt, has begun.
-    """
-    if not ctx.journal.flush(CLAIM_S):
-        raise StorageUnavailable(
-            f"the journal did not take the attempt's beginning within {CLAIM_S:g} s; is the "
-            "storage writable?"
-        )
-    newest = max(ctx.run_dir.submissions(), default=0)
-    if newest > ctx.submission:
-        raise Replaced(
-            f"submission {newest} of run {ctx.run_dir.run_id} has taken over from submission "
-            f"{ctx.submission}"
-        )
-    why = successor(ctx.run_dir, (ctx.submission, ctx.attempt))
-    if why is not None:
-        raise Replaced(why)
-
-
 # ---------------------------------------------------------------- final checkpoint
 
 # The end of an attempt that nothing broke: its final checkpoint is committed and reported.
 
-logger = logging.getLogger(__name__)
-
 
 def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
-    """Commit and report the final checkpoint, then remove the run's snapshots from this node. A
-    collective.
-
-    A run that pauses because its storage fails leaves its state on the node instead. Raises
-    CheckpointFailed on every rank if the final checkpoint cannot be committed.
+    """Check what no step has, then commit and report the final checkpoint. A collective.
 
     Args:
         is_best: whether the present state is the best so far.
         stop: why the ranks agreed to stop; None if all steps are done.
     """
-    replica, saver, progress = training.replica, training.saver, training.progress
+    replica, progress = training.replica, training.progress
     progress.phase = "checkpoint"
     replica.trained.check(step_method(replica.task))
     require_same_weights(replica, step_method(replica.task), training.ctx)
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()
-    training.reporter.hand_over()
-    # Before the ranks meet below: the first rank that leaves removes the node's snapshots, and
-    # nothing may be published after that.
-    training.publisher.close()
-    error, committed = save_last_state(
-        replica.peers, saver, stop, is_best=is_best, reported=progress.reported_checkpoint
+    training.session.finish(
+        stop,
+        is_best=is_best,
+        reported=progress.reported_checkpoint,
+        on_saved=lambda step: report_checkpoint(training, step),
+        close=training.loader.close,
     )
-    if committed > progress.reported_checkpoint:
-        report_checkpoint(training, committed)
-    training.reporter.close()
-    saver.close()
-    training.loader.close()
-    if error is not None:
-        logger.warning(
-            "stopped without a final checkpoint; the state stays on this node: %s", error
-        )
-        leave_snapshot(training.ctx, replica.state.state_dict())
-    else:
-        snapshot_store(training.ctx).remove_all()
-
-
-def save_last_state(
-    peers: Peers, saver: Saver, stop: Stop | None, *, is_best: bool, reported: int
-) -> tuple[Exception | None, int]:
-    """Commit the present state as the final checkpoint. A collective.
-
-    Return why it was not committed (only for a run that pauses because its saves fail, which stops
-    without one), and the step of a committed checkpoint that is newer than step ``reported``; 0 for
-    none. Raises CheckpointFailed on every rank.
-    """
-    saving = saver.begin_last(
-        is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
-    )
-    # The ranks meet again and again: a save may take longer than a collective may.
-    while not peers.share(saver.has_ended(saving, MEET_S), 0):
-        pass
-    error = saving.exception()
-    is_unsaved = error is not None and stop is not None and saver.stop is not None
-    outcome = error, is_unsaved, saver.newest_committed(reported)
-    error, is_unsaved, committed = peers.share(outcome, 0)
-    if error is not None and not is_unsaved:
-        raise error
-    return error, committed
 
 
 def report_checkpoint(training: Training, step: int) -> None:

@@ -13,15 +13,15 @@ from functools import cache
 import torch
 
 from everstep.wire.events import EventKind
-from train_fn.errors import BadTask, NonFiniteLoss, StepNotWhole
+from train_fn.errors import BadTask, NonFiniteLoss
 from train_fn.loop.build import owners_of, warn_of_lost
 from train_fn.loop.checks import require_same_weights
 from train_fn.loop.replica import Replica
-from train_fn.loop.report import Reporter
 from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
 from train_fn.samples.loader import data_sets_in
+from train_fn.session.report import Reporter
 from train_fn.state.chain import Link
 from train_fn.state.contents import few
 from train_fn.state.optim import drop_gradients
@@ -33,7 +33,7 @@ from train_fn.tasks.checks import where
 from train_fn.tasks.own import step_method
 
 
-def require_whole(replica: Replica, totals: StepTotals) -> None:
+def require_whole(training: Training, totals: StepTotals) -> None:
     """Let a step pass only if all ranks and samples are in it and its loss is finite. All ranks
     decide alike, by the same totals.
 
@@ -42,10 +42,10 @@ def require_whole(replica: Replica, totals: StepTotals) -> None:
         NonFiniteLoss: the loss of a rank is NaN or infinite.
         BadTask: the weights that the task's loss returned do not add up to a positive number.
     """
+    replica = training.replica
     state = replica.state
-    fault = totals.fault(state.step, replica.plans.of(state.step).num_samples)
-    if fault is not None:
-        raise StepNotWhole(state.step, fault)
+    num_samples = replica.plans.of(state.step).num_samples
+    training.session.agree(state.step, totals.fault(state.step, num_samples))
     if totals.facts.num_nonfinite:
         weights = not_finite(dict(state.model.named_parameters()))
         source = step_method(replica.task)
@@ -78,20 +78,22 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     values = {"lr": lr, **measured}
     if own is None or own.has_loss:
         values = {"loss": _finite(totals.loss_sum / totals.weight), **values}
-    with state.committing():
-        state.task = task_state
-        replica.volatile.adopt()  # before hooks of the optimizer move what they move
-        skipped = own is None and _update_weights(replica)
-        if replica.after_step is not None and not skipped:
-            replica.after_step(state, replica.volatile, replica.sampler.seed, replica.peers.device)
-            state.task = replica.task_state.capture()
-        if state.ema is not None and not skipped:
-            state.ema.update(state.step + 1)
-        if state.scheduler is not None:
-            replica.learning_rates.tick()
-        counted = cache(totals.counted)  # both enter it, in groups of steps
-        state.ledger.commit(state.step, counted)
-        state.chain.add(_link(replica, totals, counted))
+    training.session.change()
+    state.task = task_state
+    replica.volatile.adopt()  # before hooks of the optimizer move what they move
+    skipped = own is None and _update_weights(replica)
+    if replica.after_step is not None and not skipped:
+        replica.after_step(state, replica.volatile, replica.sampler.seed, replica.peers.device)
+        state.task = replica.task_state.capture()
+    if state.ema is not None and not skipped:
+        state.ema.update(state.step + 1)
+    if state.scheduler is not None:
+        replica.learning_rates.tick()
+    counted = cache(totals.counted)  # both enter it, in groups of steps
+    state.ledger.commit(state.step, counted)
+    state.chain.add(_link(replica, totals, counted))
+    state.step += 1
+    training.session.commit()
     replica.learning_rates.check()
     replica.learning_rates.note_options()
     replica.steppers.look()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ from train_fn.errors import (
     PeerMiscomputed,
     RanksApart,
     Replaced,
-    TrainError,
     forget_frames,
 )
 from train_fn.loop import survivor
@@ -28,12 +25,12 @@ from train_fn.loop.survivor import may_serve_again
 from train_fn.loop.training import RankProgress
 from train_fn.node.device import keep_if_broken
 from train_fn.node.memory import memory_summary
-from train_fn.recovery.evidence import StepFailed, describe_error
+from train_fn.recovery.evidence import RankError, StepFailed
+from train_fn.session.session import Remains, keep_state, not_copied
+from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import newest_durable
 from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.store import kept_step as kept_step_here
-from train_fn.state.kept_state import KeptState
-from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import end_process_group
 
 BETWEEN_STATES = "the rank was between two states"
@@ -45,56 +42,55 @@ _LEAVING = (Replaced, PeerApart, PeerMiscomputed)
 logger = logging.getLogger(__name__)
 
 
+class _Departure:
+    """What Everstep's loop does when its attempt broke (``Leaver``)."""
+
+    def __init__(self, ctx: WorkerContext, progress: RankProgress) -> None:
+        self._ctx, self._progress = ctx, progress
+        self._rescued = progress.rescue.leave() if progress.rescue is not None else None
+        self._distrusted: str | None = None
+        self._may_stay = False
+        self.memory: str | None = None
+
+    def let_go(self, cause: BaseException, error: RankError) -> None:
+        ctx, replica, training = self._ctx, self._progress.replica, self._progress.training
+        self._distrusted = _why_distrusted(ctx, cause)
+        self._may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
+        self.memory = memory_summary(cause, ctx.device)
+        broken = keep_if_broken(ctx.device, cause, replica, training)
+        if not broken:
+            forget_frames(cause)
+        if training is not None:
+            training.clock.close()
+        if replica is not None and not broken:
+            replica.let_go()
+
+    def close(self) -> None:
+        if self._progress.training is not None:
+            self._progress.training.loader.close()  # its processes may take a moment to end
+
+    def keep(self) -> Remains:
+        """Leave the state as a snapshot, or where it is (``survivor``) if this rank merely lost a
+        peer and its process may serve the next attempt."""
+        step, problem = _leave_state(
+            self._ctx, self._progress, distrusted=self._distrusted, may_stay=self._may_stay
+        )
+        stays_at = kept_step_here()
+        if problem is not None and self._distrusted is None and self._rescued is not None:
+            step, problem = self._rescued, None  # a device that fails now was read before
+        if self._progress.training is not None:
+            self._progress.training.profiler.give_up()
+        is_on_node = problem is None and stays_at is None
+        return Remains(step, problem, step if is_on_node else None, stays_at)
+
+
 def leave(ctx: WorkerContext, progress: RankProgress, cause: BaseException) -> StepFailed:
-    """Let the peers go, leave the state of the last committed step on this node, and return what
-    happened.
-
-    Peers first: only the neighbours of a dead rank notice its death by themselves, and each rank
-    frees the next one by leaving. Nobody should wait until others have written their state.
-    Where leaving frees nobody, the state comes first: an abort may take long.
-
-    A rank that merely lost a peer writes no state if its process may serve the next attempt: it
-    keeps the state where it is (``survivor``).
-    """
-    kept_step = progress.rescue.leave() if progress.rescue is not None else None
-    frees_peers = fails_by_itself()
-    error = describe_error(cause, ctx.world_rank)
-    distrusted = _why_distrusted(ctx, cause)
-    may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
-    memory = memory_summary(cause, ctx.device)
-    replica, training = progress.replica, progress.training
-    broken = keep_if_broken(ctx.device, cause, replica, training)
-    if not broken:
-        forget_frames(cause)
-    if training is not None:
-        training.saver.close()
-        training.clock.close()
-    if replica is not None and not broken:
-        replica.let_go()
-    gc.collect()
-    if frees_peers:
-        end_process_group()
-    if training is not None:
-        training.loader.close()  # its processes may take a moment to end
-        training.publisher.close()
-    step, problem = _leave_state(ctx, progress, distrusted=distrusted, may_stay=may_stay)
-    stays_at = kept_step_here()
-    if problem is not None and distrusted is None and kept_step is not None:
-        step, problem = kept_step, None  # a device that fails now was read before
-    if not frees_peers:
-        end_process_group()
-    if training is not None:
-        training.profiler.give_up()
-        training.reporter.close()
+    """Leave an attempt that broke (``session.leave``), and return what happened."""
+    departure, training = _Departure(ctx, progress), progress.training
+    session = None if training is None else training.session
+    error, problem = leave_attempt(ctx, session, cause, departure)
     progress.replica = progress.training = progress.survivor = None
-    error = dataclasses.replace(
-        error,
-        step=step,
-        phase=progress.phase,
-        snapshot_step=step if problem is None and stays_at is None else None,
-        stays_at=stays_at,
-        memory=memory,
-    )
+    error = dataclasses.replace(error, phase=progress.phase, memory=departure.memory)
     return StepFailed(error, problem)
 
 
@@ -153,32 +149,6 @@ def keep_in_process(replica: Replica, made_by: WorkerContext, found: dict[str, A
     logger.info("step %d stays in this process", state.step)
 
 
-def keep_state(
-    ctx: WorkerContext,
-    state: KeptState,
-    whole: Callable[[], dict[str, Any] | str],
-    leave: Callable[[dict[str, Any]], str | None] | None = None,
-) -> str | None:
-    """Leave the state of the last committed step as a snapshot. Return why that cannot be done, or
-    None.
-
-    Args:
-        whole: returns that state, or why there is none.
-        leave: is given that state if it is sound; None to leave a snapshot.
-    """
-    try:
-        found = whole()
-        if isinstance(found, str):
-            return found
-        state.require_sound(found)
-        return leave_snapshot(ctx, found) if leave is None else leave(found)
-    except TrainError as exc:  # what broke the attempt says more
-        return str(exc)
-    except RuntimeError as exc:  # so does a device that cannot be read any more
-        logger.warning("the state of step %d cannot be read: %s", state.step, exc)
-        return f"the state cannot be read from {ctx.device}: {exc}"
-
-
 def _last_committed(replica: Replica) -> dict[str, Any] | str:
     """Return the state of the last committed step, or why there is none."""
     if not replica.state.complete:
@@ -189,13 +159,6 @@ def _last_committed(replica: Replica) -> dict[str, Any] | str:
     if torn := replica.volatile.put_back():
         return not_copied(torn)
     return replica.state.state_dict()
-
-
-def not_copied(torn: list[str]) -> str:
-    """Return why a state is torn in which the failed step changed these tensors."""
-    return (
-        f"the failed step changed {', '.join(torn)}, and no copy was kept of what was there before"
-    )
 
 
 def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
@@ -212,7 +175,7 @@ def save_last(ctx: WorkerContext, progress: RankProgress) -> bool:
     replica.volatile.put_back()
     try:
         if newest_durable(ctx.run_dir) < state.step:
-            saver = training.saver if training else Saver(ctx, state, BoundaryCopies(state))
+            saver = training.session.saver if training else Saver(ctx, state, BoundaryCopies(state))
             saver.save_now(patience_s=STOP_PATIENCE_S)
     except Exception as exc:  # what broke the attempt says more
         logger.warning(

@@ -39,7 +39,7 @@ from train_fn.samples.loader import (
     to_device,
 )
 from train_fn.samples.sampler import MicroBatch, generators_kept, seed_micro_batch, share_of
-from train_fn.state.train_state import BestSoFar
+from train_fn.state.run_state import BestSoFar
 from train_fn.step.precision import autocast, evaluating
 from train_fn.step.untrained import WarmUp, untrained_places
 from train_fn.tasks.checks import (

@@ -5,13 +5,14 @@ results are dropped.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from train_fn.elastic.exchange import TreeSums
+from train_fn.elastic.exchange import TreeLateChanges, TreeValues
 from train_fn.errors import BadTask, StateNotWhole
 from train_fn.loop.build import owners_of
 from train_fn.samples.sampler import IndexArray, MicroBatch, Sampler, torch_generators
@@ -88,14 +89,14 @@ def run_first_pass(
     ignored |= {number for number, name in enumerate(names) if name in parts.ignored}
     found = peers.gather((moving, ignored))
     moving, ignored = (set[int]().union(*each) for each in zip(*found, strict=True))
-    return VolatileBuffers(
-        places,
-        moving,
-        ignored,
-        peers,
-        state.carry,
-        runs_again=runs_again,
-        sums=TreeSums(replica.exchange) if replica.exchange is not None else None,
+    build = partial(
+        VolatileBuffers, places, moving, ignored, peers, state.carry, runs_again=runs_again
+    )
+    if (tree := replica.exchange) is None:
+        return build()
+    return build(
+        make_values=partial(TreeValues, exchange=tree),
+        make_late=partial(TreeLateChanges, exchange=tree),
     )
 
 

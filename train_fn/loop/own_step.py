@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from everstep.spec.sections import ScheduleSpec
 from train_fn.errors import BadTask
 from train_fn.loop.build import owners_of, warn_of_lost
 from train_fn.loop.step import StepExchange, set_rates
 from train_fn.samples.sampler import MicroBatch
-from train_fn.state.kept_state import Shadows
+from train_fn.session.session import Session
 from train_fn.state.optim import Optimizers, each_of
+from train_fn.state.run_state import Shadows
 from train_fn.state.train_state import TrainState
 from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
@@ -45,9 +45,9 @@ class OwnStep(StepExchange):
     """Let the task make its step, whose optimizers average gradients; the reports are summed
     afterwards, with the task's metrics."""
 
-    def __init__(self, replica: Replica, own: OwnUpdates, schedule: ScheduleSpec) -> None:
+    def __init__(self, replica: Replica, own: OwnUpdates, session: Session) -> None:
         super().__init__(replica)
-        self._own, self._schedule = own, schedule
+        self._own, self._session = own, session
         self.digests_ahead = False
         self._num_samples = 1
         self._weight = 0.0
@@ -79,9 +79,9 @@ class OwnStep(StepExchange):
                 "the data set"
             )
         self._weight = own_samples / self._num_samples
-        own.lr = set_rates(self._replica, self._schedule)
+        own.lr = set_rates(self._replica, self._session.ctx.spec.schedule)
         own.shadow.take()
-        state.complete = False  # until the commit
+        self._session.change()
         own.mean.begin(state.step, self._weight)
         self._values = own.run(state, batch)
         loss = self._values.pop(LOSS, torch.zeros(())).to(self._replica.peers.device)

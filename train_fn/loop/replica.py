@@ -29,11 +29,11 @@ from train_fn.loop.build import (
 )
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_step import OwnUpdates, own_updates
-from train_fn.loop.report import counted_flops
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
 from train_fn.samples.sampler import MicroBatch, seed_building, seed_micro_batch
+from train_fn.session.report import counted_flops
 from train_fn.state.contents import sketch
 from train_fn.state.train_state import TaskState, TrainState
 from train_fn.state.trained_parameters import LearningRates, StepperWatch, TrainedParameters

@@ -26,8 +26,8 @@ import torch
 from train_fn.context import WorkerContext
 from train_fn.loop.training import RankProgress
 from train_fn.snapshots.publisher import leave_snapshot
-from train_fn.state.kept_state import CopyMemory
 from train_fn.state.optim import Packer, each_of
+from train_fn.state.run_state import CopyMemory
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step import nccl
 

@@ -17,7 +17,6 @@ import torch
 
 from everstep.spec.sections import ScheduleSpec
 from train_fn.elastic.exchange import Exchange
-from train_fn.errors import PeersGone
 from train_fn.samples.ledger import Count, difference
 from train_fn.samples.sampler import MicroBatch
 from train_fn.state.optim import lr_factor
@@ -102,10 +101,9 @@ def votes_of(training: Training) -> Votes:
 
     Raise PeersGone if the attempt was given up.
     """
-    if training.ctx.is_abandoned():
-        raise PeersGone("this attempt was given up; another one follows")
+    training.session.require_current()
     progress, volatile = training.progress, training.replica.volatile
-    stop, committed, save = training.saver.decisions(progress.reported_checkpoint)
+    stop, committed, save = training.session.saver.decisions(progress.reported_checkpoint)
     volatile.start()
     stop = training.ctx.journal.stop_requested or stop
     return Votes(stop, committed, save, volatile.has_news, progress.own_s)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -41,6 +41,7 @@ from train_fn.loop.held_values import TooMuch, held_values
 from train_fn.loop.replica import build_replica
 from train_fn.recovery.staying import Outliving, why_not_to_stay
 from train_fn.samples.streams import StreamSet
+from train_fn.session.restore import KeptLabel
 from train_fn.snapshots import store
 from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.state_file import state_digest
@@ -55,19 +56,6 @@ logger = logging.getLogger(__name__)
 
 _OF_ONE_RANK = frozenset({"tail", "parent", "contents"})
 """Entries of a state that may differ between ranks."""
-
-
-class KeptLabel(NamedTuple):
-    """Describe a state that a process has kept."""
-
-    label: Label
-    details: str
-    """Digest of what the label's digest leaves out: whether the state is evaluated, for example."""
-
-    def is_equal_to(self, other: KeptLabel) -> bool:
-        """Return whether both are of equal states, whoever made them."""
-        mine, theirs = self.label, other.label
-        return (mine.step, mine.digest, self.details) == (theirs.step, theirs.digest, other.details)
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,29 @@ attempt got."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from everstep.wire.events import BEGINNINGS
-from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.checkpoints.saver import Saver
+from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.torch_file import require_safetensors
 from train_fn.context import WorkerContext
 from train_fn.loop.audit import NOT_WATCHED, BitFlips, StepAudit
+from train_fn.loop.checks import check_data, check_numerics, check_weights
 from train_fn.loop.evaluate import require_best_metric, try_evaluation
 from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
-from train_fn.loop.report import Reporter, speed_of
-from train_fn.loop.restore import Restored, restore
 from train_fn.loop.step import StepExchange, TreeStep
 from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
+from train_fn.session.report import speed_of
+from train_fn.session.restore import Restored
+from train_fn.session.session import Session
 from train_fn.snapshots.election import sweep_forgotten
-from train_fn.snapshots.publisher import Publisher
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.place_watch import refusing
@@ -62,11 +64,9 @@ class Training:
     """Everything that the steps of one rank use. None of it is replaced between steps."""
 
     ctx: WorkerContext
+    session: Session
     progress: RankProgress
     replica: Replica
-    restored: Restored
-    """Where the attempt begins."""
-    reporter: Reporter
     clock: StepClock
     stragglers: StragglerWatch | None
     """On rank 0 of several ranks only."""
@@ -76,8 +76,6 @@ class Training:
     """None if no step is audited."""
     exchange: StepExchange
     loader: Loader
-    saver: Saver
-    publisher: Publisher
     grad_clip_norm: float | None
     """From the spec; read here once because every step asks for it."""
 
@@ -111,48 +109,81 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
-    restored = restore(ctx, replica, survivor, has_kept=[found is True for found in of_ranks])
+    session = Session(ctx, replica.state, replica.peers)
+    restore(session, replica, survivor, has_kept=[found is True for found in of_ranks])
+    source = session.restored.source
     progress.is_restored, progress.survivor = True, None
     ctx.report_state_bytes(size_bytes(replica.state.state_dict()))
     if progress.rescue is not None:
         progress.rescue.prepare()
     # An attempt whose try failed may have left the state of step 0.
-    if restored.source in BEGINNINGS or replica.state.step == 0:
+    if source in BEGINNINGS or replica.state.step == 0:
         progress.phase = "evaluation"
         try_evaluation(ctx, replica)
         progress.phase = "restore"
-    if restored.source == "checkpoint":
-        replica.state.parent = restored.checkpoint
-    progress.training = training = _build(ctx, progress, replica, restored)
+    if source == "checkpoint":
+        replica.state.parent = session.restored.checkpoint
+    progress.training = training = _build(session, progress, replica)
     if ctx.in_process:
         note_inventory(replica.parts)
     return training
 
 
-def _build(
-    ctx: WorkerContext, progress: RankProgress, replica: Replica, restored: Restored
-) -> Training:
+def restore(
+    session: Session, replica: Replica, survivor: Survivor | None, has_kept: Sequence[bool]
+) -> None:
+    """Join the peers and restore the newest trustworthy state. On return it is the same on every
+    rank. A collective.
+
+    Args:
+        survivor: what this process has kept of an earlier attempt; the replica is built of it.
+        has_kept: whether each rank has kept something.
+
+    Raises:
+        StateNotWhole: the ranks go on from an older state than one that a process has kept, so that
+            they need new processes.
+        DataChanged: the data is not the same on all ranks, or not what the state was trained on.
+        BadTask: the model is not the same on all ranks.
+        ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
+        StorageError: the storage does not answer, or has lost all checkpoints that the run had.
+    """
+    ctx, state = session.ctx, replica.state
+    replica.beside_kept = any(has_kept)
+    if not all(has_kept):  # else an attempt before has compared them
+        check_data(replica)
+
+    def join(restored: Restored) -> None:
+        is_fresh = restored.source == "fresh"
+        if not all(has_kept):
+            check_weights(replica, fresh=is_fresh)
+        replica.join(is_fresh=is_fresh)
+
+    adopt_origin = partial(adopt, into=state, ctx=ctx)
+    kept = None if survivor is None else survivor.described.result()
+    session.restore(adopt_origin, before_load=join, kept=kept)
+    replica.begun_at = state.step
+    replica.task_state.load(state.task)
+    replica.volatile.renew()
+    check_numerics(ctx, replica)
+    session.announce()
+
+
+def _build(session: Session, progress: RankProgress, replica: Replica) -> Training:
     """Build what a step uses. What may fail comes before what starts threads."""
-    state, sampler = replica.state, replica.sampler
-    copies, flips = BoundaryCopies(state), BitFlips(ctx)
-    audit = audit_of(ctx, replica, flips)
-    return Training(
+    ctx, state, sampler = session.ctx, replica.state, replica.sampler
+    speed = speed_of(ctx, replica.task, replica.parts.flops_per_sample)
+    flips = BitFlips(ctx)
+    training = Training(
         ctx=ctx,
+        session=session,
         progress=progress,
         replica=replica,
-        restored=restored,
-        reporter=Reporter(
-            ctx,
-            state,
-            state.chain.enter,
-            speed_of(ctx, replica.task, replica.parts.flops_per_sample),
-        ),
         clock=StepClock(replica.gradient_parameters, ctx.device),
         stragglers=watch_stragglers(ctx, replica),
         profiler=StepProfiler(ctx, lambda: bucket_sizes(replica.wrapped)),
         flips=flips,
-        audit=audit,
-        exchange=exchange_of(ctx, replica),
+        audit=audit_of(ctx, replica, flips),
+        exchange=exchange_of(session, replica),
         loader=Loader(
             replica.train_set,
             sampler.stream(state.epoch, state.k, ctx.world_rank, ctx.world_size),
@@ -160,16 +191,16 @@ def _build(
             ctx.local_world_size,
             ctx.device,
         ),
-        saver=Saver(ctx, state, copies),
-        publisher=Publisher(ctx, state, copies, insures=restored.is_kept),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
     )
+    session.open(state.chain.enter, speed)
+    return training
 
 
-def exchange_of(ctx: WorkerContext, replica: Replica) -> StepExchange:
+def exchange_of(session: Session, replica: Replica) -> StepExchange:
     """Return how the steps of this replica are exchanged."""
     if replica.own_updates is not None:
-        return OwnStep(replica, replica.own_updates, ctx.spec.schedule)
+        return OwnStep(replica, replica.own_updates, session)
     return (
         StepExchange(replica) if replica.exchange is None else TreeStep(replica, replica.exchange)
     )

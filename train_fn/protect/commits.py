@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from storage.run_control import Stop
-from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
-from train_fn.loop.report import Reporter
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import EqualBatches, Share
 from train_fn.protect.loop_state import MOST_VALUES, LoopState, Values, received, sent
 from train_fn.samples.ledger import Count
+from train_fn.session.session import Session
 from train_fn.step.peers import Peers
 from train_fn.step.report import ReportRows, StepReport, Votes, stop_of
 
@@ -31,14 +30,13 @@ class Commits:
 
     def __init__(
         self,
-        ctx: WorkerContext,
+        session: Session,
         state: LoopState,
         agreement: Agreement,
         updates: Updates,
-        reporter: Reporter,
     ) -> None:
-        self._journal, self._is_first = ctx.journal, ctx.world_rank == 0
-        self._state, self._agreement, self._reporter = state, agreement, reporter
+        self._session, self._is_first = session, session.ctx.world_rank == 0
+        self._state, self._agreement = state, agreement
         self.updates = updates
         self.stop: Stop | None = None
         """The stop that all ranks have read of."""
@@ -75,7 +73,7 @@ class Commits:
             self._state.step,
             samples,
             values,
-            votes=Votes(self._journal.stop_requested),
+            votes=Votes(self._session.ctx.journal.stop_requested),
             num_updates=self.updates.num,
             has_ended=has_ended,
             names_hash=hashed,
@@ -121,7 +119,7 @@ class Commits:
             self._report(self._values)
 
     def _report(self, values: Values) -> None:
-        self._reporter.step_done(dict(values), self._num_samples)
+        self._session.reporter.step_done(dict(values), self._num_samples)
 
     def close(self) -> None:
         """End the exchange on a rank whose peers live."""
@@ -166,7 +164,8 @@ class Agreement:
         self._arriving = own.new_zeros(self._peers.world_size, len(own))
         self._arriving[self._peers.rank] = own
         if self._group is not None:
-            self._work = self._peers.start_all_gather(self._arriving, own, self._group)
+            rows = self._arriving.view(-1)
+            self._work = self._peers.start_all_gather(rows, own, self._group)
 
     def read(self) -> list[StepReport] | None:
         """Wait for what all ranks said of the newest step, and return it; None if it was read.
@@ -215,8 +214,7 @@ class Agreement:
         self._said = self._work = None
         found = [self._rows.decode(bytes(row.numpy())) for row in self._arriving]
         self.fault = difference(said, found, self._expected)
-        if self.fault is not None:
-            raise StepNotWhole(max(0, said.step - 1), self.fault)
+        Session.agree(max(0, said.step - 1), self.fault)
         return [report for report in found if report is not None]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +14,19 @@ from train_fn.errors import BadTask, DataChanged
 from train_fn.loop.checks import require_same_samples
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
-from train_fn.protect.part_copies import PartCopies
-from train_fn.protect.volatile import Volatile
-from train_fn.samples.ledger import Ledger
+from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
 from train_fn.samples.sampler import Sampler
 from train_fn.state.optim import Packer, match_layout, unpacked
+from train_fn.state.run_state import RunState
 from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import of_own_types, tree_digest
-from train_fn.state.train_state import VERSION, BestSoFar, EventTail
 from train_fn.step.peers import Peers
 
 FINGERPRINT = "own loop"
 """Begins the fingerprint of every state of a user's own loop."""
 
 
-class LoopState:
+class LoopState(RunState):
     """Hold the live objects of a user's loop, and counters.
 
     ``model`` in its ``state_dict`` holds the weights of all models, ``optimizer`` each optimizer's
@@ -37,16 +34,8 @@ class LoopState:
     """
 
     def __init__(self, parts: LoopParts) -> None:
+        super().__init__()
         self.parts = parts
-        self.step = 0
-        self.closed_epochs = 0
-        self.evaluated_step = 0
-        self.metrics: dict[str, float] = {}
-        self.best: BestSoFar | None = None
-        self.parent: str | None = None
-        self.tail = EventTail()
-        self.ledger = Ledger()
-        self.complete = False
         self.seed = torch.initial_seed() & (1 << 63) - 1
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
@@ -258,22 +247,12 @@ class LoopState:
         of_optimizer: Callable[[str], dict[str, Any]],
         frozen: list[str],
     ) -> dict[str, Any]:
-        epoch, k = self._place()
+        _, k = self._place()
         loaders = {name: state for name, state in states.items() if name in self.parts.loaders}
         return {
-            "version": VERSION,
-            "step": self.step,
-            "epoch": epoch,
-            "k": k,
-            "closed_epochs": self.closed_epochs,
-            "evaluated_step": self.evaluated_step,
+            **self.counters(k),
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
             "contents": self._contents,
-            "ledger": self.ledger.state_dict(),
-            "metrics": dict(self.metrics),
-            "best": None,
-            "parent": self.parent,
-            "tail": self.tail.dump(),
             "model": self._weights(),
             "unsaved": self.volatile.unsaved(),
             "task": {
@@ -317,15 +296,12 @@ class LoopState:
         self.volatile.load_unsaved(state["unsaved"])
         self.volatile.renew()
         self.seed = state["task"]["seed"]
-        self.ledger.load_state_dict(state["ledger"])
-        self.step, self.closed_epochs = state["step"], state["closed_epochs"]
-        self.evaluated_step, self.parent = state["evaluated_step"], state["parent"]
+        self.load_counters(state)
         self._known_data = state["own_loop"]["data"]
         self._last_batch = LastBatch.loaded(state["own_loop"].get("batch"), state.get("contents"))
         self._contents = state.get("contents")
         self.epoch_began = state["own_loop"].get("epoch_began", self.step)
         self._restored_epoch = (state["epoch"], state["k"])
-        self.tail = EventTail(json.loads(state["tail"]))
         if (frozen := state["own_loop"].get("frozen")) is not None:
             self._copies.freeze(frozen)
         self._copies.begin()
@@ -412,53 +388,3 @@ def received(own: Values, hashed: int, numbers: Sequence[float]) -> Values:
 def names_hash(names: Sequence[str]) -> int:
     digest = hashlib.sha256("\n".join(names).encode()).digest()
     return int.from_bytes(digest[:7], "little")
-
-
-# ---------------------------------------------------------------- weights mark
-
-# Whether a loop has changed trained weights since its last commit, as an evaluation does that
-# swaps them for an average: such weights must not be left as those of a step.
-
-_SAMPLED = 8
-"""Tensors of which the first values are compared: code that writes to ``weight.data`` leaves no
-trace in version counters."""
-_VALUES = 4
-
-
-class WeightsMark:
-    """Note the trained weights at a commit in microseconds, and compare them when a rank leaves."""
-
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        self._weights = list(weights)
-        filled = [weight for weight in self._weights if weight.numel()]
-        self._sampled = filled[:: max(1, len(filled) // _SAMPLED)][:_SAMPLED]
-        self._versions: list[int] = []
-        self._values: list[torch.Tensor] = []
-
-    def note(self) -> None:
-        """Take the present weights as those of the commit."""
-        self._versions = [weight._version for weight in self._weights]
-        self._values = [_first(weight).clone() for weight in self._sampled]
-
-    def seems_changed(self) -> bool:
-        """Return the same as ``has_changed``, but look at no values that are on a GPU: each step
-        would wait for them."""
-        if any(value.is_cuda for value in self._values):
-            return self._versions != [weight._version for weight in self._weights]
-        return self.has_changed()
-
-    def has_changed(self) -> bool:
-        """Return whether weights are others than at the last commit, as far as the mark shows."""
-        if self._versions != [weight._version for weight in self._weights]:
-            return True
-        return not all(
-            torch.equal(value, _first(weight))
-            for value, weight in zip(self._values, self._sampled, strict=True)
-        )
-
-
-def _first(weight: torch.Tensor) -> torch.Tensor:
-    row = weight.detach()
-    while row.dim() > 1:
-        row = row[0]
-    return row.reshape(-1)[:_VALUES]

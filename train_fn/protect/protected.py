@@ -16,17 +16,15 @@ import torch
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, PeersGone, StepNotWhole
-from train_fn.loop.attempt import save_last_state
+from train_fn.errors import BadTask, StepNotWhole
 from train_fn.own_loop import Left, StopAgreed
 from train_fn.protect.arguments import LoopParts, Torn
 from train_fn.protect.batches import Batches, Share
 from train_fn.protect.loop_state import LoopState, Values, numbers_of
 from train_fn.protect.training import Home, LoopTraining, OnItsOwn, find_home, leave, prepare
 from train_fn.samples.sampler import seed_micro_batch
-from train_fn.snapshots.publisher import leave_snapshot, snapshots_of
-from train_fn.snapshots.store import snapshot_store
-from train_fn.state.tensor_tree import copy_to_cpu, size_bytes
+from train_fn.snapshots.publisher import snapshots_of
+from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.nccl import group_backend
 
 _STEPS_LOOKED_AT = 2
@@ -142,6 +140,8 @@ class Protected:
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
         own = (state.seed, state.own_draws)
         self._training = training = prepare(ctx, state, self._torn)
+        session = training.session
+        session.begin(training_facts(ctx, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
         if training.shadows is not None:
@@ -159,13 +159,11 @@ class Protected:
                 for model in self._parts.wrapped
                 if getattr(model, "_compiled_call_impl", None) is None
             ]
-        training.reporter.report_again()
-        report_training(ctx, state, self._total_steps)
-        if training.restored.origin is not None:
+        if session.restored.origin is not None:
             # After its first save a fork no longer depends on the run that it comes from.
-            training.saver.offer(due=True, is_best=True)
+            session.saver.offer(due=True, is_best=True)
         self.reseed(state.seeds_at)
-        training.reporter.start_clock()
+        session.reporter.start_clock()
 
     def follow(self, *wrapped: torch.nn.Module) -> None:
         """Take these as the models that are called; used by adapters whose library wraps a model
@@ -288,14 +286,13 @@ class Protected:
             except BaseException as exc:
                 self._broken = exc
                 raise
-        self._state.complete = False
+        training.session.change()
         training.commits.updates.count()
 
     def _settle(self, training: LoopTraining) -> None:
         """Read what the ranks said of the last commit, before anything of it changes. A collective:
         every rank has run its backward pass."""
-        if training.ctx.is_abandoned():
-            raise PeersGone("this attempt was given up; another one follows")
+        training.session.require_current()
         training.commits.read()
         if training.shadows is None:
             training.buffers.share()
@@ -350,15 +347,15 @@ class Protected:
         if training.shadows is not None:
             # Not before: a graph that waits for another optimizer's step may hold them.
             training.buffers.share()
-        self._held = Held(training.saver.is_due(), commits.stop)
+        self._held = Held(training.session.saver.is_due(), commits.stop)
         state.count_step(share)
         state.note_batch(self.rank, self.world_size)
         training.boundary.commit()
         state.note_parts()
         if training.shadows is not None:
             training.shadows.take()
-        state.complete, self._is_settled = True, False
-        self._share = None
+        training.session.commit()
+        self._is_settled, self._share = False, None
         commits.start(share, values)
         training.watch.committed()
         training.attributes.committed()
@@ -371,22 +368,23 @@ class Protected:
     def _keep(self, training: LoopTraining, held: Held) -> None:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is
         kept before the ranks have agreed on it."""
-        is_closing, publishes = self._state.is_closing, training.publisher.is_due()
+        session, is_closing = training.session, self._state.is_closing
+        publishes = session.publisher.is_due()
         if held.due or is_closing or held.stop is not None or publishes:
             training.commits.read()
         if is_closing:
             self._close_epoch(training)
-        training.saver.offer(due=held.due, is_best=False)
-        training.publisher.offer(due=publishes)
+        session.keep(is_due=held.due, publishes=publishes)
         if held.stop is not None:
             self._finish(training, held.stop)
             raise StopAgreed(held.stop)
 
     def _close_epoch(self, training: LoopTraining) -> None:
         """Report the epoch that ended, and begin the next one."""
-        seconds = round(training.reporter.seconds_of_epoch(), 3)
+        reporter = training.session.reporter
+        seconds = round(reporter.seconds_of_epoch(), 3)
         facts = {**self._state.close_epoch(), "seconds": seconds, "rests": False}
-        training.reporter.emit(EventKind.EPOCH_COMPLETED, facts)
+        reporter.emit(EventKind.EPOCH_COMPLETED, facts)
         if training.shadows is not None:
             training.shadows.renew()
 
@@ -431,18 +429,7 @@ class Protected:
         # A rank that leaves its loop before its peers must not meet them in a collective below.
         commits.end()
         commits.read()
-        training.reporter.hand_over()
-        training.publisher.close()
-        error, _ = save_last_state(training.peers, training.saver, stop, is_best=False, reported=0)
-        training.reporter.close()
-        training.saver.close()
-        if error is not None:
-            logger.warning(
-                "stopped without a final checkpoint; the state stays on this node: %s", error
-            )
-            leave_snapshot(ctx, copy_to_cpu(self._state.state_dict()))
-        else:
-            snapshot_store(ctx).remove_all()
+        training.session.finish(stop)
         commits.close()
         self._close()
         self._stop = stop
@@ -506,23 +493,27 @@ def report_training(ctx: WorkerContext, state: LoopState, total_steps: int | Non
     Args:
         total_steps: None if only the loop knows.
     """
-    if ctx.world_rank != 0:
-        return
+    if ctx.world_rank == 0:
+        facts = training_facts(ctx, state, total_steps)
+        ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
+
+
+def training_facts(
+    ctx: WorkerContext, state: LoopState, total_steps: int | None
+) -> dict[str, object]:
+    """Return the data of the event that training begins."""
     sampler = state.sampler
-    ctx.journal.emit(
-        EventKind.TRAINING_STARTED,
-        {
-            "total_steps": total_steps,
-            "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
-            "num_samples": sampler.num_samples if sampler else None,
-            "num_parameters": sum(value.numel() for value in state.parts.parameters()),
-            "micro_batch_size": None,
-            "snapshots": snapshots_of(ctx),
-            "guarantee": guarantee(state),
-            "device": str(ctx.device),
-            "backend": group_backend(ctx.device),
-        },
-    )
+    return {
+        "total_steps": total_steps,
+        "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
+        "num_samples": sampler.num_samples if sampler else None,
+        "num_parameters": sum(value.numel() for value in state.parts.parameters()),
+        "micro_batch_size": None,
+        "snapshots": snapshots_of(ctx),
+        "guarantee": guarantee(state),
+        "device": str(ctx.device),
+        "backend": group_backend(ctx.device),
+    }
 
 
 def guarantee(state: LoopState) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import os
 import re
@@ -27,25 +26,19 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.checkpoints.fork import Origin
-from train_fn.checkpoints.save_slot import BoundaryCopies
-from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
-from train_fn.loop.attempt import claim
-from train_fn.loop.departure import keep_state, not_copied
-from train_fn.loop.report import Reporter
-from train_fn.loop.restore import Restored, announce, take_over
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
-from train_fn.protect.boundary import Boundary
+from train_fn.protect.boundary import AttributeWatch, Boundary, OrderWatch
+from train_fn.protect.changes import SharedBuffers
 from train_fn.protect.commits import Agreement, Commits, Gradients, Updates
 from train_fn.protect.loop_state import LoopState
-from train_fn.protect.volatile import SharedBuffers
-from train_fn.protect.watch import AttributeWatch, OrderWatch
-from train_fn.recovery.evidence import describe_error
+from train_fn.recovery.evidence import RankError, describe_error
+from train_fn.session.session import Remains, Session, keep_state, not_copied
+from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import sweep_forgotten
-from train_fn.snapshots.publisher import Publisher
 from train_fn.standalone.rank import (
     CLOSE_S,
     LocalPlace,
@@ -57,9 +50,9 @@ from train_fn.standalone.rank import (
     say_line,
     stop_on_signals,
 )
-from train_fn.state.kept_state import Shadows
-from train_fn.step.nccl import backend_of, fails_by_itself
-from train_fn.step.peers import Peers, end_process_group
+from train_fn.state.run_state import Shadows
+from train_fn.step.nccl import backend_of
+from train_fn.step.peers import Peers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +60,8 @@ class LoopTraining:
     """Everything that the steps of one rank use. None of it is replaced between steps."""
 
     ctx: WorkerContext
+    session: Session
     state: LoopState
-    restored: Restored
-    """Where the attempt begins."""
     peers: Peers
     buffers: SharedBuffers
     watch: OrderWatch
@@ -79,29 +71,22 @@ class LoopTraining:
     commits: Commits
     shadows: Shadows | None
     """Only with ``torn='shadow'``."""
-    reporter: Reporter
-    saver: Saver
-    publisher: Publisher
 
 
 def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
     """Restore the state that the ranks agree on, and build what a step uses. A collective."""
-    peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     sweep_forgotten(ctx)
-    restored = take_over(ctx, peers, state, _adopted)
-    announce(ctx, state, restored)
-    if ctx.world_rank == 0:
-        claim(ctx)
-    parts = state.parts
-    agreement, reporter = Agreement(peers), Reporter(ctx, state)
-    copies = BoundaryCopies(state)
+    session = Session(ctx, state)
+    session.restore(_adopted)
+    session.announce()
+    parts, peers = state.parts, session.peers
+    agreement, updates = Agreement(peers), Updates(may_skip=parts.has_scaler)
     watch = OrderWatch(state, peers)
     shadows = Shadows(state) if torn == "shadow" else None
-    # What may fail comes before what starts threads.
-    return LoopTraining(
+    training = LoopTraining(
         ctx=ctx,
+        session=session,
         state=state,
-        restored=restored,
         peers=peers,
         buffers=SharedBuffers(parts.wrapped, peers),
         watch=watch,
@@ -110,12 +95,11 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
         attributes=AttributeWatch(
             {} if parts.keeps_more else parts.models, {} if parts.keeps_more else parts.optimizers
         ),
-        commits=Commits(ctx, state, agreement, Updates(may_skip=parts.has_scaler), reporter),
+        commits=Commits(session, state, agreement, updates),
         shadows=shadows,
-        reporter=reporter,
-        saver=Saver(ctx, state, copies),
-        publisher=Publisher(ctx, state, copies),
     )
+    session.open()  # it starts threads: what may fail has come before
+    return training
 
 
 def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:
@@ -136,8 +120,7 @@ _OF_A_FORK = frozenset({"data", "epoch_began"})
 
 # ---------------------------------------------------------------- departure
 
-# How a rank leaves a protected loop that an error ended: it lets its peers go, and keeps its
-# state.
+# What a rank keeps of a protected loop that an error ended.
 
 _TORN = (
     "the rank was between two states: an optimizer had stepped, and state.step() had not been "
@@ -145,53 +128,54 @@ _TORN = (
 )
 
 
+class _Departure:
+    """What a protected loop does when its attempt broke (``Leaver``)."""
+
+    def __init__(self, ctx: WorkerContext, training: LoopTraining | None) -> None:
+        self._ctx, self._training, self._is_known = ctx, training, False
+        self.fault: StepNotWhole | None = None
+        """How the ranks differ, as their last words show."""
+
+    def let_go(self, cause: BaseException, error: RankError) -> None:
+        keep_if_broken(self._ctx.device, cause, self._training)
+        if self._training is not None:
+            self._is_known, self.fault = self._training.commits.settle()
+
+    def close(self) -> None:
+        pass
+
+    def keep(self) -> Remains:
+        training = self._training
+        if training is None:
+            return Remains(None, "the rank had no state yet")
+        found: dict[str, Any] | str = ""
+
+        def whole() -> dict[str, Any] | str:
+            nonlocal found
+            found = state_to_keep(training, self._is_known)
+            return found
+
+        problem = keep_state(self._ctx, training.state, whole)
+        kept_step = found["step"] if problem is None and isinstance(found, dict) else None
+        return Remains(training.state.step, problem, kept_step)
+
+
 def leave(
     ctx: WorkerContext, training: LoopTraining | None, cause: BaseException
 ) -> tuple[Left, StepNotWhole | None]:
-    """Let the peers go, and leave the state of the last commit on this node.
-
-    Return how the loop was left, and the fault that the ranks' last words show.
+    """Leave a loop that an error ended (``session.leave``). Return how it was left, and the fault
+    that the ranks' last words show.
 
     Args:
         training: None if the error came before it was built.
     """
-    error = describe_error(cause, ctx.world_rank)
-    keep_if_broken(ctx.device, cause, training)
-    fault, is_known = None, False
-    frees_peers = fails_by_itself()
-    if training is not None:
-        training.saver.close()
-        is_known, fault = training.commits.settle()
-    gc.collect()
-    if frees_peers:
-        end_process_group()
-    step = kept_step = None
-    problem: str | None = "the rank had no state yet"
-    if training is not None:
-        training.publisher.close()
-        step = training.state.step
-        kept_step, problem = _keep(training, is_known)
-    if not frees_peers:
-        end_process_group()
-    if training is not None:
-        training.reporter.close()
-    if fault is not None:
-        error = describe_error(fault, ctx.world_rank)
-    error = dataclasses.replace(error, step=step, phase="protect", snapshot_step=kept_step)
-    return Left(error, problem), fault
-
-
-def _keep(training: LoopTraining, is_known: bool) -> tuple[int | None, str | None]:
-    """Return the steps done in the state that is left on this node, or why there is none."""
-    found: dict[str, Any] | str = ""
-
-    def whole() -> dict[str, Any] | str:
-        nonlocal found
-        found = state_to_keep(training, is_known)
-        return found
-
-    problem = keep_state(training.ctx, training.state, whole)
-    return (found["step"] if problem is None and isinstance(found, dict) else None), problem
+    departure = _Departure(ctx, training)
+    session = None if training is None else training.session
+    error, problem = leave_attempt(ctx, session, cause, departure)
+    if departure.fault is not None:
+        said = describe_error(departure.fault, ctx.world_rank)
+        error = dataclasses.replace(said, step=error.step, snapshot_step=error.snapshot_step)
+    return Left(dataclasses.replace(error, phase="protect"), problem), departure.fault
 
 
 def state_to_keep(training: LoopTraining, is_known: bool) -> dict[str, Any] | str:

@@ -81,7 +81,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnded:
     """How a rank's part in an attempt ended."""
 
     error: str | None = None
@@ -116,7 +116,7 @@ def serve(pipe: Connection, log: str) -> None:
             os._exit(0)  # what the user's code has started must not keep the process
 
 
-def _run(attempt: Attempt, pipe: Connection) -> Ended:
+def _run(attempt: Attempt, pipe: Connection) -> RankEnded:
     place = LocalPlace(
         attempt.rank,
         attempt.world_size,
@@ -144,7 +144,7 @@ def _run(attempt: Attempt, pipe: Connection) -> Ended:
             spec, run_dir, place, device, False, threading.Event(), lambda line: None
         )
     except (EverstepError, StorageError, OSError, RuntimeError) as exc:
-        return Ended(f"{type(exc).__name__}: {exc}")
+        return RankEnded(f"{type(exc).__name__}: {exc}")
 
     ctx = dataclasses.replace(ctx, most_samples=attempt.most_samples)
 
@@ -162,7 +162,7 @@ def _run(attempt: Attempt, pipe: Connection) -> Ended:
         journal.close(CLOSE_S)
 
 
-def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
+def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> RankEnded:
     """Train a task by Everstep's loop."""
     progress = RankProgress()
     code = attempt.spec.code
@@ -178,10 +178,10 @@ def _task(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
             return _failed(exc.error, stays=kept_step() is not None)
         finally:
             end_process_group()
-    return Ended()
+    return RankEnded()
 
 
-def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
+def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> RankEnded:
     """Run a script or a Ray Train function."""
     code = ctx.spec.code
     assert code is not None
@@ -208,11 +208,11 @@ def _own_code(ctx: WorkerContext, attempt: Attempt, wait: Any) -> Ended:
             )
             return _failed(error)
         recorder.finish()
-        return Ended(is_unprotected=present.protection is None)
+        return RankEnded(is_unprotected=present.protection is None)
 
 
-def _failed(error: RankError, *, stays: bool = False) -> Ended:
-    return Ended(error.summary, error.traceback, error.collateral, stays)
+def _failed(error: RankError, *, stays: bool = False) -> RankEnded:
+    return RankEnded(error.summary, error.traceback, error.collateral, stays)
 
 
 @contextlib.contextmanager

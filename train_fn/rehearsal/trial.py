@@ -22,7 +22,7 @@ from storage.run_dir import RunDir
 from train_fn.node.network import store_at
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.rehearsal.comparison import Record, read_record
-from train_fn.rehearsal.rank import Attempt, Ended, serve
+from train_fn.rehearsal.rank import Attempt, RankEnded, serve
 from train_fn.rehearsal.recorder import Orders
 
 ATTEMPT_S = 240.0
@@ -56,7 +56,7 @@ class AttemptResult:
     """What became of one attempt."""
 
     records: list[Record]
-    ended: dict[int, Ended | None]
+    ended: dict[int, RankEnded | None]
     """By rank; None for one that was killed, or that waited when it was ended."""
     done: bool
     """Whether all ranks came to the last step, or to the end of the code."""
@@ -67,7 +67,7 @@ class AttemptResult:
     """The event that says where it began."""
 
     @property
-    def failure(self) -> Ended | None:
+    def failure(self) -> RankEnded | None:
         """Return how the rank ended that failed by itself, or one that followed."""
         failed = [each for each in self.ended.values() if each is not None and each.error]
         return next((each for each in failed if not each.is_collateral), next(iter(failed), None))
@@ -88,7 +88,7 @@ class _Rank:
     pipe: Connection
     word: str | None = None
     """"done" or "parked", once the rank waits."""
-    ended: Ended | None = None
+    ended: RankEnded | None = None
     is_gone: bool = False
 
 
@@ -204,7 +204,7 @@ class Trial:
         try:
             while rank.pipe.poll():
                 heard = rank.pipe.recv()
-                if isinstance(heard, Ended):
+                if isinstance(heard, RankEnded):
                     rank.ended = heard
                 else:
                     rank.word = heard

@@ -23,7 +23,7 @@ from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
-from train_fn.state.kept_state import KeptState
+from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import size_bytes
 
 COST_RATIO = 100.0
@@ -71,7 +71,7 @@ class Publisher:
     def __init__(
         self,
         ctx: WorkerContext,
-        state: KeptState,
+        state: RunState,
         copies: BoundaryCopies,
         *,
         insures: bool = False,

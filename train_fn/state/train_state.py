@@ -5,24 +5,20 @@ stopped.
 from __future__ import annotations
 
 import copy
-import json
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from operator import itemgetter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from everstep.wire.events import EventKind
 from train_fn.errors import BadTask, NothingTrained
-from train_fn.samples.ledger import Bookmarks, Ledger
+from train_fn.samples.ledger import Bookmarks
 from train_fn.samples.sampler import Sampler
 from train_fn.state.chain import Chain
 from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, each_of, match_layout, unpacked
+from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
 from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
@@ -32,22 +28,8 @@ from train_fn.tasks.protocol import Task
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
-"""Version 1 stored ``tail`` as a list. Versions 1 and 2 stored every optimizer value as a separate
-tensor."""
 
-
-@dataclass(frozen=True)
-class BestSoFar:
-    """Describe the best evaluation so far. ``checkpoint`` names the checkpoint that holds it."""
-
-    metric: str
-    value: float
-    step: int
-    checkpoint: str
-
-
-class TrainState:
+class TrainState(RunState):
     """Hold the live training objects and counters. ``epoch`` and ``k`` (the global batch within the
     epoch) follow from ``step``, the steps done.
 
@@ -71,6 +53,7 @@ class TrainState:
         bookmarks: Bookmarks | None = None,
         data_source: str | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.optimizer = optimizer
         self._packer = Packer()
@@ -103,30 +86,15 @@ class TrainState:
         and line."""
         self.bookmarks = bookmarks
         """Positions in iterable data."""
-        self.step = 0
-        self.closed_epochs = 0
-        """Epochs whose end was reported and, if due, evaluated."""
         self.hook_due = False
         """Whether the task's ``on_epoch_end`` has still to run for the epoch closed last."""
-        self.evaluated_step = 0
-        """Steps done at the last evaluation."""
-        self.ledger = Ledger()
         self.chain = Chain()
-        self.metrics: dict[str, float] = {}
-        """Latest validation metrics."""
-        self.best: BestSoFar | None = None
-        self.parent: str | None = None
-        """Newest committed checkpoint that this rank knows this state to descend from."""
-        self.tail = EventTail()
         self.numerics: dict[str, Any] | None = None
         """Fingerprint of the run's kernels (``Numerics``); None if the state is older."""
         self.task: Any = None
         """The task's own state (``TaskState``) after the last step."""
         self._unsaved: dict[str, TensorPlace] = {}
         """Buffers, by name, that forward passes change but the model's state_dict leaves out."""
-        self.complete = False
-        """Whether a run can resume from this state. It must be restored, and no commit may have
-        stopped halfway."""
 
     @property
     def epoch(self) -> int:
@@ -148,11 +116,6 @@ class TrainState:
         """Return the tensors of ``carry``'s places by name."""
         return {name: place.tensor for name, place in self._unsaved.items()}
 
-    def committing(self) -> _Commit:
-        """Return the context in which a step changes the state. No collective runs inside. If an
-        exception leaves it, the state is not ``complete``."""
-        return _Commit(self)
-
     def state_dict(self, *, packed: bool = True) -> dict[str, Any]:
         """Return the state as nested dicts of plain values and tensors. It can be saved to a file
         that loads with ``weights_only=True``. Tensors are live, except for packed moments.
@@ -164,22 +127,13 @@ class TrainState:
         if self.frozen is not None:
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
+        chain = self.chain.enter()  # before the tail, whose points it completes
         return {
-            "version": VERSION,
-            "step": self.step,
-            "epoch": self.epoch,
-            "k": self.k,
-            "closed_epochs": self.closed_epochs,
+            **self.counters(self.k),
             "hook_due": self.hook_due,
-            "evaluated_step": self.evaluated_step,
             "fingerprint": self.fingerprint,
             "contents": self.contents.dump() if self.contents else None,
-            "ledger": self.ledger.state_dict(),
-            "chain": self.chain.enter(),  # before the tail, whose points it completes
-            "metrics": dict(self.metrics),
-            "best": asdict(self.best) if self.best else None,
-            "parent": self.parent,
-            "tail": self.tail.dump(),
+            "chain": chain,
             "model": dict(model),
             "frozen": dict(self.frozen.sums) if self.frozen else {},
             "modes": self._modes.state_dict(),
@@ -247,19 +201,12 @@ class TrainState:
         if self.ema is not None:
             self.ema.load_state_dict({**self.ema.state_dict(), **state["ema"]})
         self.task = copy_to_cpu(state["task"]) if state.get("task") is not None else self.task
-        self.ledger.load_state_dict(state["ledger"])
         self.chain.load(state.get("chain"))
         if self.bookmarks is not None:
             self.bookmarks.load_state_dict(state["bookmarks"])
         self.numerics = state.get("numerics")
-        self.step = state["step"]
-        self.closed_epochs = state["closed_epochs"]
         self.hook_due = state.get("hook_due", False)
-        self.evaluated_step = state["evaluated_step"]
-        self.metrics = dict(state["metrics"])
-        self.best = BestSoFar(**state["best"]) if state["best"] else None
-        self.parent = state["parent"]
-        self.tail = EventTail(state["tail"] if state["version"] == 1 else json.loads(state["tail"]))
+        self.load_counters(state)
         self.complete = True
 
     def _load_weights(self, state: dict[str, Any]) -> None:
@@ -288,90 +235,6 @@ class TrainState:
                 continue
             copy_all([own], [value.to(own.device)])
             self.carry([places[name]])
-
-
-class _Commit:
-    """Commit one step. This is a class because a generator-based context manager costs ten times as
-    much between a model's passes."""
-
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        self._state.complete = False
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._state.step += 1
-            self._state.complete = True
-
-
-# ---------------------------------------------------------------- event tail
-
-# The last events that a rank reported. They are part of its training state, since the rank that
-# sends them to the journal may die before it has done so.
-
-NUM_POINTS = 64
-"""Steps whose metrics are always kept. Older ones are kept until the journal has them."""
-MOST_POINTS = 4096
-"""Limit on steps whose metrics are kept in all, for when rank 0 is cut off from the journal."""
-NUM_OTHERS = 16
-"""Other events (ends of epochs, evaluations) that are always kept. Older ones are kept until the
-journal has them. They are separate from metrics, so that short steps do not push out events that
-are reported once an epoch."""
-MOST_OTHERS = 1024
-"""Limit on other events in all."""
-_METRICS_KIND = EventKind.METRICS.value
-
-
-class EventTail:
-    """Keep a rank's last events.
-
-    An entry is ``{"kind": …, "at": Unix time in seconds, "data": …}`` and can be written as JSON.
-    """
-
-    def __init__(self, entries: list[dict[str, Any]] | None = None) -> None:
-        self.points: deque[dict[str, Any]] = deque()
-        """Metrics events. Every step appends one (``add_point``)."""
-        self.others: deque[dict[str, Any]] = deque()
-        """Events between steps (``add_other``)."""
-        for entry in entries or ():
-            (self.points if entry["kind"] == _METRICS_KIND else self.others).append(entry)
-
-    def add_point(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
-        """Append a step's metrics, and drop the oldest that need not be kept.
-
-        Args:
-            journaled_step: returns the newest step that the journal has.
-        """
-        points = self.points
-        points.append(entry)
-        while len(points) > NUM_POINTS and (
-            len(points) > MOST_POINTS or points[0]["data"]["step"] <= journaled_step()
-        ):
-            points.popleft()
-
-    def add_other(self, entry: dict[str, Any], journaled_step: Callable[[], float]) -> None:
-        """Append an event between steps, and drop the oldest as ``add_point`` does.
-
-        ``entry`` also has a ``step``. Entries from older versions have none, and are dropped beyond
-        NUM_OTHERS.
-        """
-        others = self.others
-        others.append(entry)
-        while len(others) > NUM_OTHERS and (
-            len(others) > MOST_OTHERS or others[0].get("step", -1) < journaled_step()
-        ):
-            others.popleft()
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over all entries by time."""
-        return iter(sorted((*self.points, *self.others), key=itemgetter("at")))
-
-    def dump(self) -> str:
-        """Return all entries as one JSON string. As many small values would add a millisecond to
-        each copy of the state at a step boundary."""
-        return json.dumps([*self.points, *self.others])
 
 
 # ---------------------------------------------------------------- skipped steps

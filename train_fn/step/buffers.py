@@ -8,14 +8,15 @@ each micro-batch, or the value after the first one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from train_fn.step.late_changes import LateChanges
 from train_fn.step.peers import Peers
-from train_fn.step.step_values import StepValues
 from train_fn.step.untrained import (
     Rule,
     TensorPlace,
@@ -25,22 +26,6 @@ from train_fn.step.untrained import (
     rules_of,
     shape_fault,
 )
-
-
-class BufferSums:
-    """Make what sums the values of a step: here rank by rank, in the order of ranks."""
-
-    def values(
-        self, tensors: list[torch.Tensor], rules: Sequence[Rule], peers: Peers
-    ) -> StepValues:
-        """Return the sums of tensors that are known to change."""
-        return StepValues(tensors, rules, peers)
-
-    def late_changes(
-        self, places: list[TensorPlace], ignored: set[int], peers: Peers
-    ) -> LateChanges:
-        """Return the watch over the others."""
-        return LateChanges(places, ignored, peers)
 
 
 class VolatileBuffers:
@@ -59,7 +44,9 @@ class VolatileBuffers:
         carry: is called with the places that change.
         runs_again: whether backward passes run forward passes again, which changes buffers a second
             time.
-        sums: how values are summed over a step; as ``BufferSums`` if None.
+        make_values: makes the sums of tensors that are known to change; those here add up rank by
+            rank, in the order of ranks.
+        make_late: makes the watch over the others.
     """
 
     def __init__(
@@ -71,12 +58,13 @@ class VolatileBuffers:
         carry: Callable[[list[TensorPlace]], None],
         *,
         runs_again: bool = False,
-        sums: BufferSums | None = None,
+        make_values: Callable[..., StepValues] | None = None,
+        make_late: Callable[..., LateChanges] = LateChanges,
     ) -> None:
         self._places, self._peers, self._ignored, self._carry = places, peers, set(ignored), carry
-        self._sums = sums or BufferSums()
-        self._may_be_plain = peers.alone and not runs_again and sums is None
-        self._late = self._sums.late_changes(places, self._ignored, peers)
+        self._make_values = make_values or StepValues
+        self._may_be_plain = peers.alone and not runs_again and make_values is None
+        self._late = make_late(places, self._ignored, peers)
         self._is_kept = self._is_plain = False
         self._num_samples = self._own_samples = self._num_passes = 0
         self._follow(moving)
@@ -89,7 +77,7 @@ class VolatileBuffers:
         self._slots = [(place.holder, place.key) for place in self.moving]
         self._tensors = [present(place) for place in self.moving]
         self._before = [tensor.detach().clone() for tensor in self._tensors]
-        self._values = self._sums.values(self._tensors, rules_of(self.moving), self._peers)
+        self._values = self._make_values(self._tensors, rules_of(self.moving), self._peers)
 
     @property
     def moving(self) -> list[TensorPlace]:
@@ -280,3 +268,97 @@ class VolatileBuffers:
         """Find tensors that were written through ``.data`` or changed by an evaluation, and follow
         them from now on. Call this between two steps."""
         self._late.find_unnoticed()
+
+
+# ---------------------------------------------------------------- step values
+
+# A step's value of each tensor that forward passes change: over the passes of this rank, then over
+# all ranks.
+
+_ALIGNMENT = 16
+"""Alignment in bytes that suits the elements of every dtype."""
+
+
+class StepValues:
+    """Accumulate the values of ``tensors`` by their rules, and exchange them between ranks.
+
+    Tensors of rule ``mean`` share one float64 vector of weighted sums, which the ranks add up.
+    Those of rule ``first`` share one vector of bytes, which rank 0 broadcasts.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], rules: Sequence[Rule], peers: Peers) -> None:
+        self._peers = peers
+        self._means = [at for at, rule in enumerate(rules) if rule == "mean"]
+        self._firsts = [at for at, rule in enumerate(rules) if rule == "first"]
+        means = [tensors[at] for at in self._means]
+        size = sum(tensor.numel() for tensor in means)
+        self._sums = torch.zeros(size, dtype=torch.float64, device=peers.device)
+        self._values = torch.zeros_like(self._sums)
+        self._sum_of = _views_like(means, self._sums)
+        self._value_of = _views_like(means, self._values)
+        self._bytes, self._first_of = _flat_like([tensors[at] for at in self._firsts], peers.device)
+        self._works: list[dist.Work] = []
+
+    def add(
+        self, now: list[torch.Tensor], num_samples: int, *, is_first: bool, number: int = 0
+    ) -> None:
+        """Add the tensors as they are after a forward pass on ``num_samples`` samples.
+
+        Args:
+            is_first: whether it is this rank's first pass of the step.
+            number: of its micro-batch.
+        """
+        if is_first and self._means:
+            copy_all(self._sum_of, [now[at] for at in self._means])
+            # Infinity times 0 is NaN, not 0.
+            self._sums.mul_(num_samples) if num_samples else self._sums.zero_()
+        elif num_samples and self._means:
+            copy_all(self._value_of, [now[at] for at in self._means])
+            self._sums.add_(self._values, alpha=num_samples)
+        if is_first and self._firsts and self._peers.rank == 0:
+            copy_all(self._first_of, [now[at] for at in self._firsts])
+
+    def start(self) -> None:
+        """Start the collectives over ranks."""
+        sums = self._peers.start_sum(self._sums) if self._means else None
+        firsts = self._peers.start_broadcast(self._bytes, 0) if self._firsts else None
+        self._works = [work for work in (sums, firsts) if work is not None]
+
+    def wait(self) -> None:
+        """Wait for the collectives. Raise their error if a peer is gone."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def write_to(self, tensors: list[torch.Tensor], num_samples: int) -> None:
+        """Write the step's values into ``tensors``. ``num_samples`` counts the global batch."""
+        if self._means:
+            self._sums.div_(num_samples)
+            copy_all([tensors[at] for at in self._means], self._sum_of)
+        if self._firsts:
+            copy_all([tensors[at] for at in self._firsts], self._first_of)
+
+
+def _views_like(tensors: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return consecutive parts of ``flat``, with the shape of each of ``tensors``."""
+    if not tensors:
+        return []
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _flat_like(
+    tensors: list[torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return one flat uint8 tensor with room for all ``tensors``, and views into it with the dtype
+    and shape of each."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + math.ceil(size / _ALIGNMENT) * _ALIGNMENT)
+    flat = torch.zeros(begins[-1], dtype=torch.uint8, device=device)
+    views = [
+        flat[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, begin, size in zip(tensors, begins, sizes, strict=False)
+    ]
+    return flat, views

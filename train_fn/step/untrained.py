@@ -4,6 +4,7 @@ trained.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class EarlierValue(NamedTuple):
         return not torch.equal(now.detach(), self.copy)
 
 
-def keep(tensors: Iterable[torch.Tensor], limit_bytes: int = COPIED_BYTES) -> list[EarlierValue]:
+def keep(tensors: Iterable[torch.Tensor], limit_bytes: float = COPIED_BYTES) -> list[EarlierValue]:
     """Copy tensors until their copies take ``limit_bytes`` in all; sample those that do not fit."""
     kept, left = [], limit_bytes
     for tensor in tensors:
@@ -160,15 +161,21 @@ class TensorWatch:
     """Detect which tensors at the given places changed, by version counter and data pointer.
 
     A write through ``tensor.data`` changes neither. ``differing`` finds it by comparing contents.
+
+    Args:
+        copied: numbers of places of which copies are kept, however large they are.
     """
 
-    def __init__(self, places: dict[int, TensorPlace]) -> None:
-        self._places = {
-            number: place for number, place in places.items() if place.tensor is not None
+    def __init__(self, places: dict[int, TensorPlace], copied: Collection[int] = ()) -> None:
+        self._places = places
+        there = {number: place.tensor for number, place in places.items()}
+        large = {at: each for at, each in there.items() if each is not None and at in copied}
+        others = {at: each for at, each in there.items() if each is not None and at not in copied}
+        kept = {
+            **dict(zip(large, keep(large.values(), math.inf), strict=True)),
+            **dict(zip(others, keep(others.values()), strict=True)),
         }
-        self._kept = dict(
-            zip(self._places, keep(present(place) for place in self._places.values()), strict=True)
-        )
+        self._kept = {number: kept[number] for number in places if number in kept}
         self._look()
 
     def moved(self) -> list[int]:
@@ -177,7 +184,7 @@ class TensorWatch:
         if not self._tensors:
             return []
         now = [holder[key] for holder, key in self._slots]
-        marks = _marks(self._tensors)
+        marks = marks_of(self._tensors)
         if marks == self._marks and all(map(operator.is_, now, self._tensors)):
             return []
         before = zip(self._tensors, self._marks, strict=True)
@@ -209,11 +216,33 @@ class TensorWatch:
             and self._kept[number].differs(now)
         ]
 
-    def refresh(self, numbers: list[int]) -> None:
-        """Make the current tensors at these places the new baseline."""
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Return the copies of the baseline, by number, where some are kept."""
+        return {number: kept.copy for number, kept in self._kept.items() if kept.copy is not None}
+
+    def refresh(self, numbers: Iterable[int], *, copied: bool = False) -> None:
+        """Make the current tensors at these places the new baseline. If they are ``copied``, copies
+        are kept whatever their size, and a place may be empty."""
+        to, source = [], []
         for number in numbers:
-            limit = 0 if self._kept[number].copy is None else COPIED_BYTES
-            [self._kept[number]] = keep([present(self._places[number])], limit)
+            kept, tensor = self._kept.get(number), self._places[number].tensor
+            if tensor is None and copied:
+                self._kept.pop(number, None)
+                continue
+            now = present(self._places[number])
+            if (
+                kept is not None
+                and (copy := kept.copy) is not None
+                and (copy.shape, copy.dtype) == (now.shape, now.dtype)
+            ):
+                to.append(copy)
+                source.append(now.detach())
+                self._kept[number] = kept._replace(tensor=now)
+            else:
+                has_copy = kept is not None and kept.copy is not None
+                limit = math.inf if copied else COPIED_BYTES if has_copy else 0
+                [self._kept[number]] = keep([now], limit)
+        copy_all(to, source)
         self._look()
 
     @torch.no_grad()
@@ -238,10 +267,11 @@ class TensorWatch:
         places = [self._places[number] for number in self._kept]
         self._slots = [(place.holder, place.key) for place in places]
         self._tensors = [kept.tensor for kept in self._kept.values()]
-        self._marks = _marks(self._tensors)
+        self._marks = marks_of(self._tensors)
 
 
-def _marks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+def marks_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return what changes with a tensor, unless it is written through its ``.data``."""
     return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 

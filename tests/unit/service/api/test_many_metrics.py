@@ -11,7 +11,7 @@ import pytest
 
 from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit
 from tests.support.api_service import ApiService
-from tests.unit.train_fn.loop.test_reporter import begin
+from tests.unit.train_fn.session.test_reporter import begin
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints import cadence
 from train_fn.context import WorkerContext
-from train_fn.loop import attempt as final_checkpoint
 from train_fn.loop.attempt import train
+from train_fn.session import session
 from train_fn.snapshots.store import snapshot_store
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
@@ -59,7 +59,7 @@ def test_ranks_stop_without_a_last_checkpoint_and_go_on_from_their_node_s_state_
     node_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cadence, "RETRY_S", 0.001)
-    monkeypatch.setattr(final_checkpoint, "STOP_PATIENCE_S", 0.01)
+    monkeypatch.setattr(session, "STOP_PATIENCE_S", 0.01)
     begin = CheckpointStore.begin
 
     def begin_until_full(store: CheckpointStore, step: int, submission: int, attempt: int) -> Any:

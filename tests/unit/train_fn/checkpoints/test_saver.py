@@ -40,8 +40,9 @@ from train_fn.checkpoints.save_slot import BoundaryCopies, Save
 from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
 from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
+from train_fn.state.run_state import BestSoFar
 from train_fn.state.tensor_tree import size_bytes, take_apart
-from train_fn.state.train_state import BestSoFar, TrainState
+from train_fn.state.train_state import TrainState
 
 pytestmark = pytest.mark.own_process
 

@@ -18,15 +18,15 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import attempt as final_checkpoint
-from train_fn.loop import departure, replica
+from train_fn.loop import attempt, departure, replica
 from train_fn.loop.attempt import train
-from train_fn.loop.report import Reporter
 from train_fn.node import device as broken_device
 from train_fn.profiling.profiler import StepProfiler
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
+from train_fn.session import session
+from train_fn.session.report import Reporter
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
@@ -59,7 +59,7 @@ def small_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (tmp_path / "shm").mkdir()
     with small_task_alone(tmp_path / "shm", lambda self, **due: None):
         # Only a rank that fails leaves a state here, unless a test publishes one.
-        monkeypatch.setattr(Publisher, "offer", lambda self: None)
+        monkeypatch.setattr(Publisher, "offer", lambda self, due: None)
         monkeypatch.setattr(Publisher, "keep", lambda self: None)
         yield
 
@@ -262,10 +262,10 @@ def test_a_failed_rank_lets_its_peers_go_before_anything_that_takes_time(
     monkeypatch.setattr(Loader, "__init__", load_and_watch)
     break_after_step_3(monkeypatch)
     calls = Calls(monkeypatch)
-    calls.follow(departure, "describe_error", "words")
+    calls.follow(session, "describe_error", "words")
     calls.follow(departure, "forget_frames", "forget frames")
     calls.follow(Saver, "close", "close saver")
-    calls.follow(departure, "end_process_group", "end group", look_at_group)
+    calls.follow(session, "end_process_group", "end group", look_at_group)
     calls.follow(Publisher, "close", "close publisher")
     calls.follow(VolatileBuffers, "put_back", "put back")
     calls.follow(departure, "leave_snapshot", "snapshot", look_at_snapshot)
@@ -295,10 +295,10 @@ def test_nothing_is_published_once_the_ranks_meet_at_the_end(
     calls.follow(StepProfiler, "close", "close profile")
     calls.follow(Publisher, "close", "close publisher")
     calls.follow(Saver, "begin_last", "begin save")
-    calls.follow(final_checkpoint, "report_checkpoint", "report checkpoint")
+    calls.follow(attempt, "report_checkpoint", "report checkpoint")
     calls.follow(Saver, "close", "close saver")
     calls.follow(Loader, "close", "close loader")
-    calls.follow(final_checkpoint, "snapshot_store", "remove snapshots")
+    calls.follow(session, "snapshot_store", "remove snapshots")
     share = Peers.share
 
     def meet(self: Peers, value: Any, source: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from train_fn.protect.commits import Updates
 from train_fn.protect.training import state_to_keep
-from train_fn.state.kept_state import Shadows
+from train_fn.state.run_state import Shadows
 
 WHOLE = {"step": 7}
 NEWEST, OLDER = {"step": 7, "of": "newest"}, {"step": 6, "of": "older"}

@@ -26,8 +26,8 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.support.service_process import wait_for
 from train_fn.journal.server import open_local_journal
-from train_fn.loop.report import Reporter
 from train_fn.node.node_dir import shared_memory_root
+from train_fn.session.report import Reporter
 from train_fn.snapshots.store import Label, node_snapshots
 from train_fn.standalone.command import run_local
 from train_fn.standalone.rank import (

@@ -22,8 +22,8 @@ from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import snapshot_store
-from train_fn.state import kept_state, tensor_tree
-from train_fn.state.kept_state import CopyMemory
+from train_fn.state import run_state, tensor_tree
+from train_fn.state.run_state import CopyMemory
 from train_fn.state.tensor_tree import copy_to_cpu
 
 pytestmark = pytest.mark.own_process
@@ -63,9 +63,9 @@ class Pinning:
 @pytest.fixture
 def pinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinning]:
     pinning = Pinning()
-    monkeypatch.setattr(kept_state, "on_gpu", lambda: True)
+    monkeypatch.setattr(run_state, "on_gpu", lambda: True)
     monkeypatch.setattr(tensor_tree, "needs_pinning", lambda tensor: True)
-    for module in (kept_state, tensor_tree):
+    for module in (run_state, tensor_tree):
         monkeypatch.setattr(module, "new_memory", pinning.new_memory)
     (tmp_path / "shm").mkdir()
     for module in (snapshot_module, node_dir):

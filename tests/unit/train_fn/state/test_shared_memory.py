@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from train_fn.loop.restore import _may_stay
+from train_fn.session.session import may_stay
 from train_fn.snapshots.state_file import read_state, write_state
 from train_fn.snapshots.store import SnapshotStore
 from train_fn.state import tensor_tree
@@ -191,9 +191,9 @@ def test_a_file_may_only_stay_where_two_newer_states_fit(
 ) -> None:
     state = {"model": {"weight": torch.zeros(LARGE)}}
     store = SnapshotStore(tmp_path, 1)
-    monkeypatch.setattr("train_fn.loop.restore.snapshot_store", lambda ctx: store)
+    monkeypatch.setattr("train_fn.session.session.snapshot_store", lambda ctx: store)
     free = 2 * 4 * LARGE + (4 << 20)
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda self: free)
-    assert _may_stay(None, state)  # type: ignore[arg-type]
+    assert may_stay(None, state)  # type: ignore[arg-type]
     monkeypatch.setattr(SnapshotStore, "free_bytes", lambda self: free - 1)
-    assert not _may_stay(None, state)  # type: ignore[arg-type]
+    assert not may_stay(None, state)  # type: ignore[arg-type]

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from train_fn.step import untrained
-from train_fn.step.buffers import VolatileBuffers
+from train_fn.step.buffers import StepValues, VolatileBuffers
 from train_fn.step.peers import Peers
-from train_fn.step.step_values import StepValues
 from train_fn.step.untrained import untrained_places
 
 ALONE = Peers(0, 1, torch.device("cpu"))

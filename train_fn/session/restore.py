@@ -1,30 +1,29 @@
-"""How an attempt begins: the ranks agree on the newest trustworthy state, from memory or from a
-checkpoint, and all take it over.
+"""Where an attempt begins: the ranks agree on the newest trustworthy state, from memory or from a
+checkpoint. Below: how it reaches them all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from everstep.wire.events import EventKind
+import torch
+import torch.distributed as dist
+
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.retention import attempt_starts, reported_checkpoints
-from storage.claims import claim_attempt
 from storage.errors import CorruptCheckpoint
 from storage.run_control import Distrust
 from storage.run_dir import CheckpointName
 from train_fn.checkpoints.commit import STATE_FILE, load_trusted
-from train_fn.checkpoints.fork import Origin, adopt, read_origin
+from train_fn.checkpoints.fork import Origin, read_origin
 from train_fn.context import WorkerContext
 from train_fn.errors import NonFiniteWeights, StateNotWhole
-from train_fn.loop.checks import check_data, check_numerics, check_weights
-from train_fn.loop.replica import Replica
-from train_fn.loop.state_broadcast import broadcast
-from train_fn.loop.survivor import KeptLabel, Survivor
 from train_fn.snapshots.election import (
     Elected,
     Offer,
@@ -34,106 +33,32 @@ from train_fn.snapshots.election import (
     snapshot_name,
     trusted,
 )
-from train_fn.snapshots.publisher import OVERHEAD_BYTES
 from train_fn.snapshots.store import Label, snapshot_store
-from train_fn.state.kept_state import KeptState
-from train_fn.state.tensor_tree import size_bytes
+from train_fn.state.run_state import RunState
+from train_fn.state.tensor_tree import TensorShape, put_together, shapes, take_apart, tree_digest
+from train_fn.step.fingerprints import word_sum
 from train_fn.step.peers import Peers
 
 logger = logging.getLogger(__name__)
 
 
-def restore(
-    ctx: WorkerContext, replica: Replica, survivor: Survivor | None, has_kept: Sequence[bool]
-) -> Restored:
-    """Join the peers and restore the newest trustworthy state. On return it is the same on every
-    rank. A collective.
+class KeptLabel(NamedTuple):
+    """Describe a state that a process has kept."""
 
-    Args:
-        survivor: what this process has kept of an earlier attempt; the replica is built of it.
-        has_kept: whether each rank has kept something.
+    label: Label
+    details: str
+    """Digest of what the label's digest leaves out: whether the state is evaluated, for example."""
 
-    Raises:
-        StateNotWhole: the ranks go on from an older state than one that a process has kept, so that
-            they need new processes.
-        DataChanged: the data is not the same on all ranks, or not what the state was trained on.
-        BadTask: the model is not the same on all ranks.
-        ForkRefused: the run is to begin from another run's checkpoint, which cannot be used.
-        StorageError: the storage does not answer, or has lost all checkpoints that the run had.
-    """
-    state, peers = replica.state, replica.peers
-    replica.beside_kept = any(has_kept)
-    if not all(has_kept):  # else an attempt before has compared them
-        check_data(replica)
-
-    def join(restored: Restored) -> None:
-        is_fresh = restored.source == "fresh"
-        if not all(has_kept):
-            check_weights(replica, fresh=is_fresh)
-        replica.join(is_fresh=is_fresh)
-
-    adopt_origin = partial(adopt, into=state, ctx=ctx)
-    kept = None if survivor is None else survivor.described.result()
-    restored = take_over(ctx, peers, state, adopt_origin, before_load=join, kept=kept)
-    replica.begun_at = state.step
-    replica.task_state.load(state.task)
-    replica.volatile.renew()
-    check_numerics(ctx, replica)
-    announce(ctx, state, restored)
-    return restored
+    def is_equal_to(self, other: KeptLabel) -> bool:
+        """Return whether both are of equal states, whoever made them."""
+        mine, theirs = self.label, other.label
+        return (mine.step, mine.digest, self.details) == (theirs.step, theirs.digest, other.details)
 
 
-def take_over(
+def find_newest(
     ctx: WorkerContext,
     peers: Peers,
-    state: KeptState,
-    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
-    *,
-    before_load: Callable[[Restored], None] = lambda restored: None,
-    kept: KeptLabel | None = None,
-) -> Restored:
-    """Claim the attempt, agree on the newest trustworthy state, and load it into ``state`` on every
-    rank that lacks it. A collective.
-
-    Args:
-        adopt_origin: turns the state of another run's checkpoint into the initial one of this run.
-        before_load: called before anything is loaded, with where the attempt begins.
-        kept: describes ``state``, if an earlier attempt of this process has trained it.
-    """
-    if ctx.world_rank == 0:
-        # Before anything is read that older attempts leave.
-        claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
-    restored, found = _find(ctx, peers, state, adopt_origin, kept)
-    before_load(restored)
-    is_mapped = restored.source == "snapshot" and found is not None
-    has_it = restored.is_kept and found is not None
-    if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
-        found = state.state_dict()
-    found = broadcast(peers, found, restored.holder)
-    if not has_it:
-        state.load_state_dict(found, gives_memory=not is_mapped or _may_stay(ctx, found))
-    snapshot_store(ctx).remove_after(state.step)
-    logger.info("starting at step %d from %s", state.step, restored.checkpoint or restored.source)
-    return restored
-
-
-def _may_stay(ctx: WorkerContext, state: dict[str, Any]) -> bool:
-    """Whether the file of a snapshot may fill shared memory for as long as this rank lives: two
-    newer states fit beside it."""
-    return snapshot_store(ctx).free_bytes() >= 2 * size_bytes(state) + OVERHEAD_BYTES
-
-
-def announce(ctx: WorkerContext, state: KeptState, restored: Restored) -> None:
-    """Report where the attempt begins."""
-    if ctx.world_rank == 0:
-        ctx.journal.emit(EventKind.RESTORED, _event(state, restored))
-        ctx.journal.flush(0.0)  # it travels while the loader starts
-
-
-def _find(
-    ctx: WorkerContext,
-    peers: Peers,
-    kept: KeptState,
+    kept: RunState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     own: KeptLabel | None,
 ) -> tuple[Restored, dict[str, Any] | None]:
@@ -207,7 +132,7 @@ def _require_newest(kept: int, step: int) -> None:
 
 
 def _read(
-    ctx: WorkerContext, kept: KeptState, label: Label
+    ctx: WorkerContext, kept: RunState, label: Label
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return the state of a snapshot on this node, or why it cannot be used."""
     try:
@@ -225,19 +150,6 @@ def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
     """Return the labels that earlier attempts left. The others belong to a run of the same name and
     place that was begun anew since."""
     return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
-
-
-def _event(state: KeptState, restored: Restored) -> dict[str, Any]:
-    best = state.best
-    data = {
-        "step": state.step,
-        "epoch": state.epoch,
-        "source": restored.source,
-        "checkpoint": restored.checkpoint,
-        "best": best and {"metric": best.metric, "value": best.value, "step": best.step},
-        "rejected": [{"name": entry.name, "problem": entry.problem} for entry in restored.rejected],
-    }
-    return data | {"origin": asdict(restored.origin)} if restored.origin else data
 
 
 # ---------------------------------------------------------------- newest checkpoint
@@ -269,7 +181,7 @@ class Restored:
 def find_durable(
     ctx: WorkerContext,
     peers: Peers,
-    kept: KeptState,
+    kept: RunState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     elected: Elected,
     struck: tuple[Rejection, ...],
@@ -312,7 +224,7 @@ def find_durable(
 
 
 def _load_sound(
-    ctx: WorkerContext, kept: KeptState, distrusted: Sequence[Distrust], manifest: Manifest
+    ctx: WorkerContext, kept: RunState, distrusted: Sequence[Distrust], manifest: Manifest
 ) -> dict[str, Any]:
     """Read a checkpoint. Raises CorruptCheckpoint also for a state that must not be continued
     from."""
@@ -335,3 +247,107 @@ def step_of(restored: Restored) -> int:
 def newest_step(ctx: WorkerContext) -> int:
     """Return the step of the newest checkpoint that is listed, sound or not; -1 for none."""
     return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
+
+
+# ---------------------------------------------------------------- broadcast
+
+# A restored state on its way from the rank that has it to all others.
+
+CHUNK_BYTES = 32 << 20
+"""Tensors travel in pieces of about this size, so that a rank needs little more memory than the
+state takes."""
+_IN_FLIGHT = 2
+"""Pieces that travel while an earlier one is checked."""
+
+
+class _Sent(NamedTuple):
+    """A piece on its way: tensors of one dtype in a row."""
+
+    part: list[TensorShape]
+    flat: torch.Tensor
+    work: dist.Work | None
+
+
+def broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
+    """Return ``state`` of rank ``holder`` on every rank. A collective.
+
+    Other ranks pass None, or the same state if they have it already. Nothing travels if all have
+    it. Otherwise the structure travels first, then the tensors, in pieces of one dtype. Every rank
+    compares what arrived with what the holder sent before anything is returned.
+
+    Raises:
+        PeersGone: a peer is gone, so that the state did not arrive whole.
+        StateNotWhole: other bytes arrived than the holder sent.
+    """
+    lacking = peers.gather(state is None)
+    if state is not None and not any(lacking):
+        return state
+    tensors: list[torch.Tensor] = []
+    own = take_apart(state, tensors) if peers.rank == holder else None
+    skeleton = peers.share(own, holder)
+    parts = _chunks(sorted(shapes(skeleton), key=lambda shape: shape.position))
+    sums, arrived = [tree_digest(skeleton)], []
+    for sent in _in_flight(peers, parts, tensors, holder):
+        if sent.work is not None:
+            sent.work.wait()
+        flat = peers.result(sent.flat)
+        sums.append(str(word_sum(flat)))
+        if state is None:
+            pieces = torch.split(flat, [shape.numel for shape in sent.part])
+            arrived += [
+                piece.view(shape.shape) for shape, piece in zip(sent.part, pieces, strict=True)
+            ]
+    _require_the_same(peers, sums, holder, skeleton["step"])
+    if state is not None:
+        return state
+    received: dict[str, Any] = put_together(skeleton, arrived)
+    return received
+
+
+def _in_flight(
+    peers: Peers, parts: list[list[TensorShape]], tensors: list[torch.Tensor], holder: int
+) -> Iterator[_Sent]:
+    """Start to send each part, and yield it once the next ones travel, too."""
+    waiting: deque[_Sent] = deque()
+    for part in parts:
+        flat = _flat(peers, part, tensors if peers.rank == holder else None)
+        waiting.append(_Sent(part, flat, peers.start_broadcast(flat, holder)))
+        if len(waiting) > _IN_FLIGHT:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _flat(
+    peers: Peers, part: list[TensorShape], tensors: list[torch.Tensor] | None
+) -> torch.Tensor:
+    """Return the part's tensors in a row, or memory for them."""
+    if tensors is None:
+        num_elements = sum(shape.numel for shape in part)
+        return torch.empty(num_elements, dtype=part[0].dtype, device=peers.device)
+    rows = [tensors[shape.position].to(peers.device).reshape(-1) for shape in part]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _require_the_same(peers: Peers, sums: list[str], holder: int, step: int) -> None:
+    """Raise StateNotWhole on every rank if one of them received other bytes than were sent."""
+    digests = peers.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[holder]]
+    if differing:
+        raise StateNotWhole(
+            step,
+            f"rank {', '.join(map(str, differing))} received other bytes than rank {holder} sent. "
+            "Have the network between their nodes checked",
+        )
+
+
+def _chunks(tensors: list[TensorShape]) -> list[list[TensorShape]]:
+    """Group tensors of one dtype into pieces not much larger than CHUNK_BYTES, in order."""
+    chunks: list[list[TensorShape]] = []
+    size = 0
+    for tensor in tensors:
+        if not chunks or chunks[-1][0].dtype != tensor.dtype or size >= CHUNK_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(tensor)
+        size += tensor.nbytes
+    return chunks

@@ -19,7 +19,7 @@ from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit
 from train_fn import clock as head_clock
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.state.kept_state import KeptState
+from train_fn.state.run_state import RunState
 from train_fn.tasks.protocol import Task
 
 # ---------------------------------------------------------------- speed
@@ -198,7 +198,7 @@ class Reporter:
     def __init__(
         self,
         ctx: WorkerContext,
-        state: KeptState,
+        state: RunState,
         complete: Callable[[], object] = lambda: None,
         speed: Speed = SAMPLES_ALONE,
     ) -> None:

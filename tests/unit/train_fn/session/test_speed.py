@@ -17,8 +17,8 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.saves import make_state
 from train_fn.errors import BadTask
-from train_fn.loop.report import Reporter, Speed, counted_flops, declared, peak_of, speed_of
 from train_fn.models import Gpt, MiniResNet
+from train_fn.session.report import Reporter, Speed, counted_flops, declared, peak_of, speed_of
 
 pytestmark = pytest.mark.own_process
 

@@ -17,7 +17,7 @@ from storage.filesystem import open_storage
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from train_fn.errors import Replaced
-from train_fn.loop.attempt import claim
+from train_fn.session.session import claim
 
 
 @pytest.fixture

@@ -19,18 +19,12 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.one_rank import Journal, journal_of, one_rank
 from tests.support.restore_rounds import make_state
-from train_fn.loop import report as reporter_module
-from train_fn.loop.report import HAND_OVER_S, Reporter
 from train_fn.ray_train.rank import RankJournal
 from train_fn.recovery.launch import RankLaunch, RecoveryNote
-from train_fn.state.train_state import (
-    MOST_OTHERS,
-    MOST_POINTS,
-    NUM_OTHERS,
-    NUM_POINTS,
-    EventTail,
-    TrainState,
-)
+from train_fn.session import report as reporter_module
+from train_fn.session.report import HAND_OVER_S, Reporter
+from train_fn.state.run_state import MOST_OTHERS, MOST_POINTS, NUM_OTHERS, NUM_POINTS, EventTail
+from train_fn.state.train_state import TrainState
 
 SPEC = RunSpec.model_validate(
     {
