@@ -15,7 +15,8 @@ from typing import Final
 import structlog
 
 from everstep.wire.cluster import RunBehind, StorageAdoption, StorageStatus
-from service.db.node_marks import KnownStorage, NodeMarkStore, StorageRecords
+from service.db.checkpoints import CheckpointRecords
+from service.db.node_marks import KnownStorage, NodeMarks, StorageRecords
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict
@@ -33,8 +34,9 @@ from storage.cluster import (
     write_identity,
     write_owner,
 )
-from storage.errors import StorageError, StorageMismatch, StorageOwned
+from storage.errors import CorruptFile, StorageError, StorageMismatch, StorageOwned
 from storage.filesystem import Storage
+from storage.run_control import Kept
 from storage.run_dir import RunDir
 
 # ---------------------------------------------------------------- gate
@@ -278,7 +280,7 @@ def adopt_storage(storage: Storage, runs: RunStore, gate: StorageGate) -> Storag
     )
 
 
-def begin_with(gate: StorageGate, storage: Storage, marks: NodeMarkStore, adopt: str) -> None:
+def begin_with(gate: StorageGate, storage: Storage, marks: NodeMarks, adopt: str) -> None:
     """Take the storage at a service's start. A database that has never used one keeps the marks of
     nodes which it finds there.
 
@@ -318,3 +320,54 @@ def _is_short(storage: Storage, run: RunRow) -> bool:
     except StorageMismatch:
         return True
     return False
+
+
+# ---------------------------------------------------------------- kept checkpoints
+
+# Copies of database rows in the storage, which drivers read: checkpoints to keep. Imports the
+# database. The API and the reconciler import it.
+
+
+class KeptSteps:
+    """Writes the files from the database's rows. Synchronous: call it in a thread."""
+
+    def __init__(self, storage: Storage, records: CheckpointRecords) -> None:
+        self._storage = storage
+        self._records = records
+        self._written: set[str] | None = None
+        """Runs whose file may hold something; None before the first look, which goes over all that
+        have not ended."""
+
+    def hold(self, run_id: str, step: int) -> None:
+        """Have a run keep a checkpoint for another one whose row is not there yet. Raises
+        StorageError, DatabaseError."""
+        known = self._wanted().get(run_id, Kept())
+        self._write(run_id, Kept(known.steps | {step}, known.corrupt))
+
+    def publish(self) -> None:
+        """Make the files say what the database says. Raises StorageError, DatabaseError; the next
+        call heals them."""
+        wanted = self._wanted()
+        candidates = wanted.keys() | (
+            set(self._records.unended()) if self._written is None else self._written
+        )
+        for run_id in sorted(candidates):
+            self._write(run_id, wanted.get(run_id, Kept()))
+        self._written = set(wanted)
+
+    def _wanted(self) -> dict[str, Kept]:
+        awaited, corrupt = self._records.awaited(), self._records.corrupt()
+        none: frozenset[str] = frozenset()
+        return {
+            run_id: Kept(awaited.get(run_id, frozenset()), corrupt.get(run_id, none))
+            for run_id in awaited.keys() | corrupt.keys()
+        }
+
+    def _write(self, run_id: str, kept: Kept) -> None:
+        run_dir = RunDir(self._storage, run_id)
+        try:
+            if run_dir.kept() == kept:
+                return
+        except CorruptFile:
+            pass  # written anew
+        run_dir.keep_steps(kept.steps, kept.corrupt)

@@ -222,7 +222,7 @@ MarkState = Literal["cordoned", "draining"]
 
 
 @dataclass(frozen=True)
-class NodeMark:
+class MarkedNode:
     """A node that takes no new ranks. Ranks also leave a node that is ``draining``. Times are unix
     seconds."""
 
@@ -236,7 +236,7 @@ class NodeMark:
     """When a draining node will be removed; None if unknown."""
 
 
-def encode_marks(marks: Iterable[NodeMark]) -> bytes:
+def encode_marks(marks: Iterable[MarkedNode]) -> bytes:
     """Return the file's bytes; equal marks give equal bytes."""
     nodes = {}
     for mark in sorted(marks, key=lambda mark: mark.node_id):
@@ -261,7 +261,7 @@ def write_marks_file(storage: Storage, data: bytes) -> None:
     storage.files.write(PATH, data)
 
 
-def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
+def read_node_marks(storage: Storage) -> dict[str, MarkedNode]:
     """Return the marks by node id. Fields of a newer service are ignored.
 
     Raises StorageError; CorruptFile if the file has other content.
@@ -276,11 +276,11 @@ def read_node_marks(storage: Storage) -> dict[str, NodeMark]:
         ) from exc
 
 
-def _mark(node_id: str, fields: dict[str, object]) -> NodeMark:
+def _mark(node_id: str, fields: dict[str, object]) -> MarkedNode:
     state, deadline = fields["state"], fields.get("deadline")
     if state not in ("cordoned", "draining"):
         raise ValueError(f"unknown state {state!r}")
-    return NodeMark(
+    return MarkedNode(
         node_id=node_id,
         state="draining" if state == "draining" else "cordoned",
         reason=None if fields.get("reason") is None else str(fields["reason"]),

@@ -11,13 +11,13 @@ import typer
 
 from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
 from everstep.client.client import Client
-from everstep.doctor.finding import Finding
 from everstep.doctor.findings import (
     check_findings,
     cluster_findings,
     identity_findings,
     service_findings,
 )
+from everstep.doctor.nodes import Finding
 from everstep.errors import AuthError, EverstepError, Unavailable, UsageError, WaitTimeout
 from everstep.spec.plain_text import printable
 from everstep.text import words

@@ -8,28 +8,18 @@ from typing import Annotated
 import typer
 
 from everstep import __version__
-from everstep.cli import admin as cli_alerts
-from everstep.cli import admin as cli_team
-from everstep.cli import cluster as cli_doctor
-from everstep.cli import cluster as cli_node_watcher
-from everstep.cli import cluster as cli_nodes
-from everstep.cli import drills as cli_drills
-from everstep.cli import drills as cli_replays
-from everstep.cli import history as cli_checkpoints
-from everstep.cli import history as cli_compare
-from everstep.cli import history as cli_history
-from everstep.cli import local as cli_local
-from everstep.cli import local as cli_specs
-from everstep.cli import login as cli_login
-from everstep.cli import observe as cli_observe
-from everstep.cli import observe as cli_tensorboard
-from everstep.cli import rehearse as cli_rehearse
-from everstep.cli import runs as cli_runs
-from everstep.cli import service as cli_backup
-from everstep.cli import service as cli_service
-from everstep.cli import service as cli_storage
-from everstep.cli import submit as cli_submit
-from everstep.cli import sweeps as cli_sweeps
+from everstep.cli import (
+    admin,
+    cluster,
+    drills,
+    history,
+    local,
+    observe,
+    runs,
+    service,
+    submit,
+    sweeps,
+)
 from everstep.cli.submit import Guide
 from everstep.cli.terminal import JsonOption, UrlOption, begin
 from everstep.spec.code import fix_hash_seed
@@ -63,58 +53,58 @@ def options(
     begin(json_, url)
 
 
-app.command()(cli_service.serve)
-app.command(cls=cli_submit.SubmitCommand)(cli_submit.submit)
-app.add_typer(cli_sweeps.sweep, name="sweep")
-app.command()(cli_sweeps.sweeps)
-app.command()(cli_specs.validate)
-app.command()(cli_specs.catalog)
-app.command()(cli_local.run)
-app.command(cls=cli_submit.SubmitCommand)(cli_rehearse.rehearse)
-app.add_typer(cli_local.init, name="init")
-app.command()(cli_runs.runs)
-app.command()(cli_runs.show)
-app.command()(cli_runs.watch)
-app.command()(cli_compare.compare)
-app.command("open")(cli_compare.open_page)
-app.command()(cli_history.logs)
-app.command()(cli_history.events)
-app.command()(cli_history.why)
-app.command()(cli_observe.stragglers)
-app.command()(cli_observe.profile)
-app.command()(cli_observe.stacks)
-app.command()(cli_observe.goodput)
-app.command()(cli_history.metrics)
-app.command()(cli_tensorboard.tensorboard)
-app.command()(cli_history.samples)
-app.command()(cli_checkpoints.checkpoints)
-app.command()(cli_checkpoints.verify)
-app.command()(cli_checkpoints.download)
-app.command()(cli_runs.cancel)
-app.command()(cli_runs.pause)
-app.command()(cli_runs.resume)
-app.command()(cli_runs.note)
-app.command()(cli_runs.delete)
-app.command()(cli_drills.drill)
-app.command()(cli_replays.replay)
-app.command()(cli_service.cluster)
-app.command()(cli_nodes.cordon)
-app.command()(cli_nodes.uncordon)
-app.command()(cli_nodes.drain)
-app.command()(cli_node_watcher.node_watcher)
-app.command()(cli_login.login)
-app.command()(cli_login.logout)
-app.command()(cli_login.context)
-app.add_typer(cli_team.project, name="project")
-app.add_typer(cli_team.token, name="token")
-app.add_typer(cli_team.session, name="session")
-app.add_typer(cli_alerts.alerts, name="alerts")
-app.command()(cli_team.audit)
-app.add_typer(cli_storage.storage, name="storage")
-app.command()(cli_doctor.doctor)
-app.command()(cli_backup.backup)
-app.command()(cli_backup.restore)
-app.command()(cli_service.demo)
+app.command()(service.serve)
+app.command(cls=submit.SubmitCommand)(submit.submit)
+app.add_typer(sweeps.sweep, name="sweep")
+app.command()(sweeps.sweeps)
+app.command()(local.validate)
+app.command()(local.catalog)
+app.command()(local.run)
+app.command(cls=submit.SubmitCommand)(local.rehearse)
+app.add_typer(local.init, name="init")
+app.command()(runs.runs)
+app.command()(runs.show)
+app.command()(runs.watch)
+app.command()(history.compare)
+app.command("open")(history.open_page)
+app.command()(history.logs)
+app.command()(history.events)
+app.command()(history.why)
+app.command()(observe.stragglers)
+app.command()(observe.profile)
+app.command()(observe.stacks)
+app.command()(observe.goodput)
+app.command()(history.metrics)
+app.command()(observe.tensorboard)
+app.command()(history.samples)
+app.command()(history.checkpoints)
+app.command()(history.verify)
+app.command()(history.download)
+app.command()(runs.cancel)
+app.command()(runs.pause)
+app.command()(runs.resume)
+app.command()(runs.note)
+app.command()(runs.delete)
+app.command()(drills.drill)
+app.command()(drills.replay)
+app.command()(service.cluster)
+app.command()(cluster.cordon)
+app.command()(cluster.uncordon)
+app.command()(cluster.drain)
+app.command()(cluster.node_watcher)
+app.command()(service.login)
+app.command()(service.logout)
+app.command()(service.context)
+app.add_typer(admin.project, name="project")
+app.add_typer(admin.token, name="token")
+app.add_typer(admin.session, name="session")
+app.add_typer(admin.alerts, name="alerts")
+app.command()(admin.audit)
+app.add_typer(service.storage, name="storage")
+app.command()(cluster.doctor)
+app.command()(service.backup)
+app.command()(service.restore)
+app.command()(service.demo)
 
 
 def main() -> None:

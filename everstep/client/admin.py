@@ -143,7 +143,7 @@ class Audit:
         return self._transport.pages("/v1/audit", AuditEntry, {"token_id": token_id})
 
 
-class Storage:
+class ServiceStorage:
     """The storage of the service, as ``client.storage``; for administrators."""
 
     def __init__(self, transport: Transport) -> None:

@@ -14,9 +14,14 @@ from everstep.client.address import find_address
 from everstep.client.admin import Alerts, Nodes
 from everstep.client.client import Client, Runs
 from everstep.client.download import Code
-from everstep.client.handles import DrillFields, DrillHandle, ProfileFields, ProfileHandle
+from everstep.client.handles import (
+    DrillFields,
+    DrillHandle,
+    ProfileFields,
+    ProfileHandle,
+    RunFields,
+)
 from everstep.client.in_loop import Calls, HttpInLoop, sleep
-from everstep.client.run_fields import RunFields
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Patience
 from everstep.client.sweeps import SweepFields, SweepHandle, Sweeps
@@ -323,8 +328,8 @@ class AsyncAudit(Mirror):
 class AsyncStorage(Mirror):
     """The storage of the service, as ``client.storage``."""
 
-    status = awaited(admin.Storage.status)
-    adopt = awaited(admin.Storage.adopt)
+    status = awaited(admin.ServiceStorage.status)
+    adopt = awaited(admin.ServiceStorage.adopt)
 
 
 class AsyncClient(Mirror):

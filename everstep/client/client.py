@@ -15,7 +15,7 @@ import httpx
 from pydantic import ValidationError
 
 from everstep.client.address import find_address
-from everstep.client.admin import Alerts, Audit, Nodes, Projects, Sessions, Storage, Tokens
+from everstep.client.admin import Alerts, Audit, Nodes, Projects, ServiceStorage, Sessions, Tokens
 from everstep.client.download import Code
 from everstep.client.runs import RunHandle
 from everstep.client.streams import Patience, wait_until
@@ -88,7 +88,7 @@ class Client:
         self.sessions = Sessions(self._transport)
         self.alerts = Alerts(self._transport, patience)
         self.audit = Audit(self._transport)
-        self.storage = Storage(self._transport)
+        self.storage = ServiceStorage(self._transport)
 
     def __enter__(self) -> Client:
         return self

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from blake3 import blake3
 
-from everstep.client.run_fields import RunFields
+from everstep.client.handles import RunFields
 from everstep.client.streams import Patience
 from everstep.client.transport import Transport
 from everstep.code import pack

@@ -7,16 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from everstep.doctor.finding import Finding, joined, ok, problem, warning
 from everstep.doctor.nodes import (
+    Finding,
     all_reduce_findings,
     answer_findings,
     clock_findings,
     gpu_findings,
     interface_findings,
+    joined,
     memory_findings,
+    ok,
     port_findings,
+    problem,
     version_findings,
+    warning,
 )
 from everstep.supported import RAY
 from everstep.wire import ClusterInfo, Readiness

@@ -21,7 +21,7 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Trial:
+class SweepTrial:
     """One run of a sweep, before it is submitted."""
 
     params: Mapping[str, Any]
@@ -69,7 +69,7 @@ def _drawn(distribution: Distribution, seed: str) -> Any:
     return min(high, max(low, float(f"{value:.{_DIGITS}g}")))
 
 
-def trials_of(sweep: SweepSpec) -> list[Trial]:
+def trials_of(sweep: SweepSpec) -> list[SweepTrial]:
     """Return every run with its spec. Raise InvalidSpec with the faults of all of them, each with
     the value of the sweep that it comes from."""
     name = sweep.name or sweep.spec.get("name")
@@ -79,7 +79,7 @@ def trials_of(sweep: SweepSpec) -> list[Trial]:
         if isinstance(name, str):
             raw["name"] = f"{name}-{number:03d}"
         try:
-            found.append(Trial(params, parse_spec(set_fields(raw, params))))
+            found.append(SweepTrial(params, parse_spec(set_fields(raw, params))))
         except InvalidSpec as exc:
             faults.add(number, params, exc.errors)
     faults.check()

@@ -1,4 +1,4 @@
-"""The REST API: routes, authentication, paging, streams and problem responses.
+"""What all routes of the REST API share: authentication, paging, streams, problems, OpenAPI.
 
 Imports the database, projections, the model and the views of the cluster. The web pages use the
 same functions.

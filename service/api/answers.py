@@ -19,9 +19,9 @@ from pydantic_core import to_json
 
 from everstep.spec.plain_text import is_sayable
 from everstep.wire import Event, Run, format_time
-from service.api.problems import ProblemError, invalid_request
+from service.api.problems import ApiProblem, invalid_request
 from service.db import run_lookup
-from service.db.lease import RUN_ID_PATTERN, SWEEP_ID_PATTERN
+from service.db.lease import RUN_ID_PATTERN
 from service.db.run_lookup import Place
 from service.model.provider_rule import NO_PRICES, Prices
 from service.model.rows import EventRow, TransitionRow
@@ -97,15 +97,14 @@ def run_json(
     Args:
         run: its row. Fields of ``Run`` that are not set here are the row's fields of the same name.
         transitions: its transitions, oldest first.
-        dashboard_url: base URL of the Ray dashboard; None until it is known.
+        dashboard_url: where a person opens Ray's dashboard; None until it is known.
         now: unix seconds.
-        public_url: base URL of this service for browsers, without a trailing slash, through which
-            Ray's dashboard is reached, too; None for no links to pages.
+        public_url: base URL of this service for browsers, without a trailing slash; None for no
+            links to pages.
         prices: what an hour of a resource costs.
     """
     latest, best, origin = run.latest_checkpoint, run.best, run.resume_from
     protected = protection(run)
-    ray_url = f"{public_url}/ray" if public_url and dashboard_url else dashboard_url
     answer = dict(zip(_SAME, _same_fields(run), strict=True)) | {
         "reason": _reason(run.reason_code, run.reason_message),
         "created_at": _time(run.created_at),
@@ -123,8 +122,10 @@ def run_json(
             now if run.finished_at is None else run.finished_at
         ),
         "links": {
-            "ray_dashboard": ray_url,
-            "ray_job": f"{ray_url}/#/jobs/{run.ray_job_id}" if ray_url and run.ray_job_id else None,
+            "ray_dashboard": dashboard_url,
+            "ray_job": f"{dashboard_url}/#/jobs/{run.ray_job_id}"
+            if dashboard_url and run.ray_job_id
+            else None,
             "dashboard": f"{public_url}/runs/{run.id}" if public_url else None,
         },
         "transitions": [
@@ -180,7 +181,7 @@ def run_cursor(run: RunHead) -> str:
 
 def encode_run_cursor(created_at: float, run_id: str) -> str:
     """Return the cursor after a run with this creation time (unix seconds) and id."""
-    return _encode((created_at, run_id))
+    return encode_place((created_at, run_id))
 
 
 def parse_run_cursor(cursor: str | None) -> Place | None:
@@ -188,21 +189,10 @@ def parse_run_cursor(cursor: str | None) -> Place | None:
     ``run_cursor`` did not make."""
     if cursor is None:
         return None
-    return _parse_place(cursor, RUN_ID_PATTERN)
+    return parse_place(cursor, RUN_ID_PATTERN)
 
 
-def sweep_cursor(created_at: float, sweep_id: str) -> str:
-    """Return the cursor after a sweep in a list of sweeps, newest first."""
-    return _encode((created_at, sweep_id))
-
-
-def parse_sweep_cursor(cursor: str | None) -> Place | None:
-    """Return (created_at, id) of the last sweep of the previous page. Raises 422 for a cursor that
-    ``sweep_cursor`` did not make."""
-    return None if cursor is None else _parse_place(cursor, SWEEP_ID_PATTERN)
-
-
-def _parse_place(cursor: str, pattern: re.Pattern[str]) -> Place:
+def parse_place(cursor: str, pattern: re.Pattern[str]) -> Place:
     match _decode(cursor):
         case [float(created_at), str(item_id)] if math.isfinite(created_at) and pattern.fullmatch(
             item_id
@@ -213,7 +203,7 @@ def _parse_place(cursor: str, pattern: re.Pattern[str]) -> Place:
 
 def order_cursor(order: run_lookup.RunOrder, place: run_lookup.OrderPlace | None) -> str | None:
     """Return the cursor after a run in a list in this order; None after the last."""
-    return None if place is None else _encode((_mark_of(order), *place))
+    return None if place is None else encode_place((_mark_of(order), *place))
 
 
 def parse_order_cursor(
@@ -258,10 +248,10 @@ def page_of(
         ):
             raise _not_ours()
         ordered = [item for item in ordered if key(item) > tuple(place)]
-    return ordered[:limit], _encode(key(ordered[limit - 1])) if len(ordered) > limit else None
+    return ordered[:limit], encode_place(key(ordered[limit - 1])) if len(ordered) > limit else None
 
 
-def _encode(place: Key) -> str:
+def encode_place(place: Key) -> str:
     return (
         base64.urlsafe_b64encode(json.dumps(place, ensure_ascii=False).encode())
         .decode()
@@ -270,14 +260,14 @@ def _encode(place: Key) -> str:
 
 
 def _decode(cursor: str) -> Any:
-    """Return the list that ``_encode`` was given; None for anything else."""
+    """Return the list that ``encode_place`` was given; None for anything else."""
     try:
         return json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, TypeError, binascii.Error, RecursionError):
         return None
 
 
-def _not_ours() -> ProblemError:
+def _not_ours() -> ApiProblem:
     return invalid_request(
         "cursor", msg="is not a cursor of this list; use next_cursor of the previous page"
     )

@@ -17,10 +17,9 @@ from sqlalchemy import Connection
 from starlette.requests import HTTPConnection
 
 from service.api.context import ApiContext, Context
-from service.api.problems import ProblemError, not_found
+from service.api.problems import ApiProblem, not_found
 from service.db.audit import current_entry
-from service.db.sessions import Holder
-from service.db.tokens import Claim, SeenRun, TokenStore, sha256_of
+from service.db.tokens import Claim, Holder, SeenRun, TokenStore, sha256_of
 from service.model.rows import RANK, Role, TokenRow
 from service.model.run_rows import RunRow
 from storage.files.protocol import draft_beside
@@ -70,7 +69,7 @@ class Principal:
     def require(self, role: Role) -> None:
         """Raise 403 for a lesser role."""
         if not self.may(role):
-            raise ProblemError(
+            raise ApiProblem(
                 403,
                 "forbidden",
                 f"this needs the role {role}, but token {self.name!r} is a {self.role}; use "
@@ -91,7 +90,7 @@ class Claimant(Principal):
         if not self.claim.holds(connection, context.clock()):
             raise self.refused(context)
 
-    def refused(self, context: ApiContext) -> ProblemError:
+    def refused(self, context: ApiContext) -> ApiProblem:
         """Return the response to a claim that no longer holds."""
         context.known_tokens.forget(self.sha256)
         return _unauthorized()
@@ -116,8 +115,8 @@ def _secret(credentials: HTTPAuthorizationCredentials | None) -> str | None:
     )
 
 
-def _unauthorized() -> ProblemError:
-    return ProblemError(
+def _unauthorized() -> ApiProblem:
+    return ApiProblem(
         401,
         "unauthorized",
         (
@@ -150,7 +149,7 @@ def admitted(
     wait_s = context.rate_limit.wait_s(found.id)
     if wait_s:
         detail = f"token {found.name!r} exceeds its rate limit; try again in {wait_s} s"
-        raise ProblemError(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
+        raise ApiProblem(429, "rate_limited", detail, headers={"Retry-After": str(wait_s)})
     context.token_use.note(found.id)
     entry = current_entry()
     if entry is not None:

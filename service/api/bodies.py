@@ -26,7 +26,7 @@ from everstep.spec import plain_text
 from everstep.spec.parsing import few, field_errors
 from everstep.text.words import closest
 from service.api.auth import bearer, principal
-from service.api.problems import ProblemError
+from service.api.problems import ApiProblem
 
 if TYPE_CHECKING:
     from service.api.auth import Principal
@@ -84,8 +84,8 @@ def parse_model(model: type[M], raw: Any) -> M:
     return found
 
 
-def _invalid(faults: Sequence[FieldError]) -> ProblemError:
-    return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+def _invalid(faults: Sequence[FieldError]) -> ApiProblem:
+    return ApiProblem(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
 
 
 async def read_json(request: Request) -> Any:
@@ -103,11 +103,11 @@ async def _json_value(body: bytes) -> Any:
     except RecursionError as exc:
         raise _too_deep() from exc
     except UnicodeDecodeError as exc:
-        raise ProblemError(
+        raise ApiProblem(
             400, "malformed_json", f"the body is not UTF-8: {exc.reason} at byte {exc.start}"
         ) from exc
     except ValueError as exc:
-        raise ProblemError(400, "malformed_json", f"the body is not JSON: {exc}") from exc
+        raise ApiProblem(400, "malformed_json", f"the body is not JSON: {exc}") from exc
     return value
 
 
@@ -129,7 +129,7 @@ def _check_content_type(content_type: str | None) -> None:
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
-        raise ProblemError(
+        raise ApiProblem(
             415,
             "unsupported_media_type",
             f"send the body as application/json, not {media_type[:80]!r}",
@@ -142,7 +142,7 @@ async def _read_limited(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ProblemError(
+            raise ApiProblem(
                 413, "body_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less"
             )
     return bytes(body)
@@ -164,7 +164,7 @@ def check_shape(value: Any) -> int:
         ]
         num_values += len(level)
         if num_values > MAX_VALUES:
-            raise ProblemError(
+            raise ApiProblem(
                 413, "body_too_large", f"the body has more than {MAX_VALUES} values; send fewer"
             )
         if not level:
@@ -172,8 +172,8 @@ def check_shape(value: Any) -> int:
     raise _too_deep()
 
 
-def _too_deep() -> ProblemError:
-    return ProblemError(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")
+def _too_deep() -> ApiProblem:
+    return ApiProblem(400, "too_deep", f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 # ---------------------------------------------------------------- request shape
@@ -231,7 +231,7 @@ async def refuse_unknown_query(request: Request) -> None:
     if faults:
         if any(each is bearer for each in _calls(dependant)):
             await principal(request, request.app.state.context, await bearer(request))
-        raise ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+        raise ApiProblem(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -278,7 +278,7 @@ def requested_range(header: str | None, size_bytes: int) -> tuple[int, int] | No
     begin = int(first) if first else max(0, size_bytes - int(last))
     end = min(int(last) + 1, size_bytes) if first and last else size_bytes
     if begin >= size_bytes or (not first and not int(last)):
-        raise ProblemError(
+        raise ApiProblem(
             416,
             "range_not_satisfiable",
             f"Range {header!r} contains no byte of the archive, which has {size_bytes} bytes",

@@ -16,7 +16,7 @@ import structlog
 
 from everstep.options.serve import DEFAULT_RATE_PER_S
 from service.api.blocking import BlockingCalls
-from service.db.errors import DatabaseError
+from service.db.engine import DatabaseError
 from service.db.tokens import TokenStore, sha256_of
 from service.model.rows import TokenRow
 

@@ -1,41 +1,32 @@
-"""Routes of the cluster: the catalog, nodes, and marks of nodes."""
+"""Routes of the cluster: the catalog, nodes with their runs, and the storage."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import structlog
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter
 
 from everstep.spec.run_spec import spec_schema
 from everstep.spec.tasks import Catalog, catalog
 from everstep.wire import ClusterInfo, Node
-from everstep.wire.cluster import DrainOrder, NodeOrder, StorageAdoption, StorageStatus
-from everstep.wire.deployment import CheckOrder, DeploymentCheck
+from everstep.wire.cluster import StorageAdoption, StorageStatus
 from service.api.auth import Administrator, Caller, Principal
-from service.api.bodies import optional_body
 from service.api.context import ApiContext, Context
-from service.api.openapi import CHECK_BODY, DRAIN_BODY, NODE_BODY, problem_answers
-from service.api.problems import ProblemError, not_found, unavailable
+from service.api.openapi import problem_answers
 from service.cluster.cluster_view import with_mark
-from service.cluster.ray_jobs import JobNotFound, JobRejected, RayUnavailable
 from service.db.lease import RUN_ID_PATTERN
-from service.model.rows import MarkState
 from service.model.run_rows import RunRow
 from service.projections.goodput import WorkLedger
 from service.storage_identity import adopt_storage, storage_status
-from storage.errors import StorageError
 
 router: Final = APIRouter(prefix="/v1", tags=["cluster"])
 _CATALOG: Final = catalog()
 _SCHEMA: Final = spec_schema()
 
 log = structlog.get_logger(__name__)
-
-
-NodeId = Annotated[str, Path(description="The node's whole id, from `GET /v1/cluster`.")]
 
 
 @router.get("/catalog", summary="What a spec may name", responses=problem_answers())
@@ -55,103 +46,7 @@ async def get_schema(_caller: Caller) -> dict[str, Any]:
 @router.get("/cluster", summary="The Ray cluster", responses=problem_answers())
 async def get_cluster(context: Context, caller: Caller) -> ClusterInfo:
     """Nodes with state, resources, and those of their runs that the token may see."""
-    return await _with_marks_and_runs(context, caller, await context.cluster_view.cluster())
-
-
-Order = Annotated[NodeOrder, Depends(optional_body(NodeOrder))]
-Drain = Annotated[DrainOrder, Depends(optional_body(DrainOrder))]
-
-
-@router.post(
-    "/cluster/nodes/{node_id}/cordon",
-    summary="Cordon a node",
-    responses=problem_answers(403, 404, 409, 415, 422),
-    openapi_extra=NODE_BODY,
-)
-async def cordon_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Order
-) -> Node:
-    """Places no new ranks on the node. Its current ranks stay until their run restarts for another
-    reason."""
-    return await _mark(context, caller, node_id, "cordoned", order)
-
-
-@router.post(
-    "/cluster/nodes/{node_id}/uncordon",
-    summary="Open a node again",
-    responses=problem_answers(403, 404, 415, 422),
-    openapi_extra=NODE_BODY,
-)
-async def uncordon_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Order
-) -> Node:
-    """Ends a cordon or a drain. Earlier failures no longer count against the node."""
-    return await _mark(context, caller, node_id, "open", order)
-
-
-@router.post(
-    "/cluster/nodes/{node_id}/drain",
-    summary="Drain a node",
-    responses=problem_answers(403, 404, 409, 415, 422),
-    openapi_extra=DRAIN_BODY,
-)
-async def drain_node(
-    node_id: NodeId, context: Context, caller: Administrator, order: Drain
-) -> Node:
-    """Ranks save, leave at once and move to other nodes, without losing a step. The node is
-    `DRAINED` once they have left."""
-    return await _mark(context, caller, node_id, "draining", order, order.deadline_s)
-
-
-async def _mark(
-    context: ApiContext,
-    caller: Principal,
-    node_id: str,
-    state: MarkState,
-    order: NodeOrder,
-    deadline_s: float | None = None,
-) -> Node:
-    """Set a node's mark, notify drivers, and return the node.
-
-    The database comes first. If the storage does not accept the file now, the reconciler writes it
-    later.
-    """
-    caller.require("admin")
-    info = await context.cluster_view.cluster()
-    if not info.available:
-        raise unavailable(
-            "unavailable",
-            f"Ray does not respond, so it is unknown whether node {node_id} exists; try again",
-        )
-    found = next((node for node in info.nodes if node.id == node_id), None)
-    if found is None:
-        raise not_found(f"node {node_id} is not in the cluster; GET /v1/cluster lists its nodes")
-    if found.state == "DEAD" and state != "open":
-        raise ProblemError(
-            409, "conflict", f"node {node_id} is dead; only live nodes can be marked"
-        )
-    row = await context.database_call(
-        context.node_marks.mark,
-        node_id,
-        state,
-        caller.name,
-        reason=order.reason,
-        deadline_s=deadline_s,
-    )
-    log.info(
-        "node marked",
-        node_id=node_id,
-        state=state,
-        by=caller.name,
-        reason=order.reason,
-        deadline=row.deadline,
-    )
-    try:
-        await context.storage_call(context.marks_file.publish)
-    except StorageError as exc:
-        log.warning("publishing node mark delayed", node_id=node_id, problem=str(exc))
-    shown = await _with_marks_and_runs(context, caller, info)
-    return next(node for node in shown.nodes if node.id == node_id)
+    return await with_marks_and_runs(context, caller, await context.cluster_view.cluster())
 
 
 def _of_a_rank(run: RunRow) -> dict[str, float]:
@@ -185,7 +80,7 @@ def _as_seen(caller: Principal, node: Node) -> Node:
     return node.model_copy(update={"mark": node.mark.model_copy(update={"reason": reason})})
 
 
-async def _with_marks_and_runs(
+async def with_marks_and_runs(
     context: ApiContext, caller: Principal, info: ClusterInfo
 ) -> ClusterInfo:
     """Return the cluster with marks and runs of its nodes. Runs that the caller may not see count,
@@ -215,57 +110,6 @@ async def _with_marks_and_runs(
         for node in info.nodes
     )
     return info.model_copy(update={"nodes": shown})
-
-
-# ---------------------------------------------------------------- deployment checks
-
-# Routes of deployment checks: start one, read its report.
-
-checks_router: Final = APIRouter(prefix="/v1/cluster/checks", tags=["cluster"])
-
-
-CheckBody = Annotated[CheckOrder, Depends(optional_body(CheckOrder))]
-
-
-@checks_router.post(
-    "",
-    status_code=202,
-    summary="Check the deployment",
-    responses=problem_answers(403, 415, 422, 503),
-    openapi_extra=CHECK_BODY,
-)
-async def start_check(
-    context: Context, _caller: Administrator, order: CheckBody
-) -> DeploymentCheck:
-    """Runs a process on every live node that checks versions, storage, ports, clocks and an
-    all-reduce. `everstep doctor` interprets the report."""
-    try:
-        return await context.deployment_checks.start(order.all_reduce_s)
-    except JobRejected as exc:
-        raise ProblemError(409, "conflict", str(exc)) from exc
-    except RayUnavailable as exc:
-        raise unavailable("unavailable", str(exc)) from exc
-
-
-@checks_router.get(
-    "/{check_id}", summary="One check of the deployment", responses=problem_answers(403, 404, 503)
-)
-async def get_check(
-    context: Context,
-    _caller: Administrator,
-    check_id: Annotated[
-        str, Path(pattern=r"^check_[0-9a-z]{1,32}$", description="Id of the check.")
-    ],
-) -> DeploymentCheck:
-    """The state `running`, later the report, or why there is none."""
-    try:
-        return await context.deployment_checks.get(check_id)
-    except JobNotFound as exc:
-        raise not_found(
-            f"check {check_id} does not exist; start one with POST /v1/cluster/checks"
-        ) from exc
-    except RayUnavailable as exc:
-        raise unavailable("unavailable", str(exc)) from exc
 
 
 # ---------------------------------------------------------------- storage

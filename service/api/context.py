@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Annotated, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
@@ -15,33 +15,26 @@ from everstep.options.serve import (
     DEFAULT_MAX_UPLOAD_BYTES,
     DEFAULT_RATE_PER_S,
 )
+from service.annex import Annex
 from service.api.blocking import BlockingCalls
 from service.api.callers import KnownTokens, LogInCodes, RateLimit, TokenUse
-from service.api.event_feed import EventFeed
-from service.api.goodput_summary import TimeBook
 from service.api.log_views import LogViews
 from service.api.readiness import ClusterProbe, ReadinessCheck
-from service.api.streams import Followers
-from service.cluster.deployment_checks import DeploymentChecks
-from service.cluster.ray_dashboard import RayDashboard
+from service.api.streams import EventFeed, Followers
 from service.cluster.ray_jobs import RayJobs
-from service.control_files import KeptSteps, MarksFile
-from service.db.alerts import AlertStore
 from service.db.audit import AuditStore
 from service.db.checkpoints import CodeArchives
 from service.db.engine import Database
 from service.db.events import EventStore, SeriesStore
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
+from service.db.run_queries import TimeBook
 from service.db.runs import RunStore
-from service.db.sessions import SessionStore
-from service.db.sweeps import SweepStore
-from service.db.tokens import TokenStore, UserStore
+from service.db.tokens import SessionStore, TokenStore
 from service.figures import RunFigures
-from service.identity import Provider
 from service.model.provider_rule import NO_PRICES, Prices
 from service.model.run_rows import RunHead
-from service.storage_identity import StorageGate
+from service.storage_identity import KeptSteps, StorageGate
 from service.submission_rules.packages import (
     ANYWHERE,
     NO_PACKAGES,
@@ -51,6 +44,8 @@ from service.submission_rules.packages import (
     StorageRoots,
 )
 from storage.filesystem import Storage
+
+T = TypeVar("T")
 
 
 class ClusterSource(ClusterProbe, Protocol):
@@ -82,12 +77,11 @@ class ApiContext:
         max_code_bytes: int = DEFAULT_MAX_CODE_BYTES,
         storage_roots: StorageRoots = ANYWHERE,
         ray: RayJobs | None = None,
-        ray_dashboard: RayDashboard | None = None,
+        annexes: Sequence[Annex] = (),
         notify: NotifyRule = NOBODY,
         has_mail: bool = False,
         embedded: bool = False,
         prices: Prices = NO_PRICES,
-        provider: Provider | None = None,
     ) -> None:
         self.database = database
         self.storage = storage
@@ -103,14 +97,12 @@ class ApiContext:
         self.max_code_bytes = max_code_bytes
         self.storage_roots = storage_roots
         self.ray = ray
-        self.ray_dashboard = ray_dashboard
-        """Passes requests on to Ray's dashboard; None passes on none."""
+        self.annexes = tuple(annexes)
+        self._parts: dict[type[Any], Any] = {}
         self.notify = notify
         self.has_mail = has_mail
         """Whether alerts can be sent by e-mail."""
         self.prices = prices
-        self.provider = provider
-        """Identity provider at which people log in; None lets only tokens log in."""
         self.embedded = embedded
         """Whether user code runs as this service's own user."""
         self.runs = RunStore(database, clock)
@@ -119,20 +111,15 @@ class ApiContext:
         self.storage_gate = StorageGate(storage, self.runs.storage, service=public_url or "")
         self.kept_steps = KeptSteps(storage, self.runs.checkpoints)
         self.time_book = TimeBook(self.runs)
-        self.sweeps = SweepStore(database, clock)
         self.tokens = TokenStore(database, clock)
         self.sessions = SessionStore(database, clock)
-        self.users = UserStore(database, clock)
         self.log_in_codes = LogInCodes(clock)
         self.projects = ProjectStore(database, clock)
-        self.alerts = AlertStore(database, clock)
         self.code_archives = CodeArchives(database, clock)
         self.audit = AuditStore(database, clock)
         database.companion = self.audit.join
         self.rate_limit = RateLimit(rate_per_s)
-        self.node_marks = NodeMarkStore(database, clock)
-        self.marks_file = MarksFile(storage, self.node_marks, self.storage_gate.require)
-        self.deployment_checks = DeploymentChecks(storage, ray, clock)
+        self.node_marks = NodeMarks(database, clock)
         self.calls = calls = BlockingCalls(database)
         self.database_call = calls.database_call
         self.database_lookup = calls.database_lookup
@@ -148,6 +135,22 @@ class ApiContext:
         self.token_use = TokenUse(self.tokens, clock, calls)
         self.kept_answers = KeptAnswers()
         self.known_tokens = KnownTokens()
+
+    def add_part(self, part: object) -> None:
+        """Add what an annex opened for its routes."""
+        self._parts[type(part)] = part
+
+    def part(self, kind: type[T]) -> T | None:
+        """Return the part of this type; None if there is none."""
+        return self._parts.get(kind)
+
+    @property
+    def ray_url(self) -> str | None:
+        """Return where a person opens Ray's dashboard: through this service, if it passes it on.
+        None until the cluster's address is known."""
+        url = self.cluster_view.dashboard_url
+        relays = any(annex.relays_ray for annex in self.annexes)
+        return f"{self.public_url}/ray" if url and self.public_url and relays else url
 
 
 async def _context(request: Request) -> ApiContext:

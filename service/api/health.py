@@ -16,7 +16,7 @@ from everstep.wire import Answer, Readiness, RunStatus
 from service.api.auth import Caller
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
-from service.api.problems import RETRY_AFTER_S, ProblemError
+from service.api.problems import RETRY_AFTER_S, ApiProblem
 
 router: Final = APIRouter(tags=["health"])
 
@@ -163,7 +163,7 @@ class _StateCollector(Collector):
 async def get_figures(request: Request, context: Context, caller: Caller) -> Response:
     """In Prometheus' text format, for all projects. A token of one project gets 403."""
     if caller.project is not None:
-        raise ProblemError(
+        raise ApiProblem(
             403,
             "forbidden",
             f"metrics cover all projects, but token {caller.name!r} only has access to "

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Query
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from everstep.spec.run_spec import RunSpec
-from everstep.spec.sweep import SweepSpec
 from everstep.wire import Problem, RunChange
-from everstep.wire.alerts import AlertRequest
-from everstep.wire.cluster import DrainOrder, NodeOrder
-from everstep.wire.deployment import CheckOrder
-from everstep.wire.drills import DrillRequest, ProfileRequest
-from everstep.wire.run import ReplayRequest
-from everstep.wire.team import ProjectRequest, TokenRequest
+from service.annex import Annex, FollowUps
 from service.api import problems, streams
 
 _REF: Final = "#/components/schemas/{model}"
@@ -73,53 +68,8 @@ def json_body(model: str, example: dict[str, Any], *, required: bool = True) -> 
     return {"requestBody": {"required": required, "content": content}}
 
 
-DRILL_BODY: Final = json_body("DrillRequest", {"kind": "kill_worker", "rank": 1})
 CHANGE_BODY: Final = json_body("RunChange", {"notes": "diverges with warmup below 100"})
-REPLAY_BODY: Final = json_body("ReplayRequest", {"from_step": 400, "to_step": 450})
-PROFILE_BODY: Final = json_body("ProfileRequest", {"rank": 0, "steps": 10})
-NODE_BODY: Final = json_body("NodeOrder", {"reason": "a disk fails"}, required=False)
-DRAIN_BODY: Final = json_body(
-    "DrainOrder", {"reason": "maintenance at noon", "deadline_s": 300}, required=False
-)
-CHECK_BODY: Final = json_body("CheckOrder", {"all_reduce_s": 10}, required=False)
-PROJECT_BODY: Final = json_body(
-    "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
-)
-TOKEN_BODY: Final = json_body(
-    "TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"}
-)
 
-ALERT_BODY: Final = json_body(
-    "AlertRequest",
-    {
-        "project": "vision",
-        "name": "on-call",
-        "when": "recovered",
-        "more_than": 3,
-        "format": "slack",
-        "url": "https://hooks.slack.com/services/…",
-    },
-)
-
-SWEEP_BODY: Final = json_body(
-    "SweepSpec",
-    {
-        "spec": {
-            "name": "digits",
-            "task": {
-                "name": "image_classification",
-                "model": {"name": "mini_resnet"},
-                "data": {"name": "digits"},
-            },
-            "train": {"epochs": 9},
-        },
-        "metric": "val_accuracy",
-        "grid": {"optimizer.lr": [0.001, 0.003]},
-        "random": {"optimizer.weight_decay": {"name": "log", "low": 0.0001, "high": 0.1}},
-        "max_runs": 20,
-        "scheduler": {"name": "asha"},
-    },
-)
 
 CreateProject = Annotated[
     bool,
@@ -179,8 +129,8 @@ def _suit_generators(node: Any) -> None:
 
 
 _RUN: Final = {"run_id": "$response.body#/id"}
-_LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ...]], ...]] = (
-    (
+_FOLLOW_UPS: Final = (
+    FollowUps(
         "/v1/runs",
         "201",
         _RUN,
@@ -194,55 +144,19 @@ _LINKS: Final[tuple[tuple[str, str, Mapping[str, str], tuple[tuple[str, str], ..
             ("delete", "/v1/runs/{run_id}"),
         ),
     ),
-    (
+    FollowUps(
         "/v1/runs/{run_id}/pause",
         "202",
         _RUN,
         (("post", "/v1/runs/{run_id}/resume"), ("post", "/v1/runs/{run_id}/cancel")),
     ),
-    (
+    FollowUps(
         "/v1/runs/{run_id}/cancel",
         "202",
         _RUN,
         (("delete", "/v1/runs/{run_id}"), ("post", "/v1/runs/{run_id}/resume")),
     ),
-    (
-        "/v1/sweeps",
-        "201",
-        {"sweep_id": "$response.body#/id"},
-        (
-            ("get", "/v1/sweeps/{sweep_id}"),
-            ("get", "/v1/sweeps/{sweep_id}/spec"),
-            ("get", "/v1/sweeps/{sweep_id}/runs"),
-            ("post", "/v1/sweeps/{sweep_id}/cancel"),
-            ("delete", "/v1/sweeps/{sweep_id}"),
-        ),
-    ),
-    (
-        "/v1/projects",
-        "201",
-        {"project": "$response.body#/name"},
-        (("get", "/v1/projects/{project}"), ("delete", "/v1/projects/{project}")),
-    ),
-    (
-        "/v1/tokens",
-        "201",
-        {"token_id": "$response.body#/id"},
-        (("delete", "/v1/tokens/{token_id}"),),
-    ),
-    (
-        "/v1/alerts",
-        "201",
-        {"alert_id": "$response.body#/id"},
-        (
-            ("post", "/v1/alerts/{alert_id}/test"),
-            ("get", "/v1/alerts/{alert_id}/deliveries"),
-            ("delete", "/v1/alerts/{alert_id}"),
-        ),
-    ),
 )
-"""Follow-up requests after a POST: route, status, location of the parameter in the response, and
-the routes that take it."""
 
 
 def _add_parameter_problems(schema: dict[str, Any]) -> None:
@@ -255,20 +169,26 @@ def _add_parameter_problems(schema: dict[str, Any]) -> None:
                 operation["responses"].setdefault(str(status), problem_answers(status)[status])
 
 
-def _add_links(schema: dict[str, Any]) -> None:
+def _add_links(schema: dict[str, Any], follow_ups: Iterable[FollowUps]) -> None:
     paths = schema["paths"]
-    for path, status, parameters, targets in _LINKS:
-        links = paths[path]["post"]["responses"][status].setdefault("links", {})
-        for method, target in targets:
+    for each in follow_ups:
+        links = paths[each.path]["post"]["responses"][each.status].setdefault("links", {})
+        for method, target in each.targets:
             operation = paths[target][method]
             links[operation["summary"]] = {
                 "operationId": operation["operationId"],
-                "parameters": dict(parameters),
+                "parameters": dict(each.parameters),
             }
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, annexes: Sequence[Annex]) -> None:
     """Complete ``app.openapi``."""
+    models: list[type[BaseModel]] = [
+        RunSpec,
+        RunChange,
+        *(model for annex in annexes for model in annex.bodies),
+    ]
+    follow_ups = [*_FOLLOW_UPS, *(each for annex in annexes for each in annex.follow_ups)]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -277,23 +197,7 @@ def install(app: FastAPI) -> None:
             )
             _, definitions = models_json_schema(
                 [
-                    *(
-                        (model, "validation")
-                        for model in (
-                            RunSpec,
-                            SweepSpec,
-                            DrillRequest,
-                            ProfileRequest,
-                            RunChange,
-                            ReplayRequest,
-                            ProjectRequest,
-                            TokenRequest,
-                            AlertRequest,
-                            NodeOrder,
-                            DrainOrder,
-                            CheckOrder,
-                        )
-                    ),
+                    *((model, "validation") for model in models),
                     (Problem, "serialization"),
                 ],
                 ref_template=_REF,
@@ -303,7 +207,7 @@ def install(app: FastAPI) -> None:
             _drop_default_validation_errors(schema)
             _suit_generators(schemas)
             _add_parameter_problems(schema)
-            _add_links(schema)
+            _add_links(schema, follow_ups)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -16,10 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from everstep.errors import FieldError, InvalidSpec
-from service.db.errors import DatabaseUnavailable, Unstorable
+from service.db.engine import DatabaseUnavailable, StateConflict, Unstorable
 from service.db.lease import IdempotencyConflict
 from service.db.projects import ProjectError, ProjectInUse, QuotaExceeded, UnknownProject
-from service.db.sweeps import SweepConflict
 from service.model.states import TransitionConflict
 from storage.errors import CorruptCheckpoint, InvalidArchive, StorageError, StorageNotFound
 
@@ -30,7 +29,7 @@ RETRY_AFTER_S: Final = 2
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-class ProblemError(Exception):
+class ApiProblem(Exception):
     """A request that cannot be served, as the client will see it."""
 
     def __init__(
@@ -50,21 +49,21 @@ class ProblemError(Exception):
         self.headers = dict(headers or {})
 
 
-def not_found(detail: str) -> ProblemError:
-    return ProblemError(404, "not_found", detail)
+def not_found(detail: str) -> ApiProblem:
+    return ApiProblem(404, "not_found", detail)
 
 
-def unavailable(code: str, detail: str) -> ProblemError:
-    return ProblemError(503, code, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+def unavailable(code: str, detail: str) -> ApiProblem:
+    return ApiProblem(503, code, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-def invalid_request(*loc: str | int, msg: str) -> ProblemError:
-    return ProblemError(
+def invalid_request(*loc: str | int, msg: str) -> ApiProblem:
+    return ApiProblem(
         422, "invalid_request", f"{'.'.join(map(str, loc))}: {msg}", errors=[FieldError(loc, msg)]
     )
 
 
-def problem_response(problem: ProblemError) -> Response:
+def problem_response(problem: ApiProblem) -> Response:
     """Return the response. It is ASCII: the request may have contained text that UTF-8 cannot
     represent."""
     body: dict[str, Any] = {
@@ -78,14 +77,14 @@ def problem_response(problem: ProblemError) -> Response:
     return Response(json.dumps(body), problem.status, problem.headers, media_type=MEDIA_TYPE)
 
 
-def as_problem(exc: Exception) -> ProblemError:
+def as_problem(exc: Exception) -> ApiProblem:
     """Return the problem for an exception. Internal errors are logged and become
     ``internal_error``."""
     match exc:
-        case ProblemError():
+        case ApiProblem():
             return exc
         case InvalidSpec(errors=errors):
-            return ProblemError(
+            return ApiProblem(
                 422,
                 "invalid_spec",
                 f"the spec has {len(errors)} fault(s); fix those in errors",
@@ -94,17 +93,17 @@ def as_problem(exc: Exception) -> ProblemError:
         case TransitionConflict(found=None):
             return not_found(f"run {exc.run_id} does not exist")
         case TransitionConflict():
-            return ProblemError(409, "invalid_transition", str(exc))
-        case SweepConflict():
-            return ProblemError(409, "invalid_transition", str(exc))
+            return ApiProblem(409, "invalid_transition", str(exc))
+        case StateConflict():
+            return ApiProblem(409, "invalid_transition", str(exc))
         case QuotaExceeded():
-            return ProblemError(409, "quota_exceeded", str(exc))
+            return ApiProblem(409, "quota_exceeded", str(exc))
         case UnknownProject():
             return invalid_request("project", msg=str(exc))
         case ProjectInUse():
-            return ProblemError(409, "conflict", str(exc))
+            return ApiProblem(409, "conflict", str(exc))
         case IdempotencyConflict():
-            return ProblemError(409, "idempotency_conflict", str(exc))
+            return ApiProblem(409, "idempotency_conflict", str(exc))
         case DatabaseUnavailable():
             logger.error("database_unavailable", error=str(exc))
             return unavailable(
@@ -112,17 +111,17 @@ def as_problem(exc: Exception) -> ProblemError:
                 "the database does not respond; nothing was changed, try again",
             )
         case Unstorable():
-            return ProblemError(
+            return ApiProblem(
                 422, "invalid_request", f"the request contains a value that cannot be stored: {exc}"
             )
         case StorageNotFound():
             return not_found(str(exc))
         case InvalidArchive():
-            return ProblemError(
+            return ApiProblem(
                 422, "invalid_archive", str(exc), errors=[FieldError(("file",), str(exc))]
             )
         case CorruptCheckpoint():
-            return ProblemError(409, "corrupt_checkpoint", str(exc))
+            return ApiProblem(409, "corrupt_checkpoint", str(exc))
         case StorageError():
             logger.error("storage_unavailable", error=str(exc))
             return unavailable("storage_unavailable", str(exc))
@@ -131,28 +130,31 @@ def as_problem(exc: Exception) -> ProblemError:
                 FieldError(tuple(error["loc"][1:]) or tuple(error["loc"]), error["msg"])
                 for error in exc.errors()
             ]
-            return ProblemError(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
+            return ApiProblem(422, "invalid_request", "; ".join(map(str, faults)), errors=faults)
         case HTTPException(status_code=413):
-            return ProblemError(413, "body_too_large", str(exc.detail))
+            return ApiProblem(413, "body_too_large", str(exc.detail))
         case HTTPException(status_code=400):
-            return ProblemError(400, "malformed_json", str(exc.detail))
+            return ApiProblem(400, "malformed_json", str(exc.detail))
         case HTTPException():
             code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_").replace("-", "_")
-            return ProblemError(exc.status_code, code, str(exc.detail), headers=exc.headers)
+            return ApiProblem(exc.status_code, code, str(exc.detail), headers=exc.headers)
         case ClientDisconnect():
-            return ProblemError(
+            return ApiProblem(
                 400,
                 "client_disconnected",
                 "the client disconnected before the request was complete",
             )
         case _:
-            return ProblemError(500, "internal_error", "the service failed; read its log")
+            return ApiProblem(500, "internal_error", "the service failed; read its log")
 
 
-def problem_of_request(request: Request, exc: Exception) -> ProblemError:
-    """Return the problem for an exception. A method that a path does not take is answered with
+def problem_of_request(request: Request, exc: Exception) -> ApiProblem:
+    """Return the problem for an exception. A path that no route serves is named: it may be one of
+    an annex that this service does not have. A method that a path does not take is answered with
     those that it takes, over all routes: the framework names those of one."""
     problem = as_problem(exc)
+    if isinstance(exc, HTTPException) and problem.status == HTTPStatus.NOT_FOUND:
+        problem.detail = f"this service does not have {request.url.path[:200]}"
     if problem.status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(allowed_methods(request))
         problem.headers["Allow"] = allowed
@@ -172,10 +174,10 @@ def allowed_methods(request: Request) -> list[str]:
 
 
 _HANDLED: Final[tuple[type[Exception], ...]] = (
-    ProblemError,
+    ApiProblem,
     InvalidSpec,
     TransitionConflict,
-    SweepConflict,
+    StateConflict,
     IdempotencyConflict,
     ProjectError,
     DatabaseUnavailable,

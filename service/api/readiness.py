@@ -14,8 +14,7 @@ import anyio.to_thread
 import structlog
 
 from everstep.wire import ClusterInfo, Readiness
-from service.db.engine import Database
-from service.db.errors import DatabaseError
+from service.db.engine import Database, DatabaseError
 from service.storage_identity import StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage

@@ -1,6 +1,4 @@
-"""The Ray cluster as the service sees it, over HTTP: jobs, nodes, checks of a deployment, and
-Ray's dashboard for people.
+"""The Ray cluster as the service sees it, over HTTP: jobs and nodes.
 
-Imports the model and the database. The reconciler, the API, the pages and the embedded cluster
-import it.
+Imports the model. The reconciler, the API, the pages, annexes and the embedded cluster import it.
 """

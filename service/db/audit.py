@@ -16,9 +16,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 from everstep.wire import Failure
 from service.db.engine import Database
 from service.db.tables import audit_log, notifications
-from service.model.rows import AuditRow, Role, Row
+from service.model.rows import AuditRow, Role, StoredRow
 from service.model.run_rows import RunRow
-from service.projections.alerts import failure_of
+from service.projections.attempts import failure_of
 
 _PATH_CHARS: Final = 512
 _SHORT_CHARS: Final = 64
@@ -26,7 +26,7 @@ _INSERT: Final = insert(audit_log)
 
 
 @dataclass
-class AuditEntry:
+class AuditedCall:
     """One call, completed as it is processed. A context variable carries it, also into threads."""
 
     method: str
@@ -57,15 +57,15 @@ class AuditEntry:
         }
 
 
-_current: ContextVar[AuditEntry | None] = ContextVar("audit_entry", default=None)
+_current: ContextVar[AuditedCall | None] = ContextVar("audit_entry", default=None)
 
 
-def begin_entry(entry: AuditEntry | None) -> None:
+def begin_entry(entry: AuditedCall | None) -> None:
     """Attribute writes in this context to the entry from here on."""
     _current.set(entry)
 
 
-def current_entry() -> AuditEntry | None:
+def current_entry() -> AuditedCall | None:
     return _current.get()
 
 
@@ -102,7 +102,7 @@ class AuditStore:
 
         return committed
 
-    def complete(self, entry: AuditEntry) -> None:
+    def complete(self, entry: AuditedCall) -> None:
         """Write the entry once the response is known, if the call wrote nothing; correct target and
         status if they changed."""
         if entry.seq is None:
@@ -138,7 +138,7 @@ _DUE: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Notification(Row):
+class Notification(StoredRow):
     """A POST to send. Times are unix seconds."""
 
     run_id: str

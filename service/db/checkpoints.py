@@ -7,23 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from sqlalchemy import Connection, func, select
 
 from everstep.wire import RunStatus
 from service.db.engine import Database, insert_missing
-from service.db.planner_hints import Few
 from service.db.projects import QuotaExceeded, ensure_project
-from service.db.tables import (
-    UNENDED,
-    checkpoint_checks,
-    code_archives,
-    projects,
-    runs,
-    sweep_runs,
-    sweeps,
-)
+from service.db.tables import Few, checkpoint_checks, code_archives, projects, runs
 from service.model.run_rows import StoredSpec
 
 _ENDED: Final = sorted(status.value for status in RunStatus if status.terminal)
@@ -82,12 +74,13 @@ class CheckpointRecords:
 
     def awaited(self) -> dict[str, frozenset[int]]:
         """Return, by run, the steps of checkpoints that other runs will start from: runs that have
-        not ended and have no checkpoint of their own, and those that a sweep will submit."""
+        not ended and have no checkpoint of their own, and those that are to come."""
         rows = select(runs.c.spec).where(_IS_UNENDED, runs.c.latest_checkpoint.is_(None))
-        later = select(sweep_runs.c.spec).join(sweeps).where(UNENDED, sweep_runs.c.run_id.is_(None))
+        queries = [rows, *(hook.specs_to_come for hook in self._database.hooks)]
         found: dict[str, frozenset[int]] = {}
         with self._database.read() as connection:
-            for (spec,) in [*connection.execute(rows), *connection.execute(later)]:
+            asked = (connection.execute(query) for query in queries if query is not None)
+            for (spec,) in chain.from_iterable(asked):
                 origin = StoredSpec.read(spec).origin
                 if origin is not None:
                     steps = found.get(origin.run_id, frozenset())

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import psycopg
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from pydantic_core import from_json, to_json
-from sqlalchemy import Connection, Dialect, Engine, Table, create_engine, event, text
+from sqlalchemy import Connection, Dialect, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.exc import DatabaseError as SqlDatabaseError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError, SQLAlchemyError
 
-from service.db.errors import (
-    BUSY_TIMEOUT_MS,
-    DatabaseError,
-    DatabaseOfAnotherVersion,
-    DatabaseUnavailable,
-    mapped_errors,
+from service.annex import TableHooks
+from service.db.connections import (
+    LoopConnections,
+    SharedCommits,
+    WriterTimeout,
+    postgresql_connect_args,
+    transaction,
+    try_out_idle,
 )
-from service.db.shared_commits import SharedCommits
 
 T = TypeVar("T")
 
@@ -58,17 +55,19 @@ class Database:
     an acknowledged request survives a power cut, not only the death of the process.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, hooks: Sequence[TableHooks] = ()) -> None:
         """Open without connecting.
 
         Args:
             url: SQLAlchemy URL, for example ``sqlite:////home/me/.everstep/everstep.db`` or
                 ``postgresql+psycopg://me@db/everstep``.
+            hooks: what annexes do in transactions of the core.
 
         Raises DatabaseError for a URL of an unsupported database.
         """
         self.url: Final[URL] = checked_url(url)
         self.is_sqlite: Final = self.url.get_backend_name() == "sqlite"
+        self.hooks: Final = tuple(hooks)
         self.companion: Companion | None = None
         self._guard: Guard | None = None
         self._engine = create_engine(
@@ -314,103 +313,6 @@ def encoded(value: Any) -> str:
     return to_json(value, inf_nan_mode="null").decode()
 
 
-# ---------------------------------------------------------------- postgresql
-
-# Connections to PostgreSQL: their settings, the check of idle ones, and the event loop's own
-# pool.
-
-LOOKS: Final = 6
-"""Maximum number of concurrent reads. With more, PostgreSQL's processes wait for one another and
-the tail latency grows."""
-WRITES: Final = 8
-CONNECT_TIMEOUT_S: Final = 5
-IDLE_S: Final = 1.0
-"""A connection that was idle for this long is checked before use."""
-
-
-def postgresql_connect_args(lock_timeout_ms: int) -> dict[str, Any]:
-    """Return the arguments of every connection."""
-    return {
-        "connect_timeout": CONNECT_TIMEOUT_S,
-        # Without it, a database with the encoding SQL_ASCII returns bytes for text.
-        "client_encoding": "utf8",
-        # TCP alone would wait for hours for a server that is cut off.
-        "keepalives_idle": 5,
-        "keepalives_interval": 2,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 15_000,
-        # A replica that hangs inside a transaction must not keep its locks, and so the lease.
-        "options": f"-c lock_timeout={lock_timeout_ms} -c idle_in_transaction_session_timeout=4000",
-    }
-
-
-def try_out_idle(engine: Engine) -> None:
-    """Check this engine's connections before use if they were idle for a while."""
-    event.listen(engine, "checkin", _note_use)
-    event.listen(engine, "checkout", _try_out)
-
-
-def _note_use(_connection: object, record: Any) -> None:
-    record.info["used_at"] = time.monotonic()
-
-
-def _try_out(connection: Any, record: Any, _proxy: object) -> None:
-    """Check a connection that was idle for a while; the pool replaces a broken one.
-
-    One that was just used is not checked: that would add a round trip to each request.
-    """
-    if time.monotonic() - record.info.get("used_at", math.inf) < IDLE_S:
-        return
-    alone = connection.autocommit
-    try:
-        connection.autocommit = True
-        cursor = connection.cursor()
-        cursor.execute("SELECT 1")
-        cursor.close()
-        connection.autocommit = alone
-    except psycopg.Error as exc:
-        raise DisconnectionError from exc
-
-
-class LoopConnections:
-    """A connection pool for one event loop, which serves requests in the order of arrival."""
-
-    def __init__(self, url: URL, options: Mapping[str, Any]) -> None:
-        """``options`` are those of an engine."""
-        self._engine = create_async_engine(
-            url,
-            pool_size=LOOKS + WRITES,
-            max_overflow=0,
-            # autocommit leaves nothing open outside of ``transaction``
-            pool_reset_on_return=None,
-            isolation_level="AUTOCOMMIT",
-            **options,
-        )
-        try_out_idle(self._engine.sync_engine)
-        self._looks, self._writes = asyncio.Semaphore(LOOKS), asyncio.Semaphore(WRITES)
-
-    async def run(self, call: Callable[[Connection], T], *, writes: bool) -> T:
-        """Run ``call``, which is written as if its connection blocked, and return its result."""
-        async with self._writes if writes else self._looks, self._engine.connect() as connection:
-            return await connection.run_sync(call)
-
-    async def close(self) -> None:
-        await self._engine.dispose()
-
-
-@contextmanager
-def transaction(connection: Connection) -> Iterator[Connection]:
-    """Open a transaction on such a connection: committed at the end of the block, rolled back if it
-    raises."""
-    connection.execution_options(isolation_level="READ COMMITTED")
-    try:
-        with connection.begin():
-            yield connection
-    finally:
-        if not connection.invalidated:
-            connection.execution_options(isolation_level="AUTOCOMMIT")
-
-
 # ---------------------------------------------------------------- conflicts
 
 # Inserts that may conflict with another replica: the database resolves them, and neither fails.
@@ -444,3 +346,62 @@ def insert_into(table: Table, dialect: Dialect) -> PostgresInsert | SqliteInsert
     if dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)
+
+
+# ---------------------------------------------------------------- errors
+
+# Errors of the database, and the mapping of the driver's errors to them.
+
+BUSY_TIMEOUT_MS: Final = 10_000
+"""Maximum time that a write waits for another one."""
+
+
+class DatabaseError(Exception):
+    """Base class of the errors of this package.
+
+    DatabaseError
+    ├── DatabaseUnavailable        it cannot be opened or reached, or is locked for too long
+    ├── DatabaseOfAnotherVersion   its tables are not this version's, and cannot be made so
+    └── StateConflict              what is stored does not allow the request
+    """
+
+
+class DatabaseUnavailable(DatabaseError):
+    """The database cannot be opened or reached now. A retry may succeed."""
+
+
+class DatabaseOfAnotherVersion(DatabaseError):
+    """The tables are of a version of Everstep that this one does not know."""
+
+
+class StateConflict(DatabaseError):
+    """What is stored is in a state that does not allow the request."""
+
+
+class Unstorable(ValueError):
+    """A value that no column can store or be compared with. The database is fine, and a retry does
+    not help."""
+
+
+@contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Raise the driver's errors as ours. Integrity errors and bugs pass unchanged."""
+    try:
+        yield
+    except WriterTimeout as exc:
+        raise DatabaseUnavailable(
+            f"another writer held the database for more than {BUSY_TIMEOUT_MS / 1000:.0f} s"
+        ) from exc
+    except OperationalError as exc:
+        raise DatabaseUnavailable(str(exc.orig)) from exc
+    except DataError as exc:
+        raise Unstorable(str(exc.orig)) from exc
+    except DBAPIError as exc:
+        # SQLite raises the base class itself for a file that is damaged or not a database.
+        if exc.connection_invalidated or type(exc) is SqlDatabaseError:
+            raise DatabaseUnavailable(str(exc.orig)) from exc
+        raise
+    except SQLAlchemyError as exc:
+        if type(exc).__name__ == "TimeoutError":
+            raise DatabaseUnavailable("no connection became free in time") from exc
+        raise

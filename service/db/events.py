@@ -29,16 +29,13 @@ from sqlalchemy import (
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import Database
-from service.db.errors import DatabaseError
+from service.db.engine import Database, DatabaseError
 from service.db.tables import checkpoint_checks, events, metrics, runs
 from service.db.writer import RunWriter
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes
-from service.projections.fitting import UNFIT, checked
-from service.projections.handlers import project
-from service.projections.series import Point, downsample
+from service.projections.handlers import UNFIT, checked, project
 from storage.logs.journal import JournalEvent
 from storage.run_dir import CheckpointName
 
@@ -94,7 +91,7 @@ class EventStore:
             JournalGap: the batch starts after the next event.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = RunWriter.lock(connection, run_id, self._clock(), self._database.hooks)
             run = writer.run
             if not run.journal_submission <= submission <= run.submission or run.status.terminal:
                 return run
@@ -255,7 +252,7 @@ class EventStore:
         """
         check = CheckpointCheck(name, self._clock(), problem)
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, check.verified_at)
+            writer = RunWriter.lock(connection, run_id, check.verified_at, self._database.hooks)
             known = _write_check(connection, run_id, check)
             if problem and not known and not writer.run.status.terminal:
                 parsed = CheckpointName.parse(name)
@@ -466,3 +463,46 @@ def _first_step(
         .correlate(parts)
         .scalar_subquery()
     )
+
+
+# ---------------------------------------------------------------- thinning
+
+# Thin a series without changing its picture: every bucket keeps its extremes.
+
+Point = tuple[int, float, float | None]
+"""(step, unix seconds, value); None was not finite."""
+
+MIN_POINTS = 4
+
+
+def downsample(points: Sequence[Point], max_points: int) -> list[Point]:
+    """Return at most ``max_points`` points, in order: the first, the last, and of each bucket the
+    smallest and largest value, and one that is not finite if there is one.
+
+    Args:
+        points: In order of steps.
+        max_points: At least MIN_POINTS.
+    """
+    if len(points) <= max_points:
+        return list(points)
+    inner = range(1, len(points) - 1)
+    per_bucket = 3 if any(points[index][2] is None for index in inner) else 2
+    num_buckets = max(1, (max_points - 2) // per_bucket)
+    keep = {0, len(points) - 1}
+    for bucket in range(num_buckets):
+        keep |= _extremes(
+            points,
+            inner[bucket * len(inner) // num_buckets : (bucket + 1) * len(inner) // num_buckets],
+        )
+    # Still too many for one bucket: drop values that are not finite first, keep the extremes.
+    while len(keep) > max_points:
+        keep.remove(next((index for index in sorted(keep) if points[index][2] is None), max(keep)))
+    return [points[index] for index in sorted(keep)]
+
+
+def _extremes(points: Sequence[Point], indices: Sequence[int]) -> set[int]:
+    """Return the indices of the smallest and largest value and of the first that is not finite."""
+    finite = [(value, index) for index in indices if (value := points[index][2]) is not None]
+    missing = next((index for index in indices if points[index][2] is None), None)
+    found = {min(finite)[1], max(finite)[1]} if finite else set()
+    return found if missing is None else found | {missing}

@@ -12,8 +12,7 @@ from typing import Final
 from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from service.db.engine import Database
-from service.db.errors import DatabaseError
+from service.db.engine import Database, DatabaseError
 from service.db.run_lookup import find_run
 from service.db.tables import idempotency_keys, leases
 from service.model.run_rows import RunRow

@@ -1,33 +1,25 @@
-"""Marks of nodes: cordoned, draining, or open again. Every method is one transaction."""
+"""What the database knows of nodes and of the storage. Every method is one transaction."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, delete, func, select, text, update
+from sqlalchemy import Connection, func, select, update
 
-from everstep.wire import Failure
-from everstep.wire.events import EventKind
 from service.db.audit import note_target
 from service.db.engine import Database, insert_missing, replace_row
-from service.db.planner_hints import IS_LIVE
-from service.db.tables import events, node_marks, runs, storage_identity
-from service.model.rows import MarkState, NodeFailure, NodeMarkRow
-from storage.cluster import NodeMark, Owner
-
-GONE_KEPT_S: Final = 24 * 3600.0
-"""How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
-find it again."""
-_FAILURES: Final = text("events.kind = 'failure'")
-"""Literal SQL: with a bound value SQLite would not use the index of failures."""
+from service.db.tables import IS_LIVE, node_marks, runs, storage_identity
+from service.model.rows import NodeMarkRow
+from storage.cluster import MarkedNode, Owner
 
 
-class NodeMarkStore:
-    """The last mark of each node. ``clock`` returns unix seconds."""
+class NodeMarks:
+    """The last mark of each node: cordoned, draining, or open again. ``clock`` returns unix
+    seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -39,32 +31,7 @@ class NodeMarkStore:
             rows = map(NodeMarkRow.of, connection.execute(select(node_marks)).mappings())
             return {row.node_id: row for row in rows}
 
-    def mark(
-        self,
-        node_id: str,
-        state: MarkState,
-        by: str,
-        *,
-        reason: str | None = None,
-        deadline_s: float | None = None,
-    ) -> NodeMarkRow:
-        """Set the mark of a node; it replaces an earlier one.
-
-        Args:
-            node_id: the node, whether or not it is in the cluster.
-            state: the new mark.
-            by: who sets it.
-            reason: free text.
-            deadline_s: seconds from now at which the node will be removed; None if unknown.
-        """
-        now = self._clock()
-        deadline = None if deadline_s is None else now + deadline_s
-        row = NodeMarkRow(node_id, state, reason, by, now, deadline, None)
-        with self._database.write() as connection:
-            replace_row(connection, node_marks, row.columns())
-        return row
-
-    def keep(self, marks: Iterable[NodeMark]) -> None:
+    def keep(self, marks: Iterable[MarkedNode]) -> None:
         """Add marks that another database has set, of nodes that have none here."""
         with self._database.write() as connection:
             for mark in marks:
@@ -72,93 +39,6 @@ class NodeMarkStore:
                     mark.node_id, mark.state, mark.reason, mark.by, mark.at, mark.deadline, None
                 )
                 insert_missing(connection, node_marks, row.columns())
-
-    def cordon_if_unchanged(
-        self, node_id: str, known_at: float | None, by: str, reason: str
-    ) -> bool:
-        """Cordon a node, unless its mark has changed since ``known_at``, the time of the last known
-        mark (None: no mark)."""
-        row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
-        with self._database.write() as connection:
-            if known_at is None:
-                return insert_missing(connection, node_marks, row.columns())
-            known = (node_marks.c.node_id == node_id, node_marks.c.at == known_at)
-            changed = connection.execute(update(node_marks).where(*known).values(row.columns()))
-            return changed.rowcount > 0
-
-    def note_living(self, living: Collection[str], pardon_s: float) -> tuple[str, ...]:
-        """Record which nodes the cluster has, and delete obsolete marks.
-
-        Obsolete are marks of nodes that have been gone for a day, and of nodes that were opened
-        again longer than ``pardon_s`` ago.
-
-        Returns:
-            Ids of nodes whose marks were deleted because they are gone.
-        """
-        now = self._clock()
-        gone = []
-        with self._database.write() as connection:
-            for row in [
-                NodeMarkRow.of(found) for found in connection.execute(select(node_marks)).mappings()
-            ]:
-                here = node_marks.c.node_id == row.node_id
-                if row.node_id in living:
-                    if row.gone_since is not None:
-                        connection.execute(update(node_marks).where(here).values(gone_since=None))
-                elif row.gone_since is None:
-                    connection.execute(update(node_marks).where(here).values(gone_since=now))
-                elif now - row.gone_since >= GONE_KEPT_S:
-                    connection.execute(delete(node_marks).where(here))
-                    gone.append(row.node_id)
-                if row.state == "open" and now - row.at > pardon_s:
-                    connection.execute(delete(node_marks).where(here))
-        return tuple(gone)
-
-    def failures_since(self, since: float) -> list[NodeFailure]:
-        """Return failures of all runs with a known first failing rank and node; oldest first. Those
-        that a drill caused are left out."""
-        drill = events.alias("drill")
-        ordered = (
-            select(drill.c.seq)
-            .where(
-                drill.c.run_id == events.c.run_id,
-                drill.c.kind == EventKind.DRILL_STARTED.value,
-                drill.c.submission == events.c.submission,
-                drill.c.attempt == events.c.attempt,
-                drill.c.seq < events.c.seq,
-            )
-            .exists()
-        )
-        query = (
-            select(
-                events.c.run_id,
-                events.c.at,
-                events.c.attempt,
-                events.c.submission,
-                events.c.data,
-                runs.c.owner,
-                runs.c.spec["code", "archive"].as_string().label("archive"),
-            )
-            .join(runs, runs.c.id == events.c.run_id)
-            .where(_FAILURES, events.c.at >= since, ~ordered)
-            .order_by(events.c.at)
-        )
-        with self._database.read() as connection:
-            found = connection.execute(query).all()
-        return [
-            NodeFailure(
-                row.run_id,
-                one.node_id,
-                row.at,
-                one.verdict,
-                one.exception or "",
-                one.kind,
-                row.owner,
-                row.archive,
-            )
-            for row, one in ((row, Failure.of(row)) for row in found)
-            if one.node_id and one.first_rank is not None
-        ]
 
 
 # ---------------------------------------------------------------- storage identity

@@ -7,6 +7,7 @@ import difflib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, delete, func, select, update
@@ -14,10 +15,8 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
 from service.db.audit import note_target
-from service.db.engine import Database, insert_missing
-from service.db.errors import DatabaseError
-from service.db.planner_hints import IS_LIVE
-from service.db.tables import alerts, projects, runs, sweeps, tokens
+from service.db.engine import Database, DatabaseError, insert_missing
+from service.db.tables import IS_LIVE, projects, runs, tokens
 from service.model.rows import ProjectRow
 
 DEFAULT_PROJECT: Final = "default"
@@ -50,7 +49,7 @@ class UnknownProject(ProjectError):
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProjectLoad:
     """What a project's runs use now."""
 
     workers: int = 0
@@ -76,7 +75,7 @@ class ProjectStore:
             connection.execute(update(projects).where(projects.c.name == name).values(**values))
             return _get(connection, name), is_new
 
-    def all(self) -> list[tuple[ProjectRow, Usage]]:
+    def all(self) -> list[tuple[ProjectRow, ProjectLoad]]:
         """Return every project by name, with its usage."""
         with self._database.read() as connection:
             rows = [
@@ -84,7 +83,7 @@ class ProjectStore:
                 for row in connection.execute(select(projects).order_by(projects.c.name)).mappings()
             ]
             usage = _usage(connection)
-        return [(row, usage.get(row.name, Usage())) for row in rows]
+        return [(row, usage.get(row.name, ProjectLoad())) for row in rows]
 
     def quotas(self) -> dict[str, Quotas]:
         """Return the quotas of every project that has any, by name."""
@@ -101,25 +100,30 @@ class ProjectStore:
             raise UnknownProject(name, known)
 
     def delete(self, name: str) -> bool:
-        """Delete a project, its quotas and its alerts; return False if it does not exist. Raise
-        ProjectInUse if it has runs or valid tokens."""
+        """Delete a project with what belongs to it. Return False if it does not exist.
+        Raise ProjectInUse if it has runs or valid tokens."""
         with self._database.write() as connection:
-            num_runs = connection.execute(
-                select(func.count()).select_from(runs).where(runs.c.project == name)
-            ).scalar_one()
-            num_sweeps = connection.execute(
-                select(func.count()).select_from(sweeps).where(sweeps.c.project == name)
-            ).scalar_one()
+            tables = {"runs": runs}
+            for hook in self._database.hooks:
+                tables |= hook.in_project
+            found = {
+                what: connection.execute(
+                    select(func.count()).select_from(table).where(table.c.project == name)
+                ).scalar_one()
+                for what, table in tables.items()
+            }
             valid = (tokens.c.project == name, tokens.c.revoked_at.is_(None))
             num_tokens = connection.execute(
                 select(func.count()).select_from(tokens).where(*valid)
             ).scalar_one()
-            if num_runs or num_tokens or num_sweeps:
+            if num_tokens or any(found.values()):
+                counts = ", ".join(f"{number} {what}" for what, number in found.items())
                 raise ProjectInUse(
-                    f"project {name} has {num_runs} runs, {num_sweeps} sweeps and {num_tokens} "
-                    "tokens; delete its runs and sweeps and revoke its tokens first"
+                    f"project {name} has {counts} and {num_tokens} tokens; delete its "
+                    f"{' and '.join(found)} and revoke its tokens first"
                 )
-            connection.execute(delete(alerts).where(alerts.c.project == name))
+            for table in chain.from_iterable(hook.of_project for hook in self._database.hooks):
+                connection.execute(delete(table).where(table.c.project == name))
             return bool(
                 connection.execute(delete(projects).where(projects.c.name == name)).rowcount
             )
@@ -180,7 +184,7 @@ def _get(connection: Connection, name: str) -> ProjectRow:
     )
 
 
-def _usage(connection: Connection) -> dict[str, Usage]:
+def _usage(connection: Connection) -> dict[str, ProjectLoad]:
     query = (
         select(
             runs.c.project,
@@ -196,4 +200,4 @@ def _usage(connection: Connection) -> dict[str, Usage]:
         sums = found.setdefault(project, {"workers": 0, "running": 0, "queued": 0})
         sums["queued" if status == RunStatus.QUEUED else "running"] += num_runs
         sums["workers"] += workers or 0
-    return {project: Usage(**sums) for project, sums in found.items()}
+    return {project: ProjectLoad(**sums) for project, sums in found.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -17,14 +17,12 @@ from everstep.wire.events import EventKind
 from everstep.wire.run import Replay
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
-from service.db.engine import Database, Guard
-from service.db.errors import DatabaseError
+from service.db.engine import Database, DatabaseError, Guard
 from service.db.lease import IdempotencyKey, is_used, known_run, new_run_id, remember
 from service.db.node_marks import StorageRecords
 from service.db.projects import join_queue
 from service.db.run_lookup import find_run
 from service.db.run_queries import RunQueries
-from service.db.sweeps import SweepPlace, check_place, fill_place
 from service.db.tables import run_tags, runs, tokens
 from service.db.writer import RunWriter
 from service.model.rows import TransitionRow
@@ -98,6 +96,10 @@ _SAY: Final = (
 class RunChanges(RunQueries):
     """Updates that raise TransitionConflict if the run is not in the expected state."""
 
+    def _locked(self, connection: Connection, run_id: str) -> RunWriter:
+        """Return the run's writer. Raises TransitionConflict if the run was deleted."""
+        return RunWriter.lock(connection, run_id, self._clock(), self._database.hooks)
+
     def transition(
         self,
         run_id: str,
@@ -125,7 +127,7 @@ class RunChanges(RunQueries):
         """
         allowed = frozenset({expected}) if isinstance(expected, RunStatus) else frozenset(expected)
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             _expect(writer.run, allowed, submission, f"it cannot become {to}")
             writer.set(columns or {})
             writer.change_status(to, reason, at)
@@ -142,7 +144,7 @@ class RunChanges(RunQueries):
         claimed meanwhile, or the run is stopping, paused or ended.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             claimable = LIVE - {RunStatus.STOPPING}
             _expect(
                 writer.run,
@@ -172,7 +174,7 @@ class RunChanges(RunQueries):
         """Store the Ray job of a submission. Raises TransitionConflict if a newer one was
         claimed."""
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             _expect(writer.run, SUBMITTED, submission, "its job cannot be recorded")
             writer.set({"ray_job_id": ray_job_id, "submitted_at": self._clock()})
             return writer.save()
@@ -192,7 +194,7 @@ class RunChanges(RunQueries):
         Raises TransitionConflict if the run was deleted.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             before = writer.run.submission
             if writer.run.status.terminal:
                 return writer.run
@@ -222,7 +224,7 @@ class RunChanges(RunQueries):
         the cluster.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             _expect(
                 writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be preempted"
             )
@@ -240,7 +242,7 @@ class RunChanges(RunQueries):
         cluster.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             _expect(writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot be shrunk")
             writer.set({"shrunk": {"to": to, "by": by, "at": self._clock()}})
             writer.append(
@@ -253,7 +255,7 @@ class RunChanges(RunQueries):
     def unshrink(self, run_id: str, submission: int) -> RunRow:
         """Remove the limit of ``shrink``. Raises TransitionConflict as ``shrink``."""
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             _expect(
                 writer.run, SUBMITTED - {RunStatus.STOPPING}, submission, "it cannot grow again"
             )
@@ -308,6 +310,23 @@ _OWNER: Final = select(func.coalesce(tokens.c.owner, tokens.c.name)).where(
 )
 
 
+class PlaceTaken(DatabaseError):
+    """The place has a run, or its sweep does not run any more: there is nothing to submit."""
+
+
+class RunPlace(Protocol):
+    """A place in a sweep, which is filled in the transaction that records its run."""
+
+    @property
+    def sweep_id(self) -> str: ...
+
+    def check(self, connection: Connection) -> None:
+        """Hold the sweep until the transaction ends. Raises PlaceTaken."""
+
+    def fill(self, connection: Connection, run_id: str) -> None:
+        """Record the run of this place."""
+
+
 class RunStore(RunChanges):
     """Runs and their states. ``clock`` returns unix seconds."""
 
@@ -324,7 +343,7 @@ class RunStore(RunChanges):
         guard: Guard | None = None,
         *,
         create_project: bool = True,
-        place: SweepPlace | None = None,
+        place: RunPlace | None = None,
         owner: str | None = None,
     ) -> tuple[RunRow, bool]:
         """Record a run as QUEUED.
@@ -345,7 +364,7 @@ class RunStore(RunChanges):
             IdempotencyConflict: the key was used with another body, or for a deleted run.
             QuotaExceeded: the project has its maximum number of waiting runs.
             UnknownProject: the project does not exist and is not to be created.
-            PlaceTaken: the place has a run, or its sweep does not run any more.
+            PlaceTaken: the place is not free any more.
         """
         for _ in range(_CREATE_ATTEMPTS):
             try:
@@ -353,7 +372,7 @@ class RunStore(RunChanges):
                     if guard is not None:
                         guard(connection)
                     if place is not None:
-                        check_place(connection, place)
+                        place.check(connection)
                     known = known_run(connection, idempotency)
                     if known is not None:
                         note_target(known.id)
@@ -373,14 +392,14 @@ class RunStore(RunChanges):
         created_by: str,
         owner: str | None,
         idempotency: IdempotencyKey | None,
-        place: SweepPlace | None,
+        place: RunPlace | None,
     ) -> RunRow:
         now = self._clock()
         sweep_id = None if place is None else place.sweep_id
         if owner is None:
             owner = connection.execute(_OWNER, {"token_id": created_by}).scalar_one_or_none()
         row = new_row(new_run_id(now), spec, created_by, now, sweep_id, owner)
-        writer = RunWriter(connection, row, now, new=True)
+        writer = RunWriter(connection, row, now, self._database.hooks, new=True)
         writer.begin()
         run = writer.save()
         note_target(run.id)
@@ -392,7 +411,7 @@ class RunStore(RunChanges):
         if idempotency is not None:
             remember(connection, idempotency, run.id, now)
         if place is not None:
-            fill_place(connection, place, run.id)
+            place.fill(connection, run.id)
         return run
 
     def knows(self, idempotency: IdempotencyKey | None) -> bool:
@@ -410,7 +429,7 @@ class RunStore(RunChanges):
         Repeating a request changes nothing; a cancel replaces a pause. Raises TransitionConflict.
         """
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             run = writer.run
             if run.status == RunStatus.STOPPING and run.stop_requested == stop:
                 if run.preempted_by is None:
@@ -445,7 +464,7 @@ class RunStore(RunChanges):
     def set_notes(self, run_id: str, notes: str | None) -> RunRow:
         """Replace the notes of a run. Raises TransitionConflict if it was deleted."""
         with self._database.write() as connection:
-            writer = RunWriter.lock(connection, run_id, self._clock())
+            writer = self._locked(connection, run_id)
             writer.set({"notes": notes})
             return writer.save()
 

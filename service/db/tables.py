@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_
 from sqlalchemy import (
     JSON,
     Column,
+    ColumnElement,
     Double,
     ForeignKey,
     Index,
@@ -21,9 +22,12 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
-from everstep.wire.sweep import SweepStatus
 from service.model.run_rows import RunRow
+from service.model.states import LIVE
 
 _TYPES: Final = {str: Text, int: Integer, float: Double}
 _FAILURES_ONLY = text("kind = 'failure'")
@@ -162,17 +166,6 @@ tokens = Table(
     Index(None, "user_id"),
 )
 
-users = Table(  # people who logged in at an identity provider
-    "users",
-    metadata,
-    Column("id", String(32), primary_key=True),
-    Column("issuer", String(512), nullable=False),
-    Column("subject", String(255), nullable=False),
-    Column("name", String(128), nullable=False),  # e-mail address as of the last log-in
-    Column("created_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),  # last log-in
-    UniqueConstraint("issuer", "subject"),
-)
 
 sessions = Table(  # browser log-ins
     "sessions",
@@ -275,108 +268,35 @@ node_marks = Table(
 )
 
 
-# ---------------------------------------------------------------- alert tables
+# ---------------------------------------------------------------- planner hints
 
-# The tables of alerts. Times are unix seconds (float).
-
-alerts = Table(
-    "alerts",
-    metadata,
-    Column("id", String(32), primary_key=True),
-    Column("project", String(64), nullable=False),
-    Column("name", String(128), nullable=False),
-    Column("when", String(16), nullable=False),
-    Column("more_than", Integer),
-    Column("stalled_s", Double),
-    Column("format", String(16), nullable=False),
-    Column("target", JSON, nullable=False),  # where to, with its secrets
-    Column("created_by", String(32), nullable=False),  # token id
-    Column("created_at", Double, nullable=False),
-    Index(None, "project"),
-)
+# A hint for SQLite that few rows match a condition; by default it expects all values to be
+# equally frequent.
 
 
-def _alert_key(*, primary_key: bool = False) -> Column[str]:
-    key = ForeignKey("alerts.id", ondelete="CASCADE")
-    return Column("alert_id", String(32), key, primary_key=primary_key, nullable=False)
+class Few(FunctionElement[Any]):
+    """A condition that few rows match. Without the hint, SQLite would read all runs to find the few
+    that have not ended.
+
+    Its type is not declared boolean: SQLite would then compare it with 1, and use no index.
+    """
+
+    name = "few"
+    inherit_cache = True
+
+    def __init__(self, condition: ColumnElement[bool]) -> None:
+        super().__init__(condition)
 
 
-alert_incidents = Table(  # what was reported and not yet resolved
-    "alert_incidents",
-    metadata,
-    _alert_key(primary_key=True),
-    Column("run_id", RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True),
-    Column("subject", String(32), primary_key=True),
-    Column("opened_at", Double, nullable=False),
-    Index(None, "run_id"),
-)
-
-alert_deliveries = Table(
-    "alert_deliveries",
-    metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("id", String(32), nullable=False),
-    _alert_key(),
-    Column("run_id", RUN_ID),  # null: a test; not a foreign key: sent even if the run is deleted
-    Column("incident", String(128), nullable=False),
-    Column("event", String(16), nullable=False),
-    Column("message", JSON, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("num_tries", Integer, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("next_at", Double, nullable=False),
-    Column("give_up_at", Double, nullable=False),
-    Column("finished_at", Double),
-    Column("status", Integer),
-    Column("answer", Text),
-    Column("error", Text),
-    UniqueConstraint("id"),
-    Index(None, "alert_id", "seq"),
-    Index(None, "state", "next_at"),
-)
+@compiles(Few)
+def _itself(element: Few, compiler: SQLCompiler, **options: Any) -> str:
+    return compiler.process(element.clauses, **options)
 
 
-# ---------------------------------------------------------------- sweep tables
+@compiles(Few, "sqlite")
+def _unlikely(element: Few, compiler: SQLCompiler, **options: Any) -> str:
+    return f"unlikely({compiler.process(element.clauses, **options)})"
 
-# The tables of sweeps. Times are unix seconds (float).
 
-sweeps = Table(
-    "sweeps",
-    metadata,
-    Column("id", String(32), primary_key=True),
-    Column("name", String(128), nullable=False),
-    Column("project", String(64), nullable=False),
-    Column("status", String(16), nullable=False),
-    Column("reason_code", String(64)),
-    Column("reason_message", Text),
-    Column("spec", JSON, nullable=False),
-    Column("created_by", String(32), nullable=False),  # token id
-    Column("created_at", Double, nullable=False),
-    Column("finished_at", Double),
-    Column("idempotency_key", String(255)),
-    Column("body_sha256", String(64)),
-    UniqueConstraint("created_by", "idempotency_key"),
-    Index(None, "created_at", "id"),
-    Index(None, "project", "created_at", "id"),
-    Index(None, "status"),
-)
-
-UNENDED: Final = sweeps.c.status.in_(
-    sorted(status.value for status in SweepStatus if not status.terminal)
-)
-"""Condition on ``sweeps``: it submits runs, or stops them."""
-
-sweep_runs = Table(
-    "sweep_runs",
-    metadata,
-    Column("sweep_id", String(32), ForeignKey("sweeps.id", ondelete="CASCADE"), primary_key=True),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("params", JSON, nullable=False),
-    Column("spec", JSON, nullable=False),  # of the run, as resolved
-    Column("run_id", RUN_ID),  # not a foreign key: outlives the run
-    Column("rung", Integer, nullable=False),
-    Column("results", JSON, nullable=False),
-    Column("best_value", Double),
-    Column("best_step", Integer),
-    Column("seen_step", Integer),
-)
+IS_LIVE: Final = Few(runs.c.status.in_(sorted(LIVE)))
+"""Condition on ``runs``: queued, or submitted and not ended."""

@@ -6,24 +6,34 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, String, bindparam, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    String,
+    bindparam,
+    delete,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from service.db.audit import note_target
-from service.db.engine import Database, insert_into, replace_row
-from service.db.lease import new_token_id, new_user_id
+from service.db.engine import Database, replace_row
+from service.db.lease import new_token_id
 from service.db.projects import ensure_project
-from service.db.tables import runs, tokens, users
+from service.db.tables import runs, sessions, tokens
 from service.db.writer import STATUS_CHANGES, changes_of
-from service.model.provider_rule import Grant
-from service.model.rows import NAME_CHARS, Role, TokenKind, TokenRow, TransitionRow, UserRow
+from service.model.rows import NAME_CHARS, Role, SessionRow, TokenKind, TokenRow, TransitionRow
 from service.model.run_rows import ListedRun
 
 PREFIX: Final = "evs_"
-_RANDOM_BYTES: Final = 32
+SECRET_BYTES: Final = 32
 _BY_HASH: Final = TokenRow.select(tokens).where(tokens.c.sha256 == bindparam("sha256"))
 _WITH_RUN: Final = _BY_HASH.add_columns(
     *ListedRun.select(runs).selected_columns, STATUS_CHANGES
@@ -79,7 +89,7 @@ class Claim:
 
 def new_secret() -> str:
     """Return a new token: ``evs_`` and 256 random bits in URL-safe base64."""
-    return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 def sha256_of(secret: str) -> str:
@@ -281,104 +291,149 @@ class TokenStore:
         return row
 
 
-# ---------------------------------------------------------------- users
+# ---------------------------------------------------------------- sessions
 
-# People who log in at an identity provider, and the tokens that carry their rights.
+# Browser sessions: a random cookie, stored as its SHA-256, that stands for a token until either
+# ends.
+
+LASTS_S: Final = 30 * 24 * 3600.0
+
+_MOST_OF_A_TOKEN: Final = 100
+"""Maximum number of sessions of a token; a further log-in ends the oldest."""
+
+_RANDOM_BYTES: Final = 32
+
+_BROWSER_CHARS: Final = 256
+
+_VALID: Final = (
+    sessions.c.token_id == tokens.c.id,
+    sessions.c.expires_at > bindparam("now"),
+    tokens.c.revoked_at.is_(None),
+    or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
+)
+
+_TOKEN_OF: Final = TokenRow.select(tokens).where(sessions.c.sha256 == bindparam("sha256"), *_VALID)
+
+_LISTED: Final = (
+    select(
+        *(
+            (tokens if name in ("name", "role", "project") else sessions).c[name]
+            for name in SessionRow.__dataclass_fields__
+        )
+    )
+    .select_from(sessions.join(tokens, tokens.c.id == sessions.c.token_id))
+    .where(*_VALID)
+    .order_by(sessions.c.created_at.desc(), sessions.c.sha256)
+)
+
+_SESSIONS_STILL_VALID: Final = select(sessions.c.sha256).where(
+    sessions.c.sha256.in_(bindparam("digests", expanding=True)), *_VALID
+)
 
 
-class UserStore:
-    """Users by issuer and subject. ``clock`` returns unix seconds."""
+@dataclass(frozen=True)
+class Holder:
+    """Whose sessions are meant: a user's, over all of their tokens, or those of one token that
+    belongs to no user."""
+
+    token_id: str
+    user_id: str | None
+
+    def tokens(self) -> ColumnElement[bool]:
+        """Return the condition for their tokens."""
+        if self.user_id is None:
+            return tokens.c.id == self.token_id
+        return tokens.c.user_id == self.user_id
+
+
+class SessionStore:
+    """Sessions and their tokens. ``clock`` returns unix seconds."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
 
-    def log_in(
-        self, issuer: str, subject: str, name: str, grants: Sequence[Grant]
-    ) -> list[TokenRow]:
-        """Record a user's log-in and their rights; return a token for each grant, in its order.
-
-        Rights that the user no longer has are revoked: their tokens, the sessions with them, and
-        personal tokens that no grant covers. Nobody has the secret of a returned token.
+    def begin(
+        self,
+        token_id: str,
+        lasts_s: float = LASTS_S,
+        address: str | None = None,
+        browser: str | None = None,
+    ) -> str:
+        """Start a session for a token; return the cookie's value, which is not stored.
 
         Args:
-            issuer: URL of the identity provider.
-            subject: the user's id there.
-            name: e-mail address.
-            grants: the user's rights; none revokes everything.
+            token_id: the token that it stands for.
+            lasts_s: seconds until it ends.
+            address: where the log-in came from.
+            browser: the User-Agent header.
         """
+        secret, now = secrets.token_urlsafe(_RANDOM_BYTES), self._clock()
+        mine = sessions.c.token_id == token_id
+        newest = (
+            select(sessions.c.sha256)
+            .where(mine)
+            .order_by(sessions.c.created_at.desc())
+            .limit(_MOST_OF_A_TOKEN - 1)
+        )
         with self._database.write() as connection:
-            user = self._recorded(connection, issuer, subject, name)
-            held = self._valid_tokens(connection, user.id)
-            self._revoke(connection, [row.id for row in held if not _is_covered(row, grants)])
-            self._rename(connection, user)
-            current = {Grant(row.role, row.project): row for row in held if row.kind == "log_in"}
-            return [
-                current.get(grant) or self._new_token(connection, user, grant) for grant in grants
-            ]
+            connection.execute(delete(sessions).where(sessions.c.expires_at <= now))
+            connection.execute(delete(sessions).where(mine, sessions.c.sha256.not_in(newest)))
+            row = {
+                "sha256": sha256_of(secret),
+                "token_id": token_id,
+                "created_at": now,
+                "expires_at": now + lasts_s,
+                "address": address,
+                "browser": browser and browser[:_BROWSER_CHARS],
+            }
+            connection.execute(insert(sessions), row)
+        return secret
 
-    def _recorded(self, connection: Connection, issuer: str, subject: str, name: str) -> UserRow:
-        """Insert or refresh the user's row, which stays locked until the transaction ends."""
-        now = self._clock()
-        row = UserRow(new_user_id(), issuer, subject, name, now, now)
-        connection.execute(
-            insert_into(users, connection.dialect)
-            .values(row.columns())
-            .on_conflict_do_update(
-                index_elements=["issuer", "subject"], set_={"name": name, "seen_at": now}
+    def find(self, secret: str) -> TokenRow | None:
+        """Return the token of a cookie; None if the session or its token has ended."""
+        with self._database.autocommit() as connection:
+            found = connection.execute(
+                _TOKEN_OF, {"sha256": sha256_of(secret), "now": self._clock()}
+            ).one_or_none()
+        return None if found is None else TokenRow(*found)
+
+    def valid(self, holder: Holder | None = None) -> list[SessionRow]:
+        """Return the sessions that have not ended, newest first; None for those of everybody."""
+        query = _LISTED if holder is None else _LISTED.where(holder.tokens())
+        with self._database.read() as connection:
+            found = connection.execute(query, {"now": self._clock()})
+            return [SessionRow.of(row) for row in found.mappings()]
+
+    def end_by_id(self, session_id: str, holder: Holder | None = None) -> bool:
+        """End a session; return False if ``valid(holder)`` has none of this id."""
+        note_target(session_id)
+        found = [row.sha256 for row in self.valid(holder) if row.id == session_id]
+        with self._database.write() as connection:
+            return bool(
+                connection.execute(delete(sessions).where(sessions.c.sha256.in_(found))).rowcount
             )
-        )
-        query = UserRow.select(users).where(users.c.issuer == issuer, users.c.subject == subject)
-        return UserRow(*connection.execute(query).one())
 
-    def _valid_tokens(self, connection: Connection, user_id: str) -> list[TokenRow]:
-        query = (
-            TokenRow.select(tokens)
-            .where(tokens.c.user_id == user_id, tokens.c.revoked_at.is_(None))
-            .order_by(tokens.c.created_at, tokens.c.id)
-        )
-        return [TokenRow(*row) for row in connection.execute(query)]
+    def end_others(self, secret: str, holder: Holder) -> int:
+        """End all sessions of a holder but that of ``secret``; return their number."""
+        mine = select(tokens.c.id).where(holder.tokens())
+        others = (sessions.c.token_id.in_(mine), sessions.c.sha256 != sha256_of(secret))
+        with self._database.write() as connection:
+            return connection.execute(delete(sessions).where(*others)).rowcount
 
-    def _revoke(self, connection: Connection, token_ids: Iterable[str]) -> None:
-        lost = list(token_ids)
-        if lost:
-            connection.execute(
-                update(tokens).where(tokens.c.id.in_(lost)).values(revoked_at=self._clock())
-            )
+    def switch(self, secret: str, to: TokenRow) -> None:
+        """Let a session stand for another token of its user, with other rights. Does nothing for
+        another user's session."""
+        mine = select(tokens.c.id).where(tokens.c.user_id == to.user_id, tokens.c.kind == "log_in")
+        here = (sessions.c.sha256 == sha256_of(secret), sessions.c.token_id.in_(mine))
+        with self._database.write() as connection:
+            connection.execute(update(sessions).where(*here).values(token_id=to.id))
 
-    def _rename(self, connection: Connection, user: UserRow) -> None:
-        """Let the user's tokens carry the address of this log-in."""
-        mine = tokens.c.user_id == user.id
-        connection.execute(update(tokens).where(mine).values(owner=user.name))
-        connection.execute(
-            update(tokens).where(mine, tokens.c.kind == "log_in").values(name=user.name)
-        )
+    def end(self, secret: str) -> None:
+        """End a session; does nothing if it has ended."""
+        with self._database.write() as connection:
+            connection.execute(delete(sessions).where(sessions.c.sha256 == sha256_of(secret)))
 
-    def _new_token(self, connection: Connection, user: UserRow, grant: Grant) -> TokenRow:
-        now = self._clock()
-        if grant.project is not None:
-            ensure_project(connection, grant.project, now, create=True)
-        row = TokenRow(
-            id=new_token_id(),
-            name=user.name,
-            role=grant.role,
-            project=grant.project,
-            sha256=sha256_of(secrets.token_urlsafe(_RANDOM_BYTES)),
-            created_at=now,
-            expires_at=None,
-            revoked_at=None,
-            last_used_at=None,
-            user_id=user.id,
-            owner=user.name,
-            kind="log_in",
-        )
-        connection.execute(insert(tokens), row.columns())
-        return row
-
-
-def _is_covered(row: TokenRow, grants: Sequence[Grant]) -> bool:
-    """Return whether the user may keep a token: a log-in's if it is one of the grants, a personal
-    one if a grant includes its rights."""
-    if row.kind == "log_in":
-        return Grant(row.role, row.project) in grants
-    return any(grant.covers(row.role, row.project) for grant in grants)
+    def still_valid(self, digests: Iterable[str]) -> set[str]:
+        """Return those of these SHA-256 that belong to valid sessions."""
+        return valid_digests(self._database, _SESSIONS_STILL_VALID, digests, self._clock())

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
-from sqlalchemy import JSON, Column, Connection, Dialect, Insert, bindparam, insert, select, update
+from sqlalchemy import (
+    JSON,
+    Column,
+    Connection,
+    Dialect,
+    Insert,
+    bindparam,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from everstep.wire import Reason, RunStatus
+from everstep.wire import Failure, Reason, RunStatus
 from everstep.wire.events import EventKind
-from service.db.alerts import TELLING_KINDS, apply_alerts, failures_of
+from service.annex import TableHooks
 from service.db.audit import Notification, notification_of, with_failure
-from service.db.engine import Database, encoded, insert_into
+from service.db.engine import encoded, insert_into
 from service.db.tables import events, metrics, notifications, runs, transitions
 from service.model.rows import EventRow, MetricPoint, TransitionRow
 from service.model.run_rows import RunRow
 from service.model.states import TransitionConflict, check_legal
+from service.projections import attempts as failure_fold
 from service.projections.attempts import BY_SWEEP, preempted
 from service.projections.changes import NO_WORKERS
-from service.projections.fitting import UNFIT
 from service.projections.goodput import TimeLedger, WorkLedger
+from service.projections.handlers import UNFIT
 
+T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
 _INSERT_CHUNK_ROWS = 500
@@ -42,13 +54,20 @@ class RunWriter:
     """
 
     def __init__(
-        self, connection: Connection, run: RunRow, now: float, *, new: bool = False
+        self,
+        connection: Connection,
+        run: RunRow,
+        now: float,
+        hooks: Sequence[TableHooks],
+        *,
+        new: bool = False,
     ) -> None:
         self.run = replace(run)
         """This writer's own copy, which ``set`` changes in place; copying it for each event of a
         journal would dominate the cost."""
         self.now = now
         self._connection = connection
+        self._hooks = hooks
         self._found = None if new else run
         self._ledger = TimeLedger.load(run.time_ledger)
         self._work = None if run.work_ledger is None else WorkLedger.load(run.work_ledger)
@@ -56,15 +75,18 @@ class RunWriter:
         self._transitions: list[dict[str, Any]] = []
         self._points: dict[tuple[str, int], MetricPoint] = {}
         self._notices: list[Notification] = []
-        self._may_alert = False
+        self._kinds: set[str] = set()
+        self._has_stopped = False
 
     @classmethod
-    def lock(cls, connection: Connection, run_id: str, now: float) -> RunWriter:
+    def lock(
+        cls, connection: Connection, run_id: str, now: float, hooks: Sequence[TableHooks]
+    ) -> RunWriter:
         """Read the row for update. Raises TransitionConflict if the run was deleted."""
         row = connection.execute(_LOCKED, {"run_id": run_id}).one_or_none()
         if row is None:
             raise TransitionConflict(run_id, None, "it was deleted")
-        return cls(connection, RunRow.read(row), now)
+        return cls(connection, RunRow.read(row), now, hooks)
 
     def set(self, columns: Mapping[str, Any]) -> None:
         for name, value in columns.items():
@@ -96,7 +118,7 @@ class RunWriter:
                 "event_not_accounted", run_id=self.run.id, seq=seq, kind=kind, error=repr(exc)
             )
         self._events.append({"run_id": self.run.id, **row.columns()})
-        self._may_alert |= kind in TELLING_KINDS
+        self._kinds.add(kind)
         self.set({"last_seq": seq})
         return row
 
@@ -153,7 +175,7 @@ class RunWriter:
             columns |= {"shrunk": None, **NO_WORKERS}
         self.set(columns)
         self._record_status(before, moment)
-        self._may_alert |= to.terminal or to == RunStatus.PAUSED
+        self._has_stopped |= to.terminal or to == RunStatus.PAUSED
         if to == RunStatus.PAUSED and preempted_by is not None:
             # in the same transaction, so that nothing can get lost in between
             self.change_status(RunStatus.QUEUED, reason, moment)
@@ -224,10 +246,11 @@ class RunWriter:
             failures = failures_of(self._connection, self.run.id)
             rows = [with_failure(notice, failures).columns() for notice in self._notices]
             self._connection.execute(insert(notifications), rows)
-        if self._may_alert:
-            apply_alerts(self._connection, self.run, self.now)
+        for hook in self._hooks:
+            if hook.run_changed and (self._has_stopped or self._kinds & hook.run_events):
+                hook.run_changed(self._connection, self.run, self.now)
         self._events, self._transitions, self._points, self._notices = [], [], {}, []
-        self._may_alert = False
+        self._kinds, self._has_stopped = set(), False
         return self.run
 
     def _upsert_points(self) -> None:
@@ -331,96 +354,34 @@ def changes_of(run_id: str, found: Sequence[Sequence[Any]] | None) -> list[Trans
     ]
 
 
-# ---------------------------------------------------------------- orders
+# ---------------------------------------------------------------- failures
 
-# Requests to the ranks of a run (drills, profiles, stacks): events of its history, without a table
-# of their own.
-
-TAKE_UP_S: Final = 15.0
-"""How long a request blocks another of its kind. A driver takes it up within about a second."""
+# What a run's history says in the transaction that changes the run.
 
 
-@dataclass(frozen=True)
-class RankOrder:
-    """A kind of request: its name, the event that records it, and the events that show that it was
-    taken up."""
-
-    name: str
-    requested: EventKind
-    taken_up: tuple[EventKind, ...]
+def failures_of(connection: Connection, run_id: str) -> list[Failure]:
+    """Return all failures of a run so far, in this transaction; none if its history is invalid."""
+    rows = events_of(connection, run_id, failure_fold.FAILURE_KINDS)
+    return folded(run_id, failure_fold.failures, rows) or []
 
 
-DRILL: Final = RankOrder(
-    "drill", EventKind.DRILL_REQUESTED, (EventKind.DRILL_STARTED, EventKind.DRILL_FAILED)
-)
-PROFILE: Final = RankOrder(
-    "profile",
-    EventKind.PROFILE_REQUESTED,
-    (
-        EventKind.PROFILE_ORDERED,
-        EventKind.PROFILE_STARTED,
-        EventKind.PROFILE_DONE,
-        EventKind.PROFILE_FAILED,
-    ),
-)
+def folded(run_id: str, fold: Callable[[list[EventRow]], T], rows: list[EventRow]) -> T | None:
+    """Return what events say together; None if one of them has invalid data.
 
-STACKS: Final = RankOrder(
-    "look at the stacks",
-    EventKind.STACKS_REQUESTED,
-    (EventKind.STACKS_ORDERED, EventKind.STACKS),
-)
-
-
-def record(
-    database: Database, run: RunRow, order: RankOrder, data: dict[str, Any], now: float
-) -> EventRow:
-    """Record a request to the ranks of ``run``, before it is sent.
-
-    Args:
-        database: the database.
-        run: the run as the caller saw it.
-        order: kind of request.
-        data: data of the event; its ``id`` names the request.
-        now: unix seconds.
-
-    Raises:
-        TransitionConflict: the run is not training, its ranks have changed, or its driver has not
-            yet taken up another request of the kind.
+    User code can write anything into its journal. That must not keep the run from changing.
     """
-    with database.write() as connection:
-        writer = RunWriter.lock(connection, run.id, now)
-        found = writer.run
-        if found.status != RunStatus.RUNNING or found.world_size is None:
-            raise not_training(found, order)
-        if (found.submission, found.attempt) != (run.submission, run.attempt):
-            raise TransitionConflict(run.id, found.status, "its ranks have just changed; try again")
-        waiting = _waiting(connection, run.id, order, since=now - TAKE_UP_S)
-        if waiting is not None:
-            raise TransitionConflict(
-                run.id,
-                found.status,
-                f"{order.name} {waiting} has not been taken up yet; wait for it",
-            )
-        event = writer.append(order.requested, now, data, attempt=found.attempt)
-        writer.save()
-    return event
+    try:
+        return fold(rows)
+    except UNFIT as exc:
+        logger.error("history_not_understood", run_id=run_id, error=repr(exc))
+        return None
 
 
-def not_training(run: RunRow, order: RankOrder) -> TransitionConflict:
-    """Return the error for a run that has no ranks."""
-    return TransitionConflict(run.id, run.status, f"a {order.name} needs a run that is RUNNING")
-
-
-def _waiting(connection: Connection, run_id: str, order: RankOrder, since: float) -> str | None:
-    """Return the id of the last request, if it was made after ``since`` and not taken up yet."""
-    kinds = (order.requested, *order.taken_up)
-    query = select(events.c.kind, events.c.at, events.c.data).where(
-        events.c.run_id == run_id, events.c.kind.in_(kinds)
-    )
-    newest: tuple[str, float] | None = None
-    for kind, at, data in connection.execute(query.order_by(events.c.seq)):
-        if kind == order.requested:
-            newest = data["id"], at
-        elif newest is not None and data["id"] == newest[0]:
-            newest = None
-    return newest[0] if newest is not None and newest[1] > since else None
+def events_of(
+    connection: Connection, run_id: str, kinds: Collection[str], attempt: int | None = None
+) -> list[EventRow]:
+    query = select(events).where(events.c.run_id == run_id, events.c.kind.in_(sorted(kinds)))
+    if attempt is not None:
+        query = query.where(events.c.attempt == attempt)
+    found = connection.execute(query.order_by(events.c.seq)).mappings()
+    return [EventRow.of(row) for row in found]

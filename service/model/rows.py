@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from sqlalchemy import RowMapping, Select, Table, select
 
-from everstep.spec.sweep import SweepSpec
-from everstep.wire import ErrorKind, RunStatus
-from everstep.wire.alerts import AlertEvent, AlertFormat, AlertWhen, DeliveryState
-from everstep.wire.sweep import SweepStatus
-from storage.cluster import NodeMark
-from storage.run_control import Stop
+from everstep.wire import ErrorKind
+from storage.cluster import MarkedNode
 
 Role = Literal["viewer", "submitter", "admin"]
 RANK: Final[dict[Role, int]] = {"viewer": 0, "submitter": 1, "admin": 2}
@@ -27,7 +23,7 @@ SESSION_DIGITS: Final = 24
 MarkState = Literal["cordoned", "draining", "open"]
 
 
-class Row:
+class StoredRow:
     """What rows share: made from a result, taken apart into columns."""
 
     __slots__ = ()
@@ -48,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class EventRow(Row):
+class EventRow(StoredRow):
     """One event of a run's public history; ``seq`` counts from 1 without gaps."""
 
     seq: int
@@ -86,7 +82,7 @@ class MetricPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointCheck(Row):
+class CheckpointCheck(StoredRow):
     """When a checkpoint's files were last read back; ``problem`` is None where all had their size
     and digest."""
 
@@ -96,7 +92,7 @@ class CheckpointCheck(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRow(Row):
+class TokenRow(StoredRow):
     """Who a bearer token is. ``project`` None reaches every project."""
 
     id: str
@@ -116,19 +112,7 @@ class TokenRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class UserRow(Row):
-    """A person as an identity provider knows them; ``name`` is their e-mail address."""
-
-    id: str
-    issuer: str
-    subject: str
-    name: str
-    created_at: float
-    seen_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRow(Row):
+class SessionRow(StoredRow):
     """A browser's log-in, without its secret, and whom it belongs to."""
 
     sha256: str
@@ -149,7 +133,7 @@ class SessionRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class ProjectRow(Row):
+class ProjectRow(StoredRow):
     """A project and its quotas; None is no limit."""
 
     name: str
@@ -160,7 +144,7 @@ class ProjectRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRow(Row):
+class AuditRow(StoredRow):
     """One call that changed something, or was refused."""
 
     seq: int
@@ -176,7 +160,7 @@ class AuditRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeMarkRow(Row):
+class NodeMarkRow(StoredRow):
     """The last word about a node; ``open`` is one that was uncordoned, whose failures before ``at``
     are forgiven."""
 
@@ -189,11 +173,11 @@ class NodeMarkRow(Row):
     gone_since: float | None
 
     @property
-    def mark(self) -> NodeMark | None:
+    def mark(self) -> MarkedNode | None:
         """Return the mark that drivers read; None if the node may take ranks."""
         if self.state == "open":
             return None
-        return NodeMark(self.node_id, self.state, self.reason, self.by, self.at, self.deadline)
+        return MarkedNode(self.node_id, self.state, self.reason, self.by, self.at, self.deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,116 +194,3 @@ class NodeFailure:
     """Who submitted the run; None for a run of an older version."""
     archive: str | None = None
     """Digest of the user's code that the run executes; None for a built-in task."""
-
-
-# ---------------------------------------------------------------- alert rows
-
-# Rows of alerts: rules, and messages on their way. Times are unix seconds.
-
-
-@dataclass(frozen=True, slots=True)
-class AlertRow(Row):
-    """A rule of a project, and where its messages go."""
-
-    id: str
-    project: str
-    name: str
-    when: AlertWhen
-    more_than: int | None
-    stalled_s: float | None
-    format: AlertFormat
-    target: dict[str, Any] = field(repr=False)
-    """``url``, ``routing_key`` or ``addresses``, as the format needs them; they may be secret."""
-    created_by: str
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryRow(Row):
-    """A message of an alert, and what became of it."""
-
-    seq: int
-    """Order of creation."""
-    id: str
-    alert_id: str
-    run_id: str | None
-    incident: str
-    event: AlertEvent
-    message: dict[str, Any]
-    """JSON of ``AlertMessage``, without links."""
-    state: DeliveryState
-    num_tries: int
-    created_at: float
-    next_at: float
-    """When it is tried next, while it is waiting."""
-    give_up_at: float
-    """A try that fails after this is the last."""
-    finished_at: float | None
-    status: int | None
-    answer: str | None
-    error: str | None
-
-
-# ---------------------------------------------------------------- sweep rows
-
-# Frozen rows of sweeps and their runs. Times are unix seconds.
-
-
-@dataclass(frozen=True, slots=True)
-class SweepRow(Row):
-    """A sweep."""
-
-    id: str
-    name: str
-    project: str
-    status: str
-    reason_code: str | None
-    reason_message: str | None
-    spec: dict[str, Any]
-    """The SweepSpec, with name, mode and seed filled in."""
-    created_by: str
-    """Token id."""
-    created_at: float
-    finished_at: float | None
-
-    @property
-    def state(self) -> SweepStatus:
-        return SweepStatus(self.status)
-
-    @property
-    def sweep_spec(self) -> SweepSpec:
-        """Return the spec as stored: checks that were added later do not refuse it."""
-        return SweepSpec.model_validate(self.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRow(Row):
-    """A run of a sweep, with what its own row says now."""
-
-    sweep_id: str
-    number: int
-    params: dict[str, Any]
-    run_id: str | None
-    """None before it is submitted; the id stays when the run is deleted."""
-    rung: int
-    """Rungs of successive halving from which it went on."""
-    results: list[list[Any]]
-    """[step, value | None] for each rung that it has reached."""
-    best_value: float | None
-    best_step: int | None
-    seen_step: int | None
-    """Last step of the metric that ``best_value`` counts; None if the run never reported it."""
-    status: RunStatus | None
-    """None before it is submitted, and once its run is deleted."""
-    step: int | None
-    total_steps: int | None
-    stop_requested: Stop | None
-    row_version: int | None
-
-    def __post_init__(self) -> None:
-        if self.status is not None:
-            object.__setattr__(self, "status", RunStatus(self.status))
-
-    @property
-    def is_deleted(self) -> bool:
-        return self.run_id is not None and self.status is None

@@ -26,7 +26,7 @@ from everstep.spec.sections import (
     WandbSpec,
 )
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.model.rows import Row
+from service.model.rows import StoredRow
 from storage.run_control import Stop
 
 _STATUSES: Final = {status.value: status for status in RunStatus}
@@ -42,7 +42,7 @@ RunId = Annotated[str, Chars(32)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSummary(Row):
+class RunSummary(StoredRow):
     """The fields of a run that lists show. They are short: a list reads many."""
 
     id: RunId

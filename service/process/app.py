@@ -15,32 +15,19 @@ import structlog
 from fastapi import Depends, FastAPI
 
 from everstep.supported import RAY, problem_here
-from service.api import (
-    alerts,
-    checkpoints,
-    cluster,
-    drills,
-    goodput,
-    guard,
-    health,
-    history,
-    logs,
-    openapi,
-    problems,
-    runs,
-    submission,
-    sweeps,
-    team,
-)
+from service.annex import hooks_of
+from service.annexes.registry import ANNEXES
+from service.api import cluster, health, openapi, problems
 from service.api.bodies import HeadMiddleware, refuse_unknown_query
 from service.api.context import ApiContext
 from service.api.guard import AddressMiddleware, AuditMiddleware, BodyLimitMiddleware
 from service.cluster.ray_jobs import RayError, RayJobs, RayRefused
-from service.db.engine import Database
-from service.db.errors import DatabaseError
-from service.db.node_marks import NodeMarkStore, StorageRecords
+from service.db.engine import Database, DatabaseError
+from service.db.node_marks import NodeMarks, StorageRecords
 from service.embedded.cluster import EmbeddedCluster
 from service.embedded.supervisor import ClusterSupervisor
+from service.runs import checkpoints, history, logs, submission
+from service.runs import routes as runs
 from service.settings import CannotStart, Settings
 from service.storage_identity import StorageGate, begin_with
 from service.submission_rules.packages import StorageRoots
@@ -79,32 +66,24 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(AddressMiddleware)
     app.add_middleware(health.LatencyMiddleware, figures=app.state.figures)
     problems.install(app)
-    openapi.install(app)
+    openapi.install(app, context.annexes)
     strict = [Depends(refuse_unknown_query)]
     for router in (
         runs.router,
-        sweeps.router,
         history.router,
-        goodput.router,
+        history.totals,
         checkpoints.tensorboard_router,
         logs.router,
         checkpoints.router,
-        drills.router,
-        drills.profiles_router,
-        drills.stacks_router,
-        drills.replays_router,
         submission.router,
         cluster.router,
-        cluster.checks_router,
-        team.router,
-        guard.router,
-        alerts.router,
         cluster.storage_router,
         health.router,
         runs.checks,
+        *(router for annex in context.annexes for router in annex.routers),
     ):
         app.include_router(router, dependencies=strict)
-    dashboard.install(app)
+    dashboard.install(app, context.annexes)
     return app
 
 
@@ -156,13 +135,13 @@ def opened(settings: Settings) -> tuple[Storage, Database]:
     except StorageError as exc:
         raise CannotStart(f"{exc}; let this user write there, or choose another --storage") from exc
     try:
-        database = Database(settings.database_url)
+        database = Database(settings.database_url, hooks_of(ANNEXES))
         database.migrate()
     except DatabaseError as exc:
         raise CannotStart(f"the database cannot be used: {exc}; check --database") from exc
     gate = StorageGate(storage, StorageRecords(database), service=str(settings.home))
     try:
-        begin_with(gate, storage, NodeMarkStore(database), settings.adopt_storage)
+        begin_with(gate, storage, NodeMarks(database), settings.adopt_storage)
     except StorageOwned as exc:
         raise CannotStart(str(exc)) from exc
     except StorageError as exc:

@@ -12,8 +12,7 @@ import sys
 from everstep.options.model import SettingsError
 from everstep.options.serve import ServeOptions
 from everstep.spec.plain_text import printable_lines
-from service.db.engine import Database
-from service.db.errors import DatabaseError
+from service.db.engine import Database, DatabaseError
 
 EXIT_CANNOT_MIGRATE = 2
 

@@ -22,14 +22,13 @@ import structlog
 from everstep.options.model import SettingsError
 from everstep.spec.plain_text import printable_lines
 from everstep.text.words import count
-from service.db.errors import DatabaseError
+from service.db.engine import DatabaseError
 from service.embedded.cluster import ClusterError
 from service.process.app import opened, running_cluster
-from service.process.home import HomeError, HomeLock
 from service.process.http import check_tls, listening
 from service.process.logs import configure_logging
 from service.process.serving import settings_of
-from service.settings import CannotStart
+from service.settings import CannotStart, HomeError, HomeLock
 from storage.errors import StorageError
 
 EXIT_CANNOT_START = 2

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 
 import structlog
 import uvloop
@@ -18,7 +19,8 @@ import uvloop
 from everstep.options.model import FlagValue
 from everstep.options.serve import FLAGS, help_of, is_list, is_switch
 from everstep.text.words import count
-from service.alerts.sender import AlertSender
+from service.annex import ServiceParts
+from service.annexes.registry import ANNEXES
 from service.api.auth import (
     EMBEDDED_TRUST,
     LOCAL_TOKEN_ID,
@@ -27,30 +29,24 @@ from service.api.auth import (
 )
 from service.api.context import ApiContext
 from service.cluster.cluster_view import ClusterView
-from service.cluster.ray_dashboard import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
-from service.db.alerts import DeliveryStore, IncidentStore
 from service.db.audit import NotificationStore
 from service.db.engine import Database
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.sweeps import SweepStore
 from service.embedded import worker_start
 from service.embedded.supervisor import ClusterSupervisor
 from service.figures import RunFigures
-from service.identity import CALLBACK_PATH, Provider
 from service.process.app import create_app, reach
-from service.process.home import published_url
 from service.process.http import ApiServer, base_url
-from service.reconciler.loop import Leadership, Reconciler
-from service.reconciler.nodes import CordonRule
+from service.reconciler.loop import Background, Leadership, Reconciler
 from service.reconciler.ray_poller import DRIVER, driver_entrypoint
 from service.reconciler.scrub import ScrubRule
-from service.reconciler.webhook_sender import Notifier
-from service.settings import Settings
+from service.reconciler.webhook_sender import NOTIFY_INTERVAL_S, Notifier
+from service.settings import Settings, published_url
 from service.submission_rules.packages import StorageRoots
 from storage.filesystem import Storage
 
@@ -86,14 +82,13 @@ async def serve(
     )
     endpoint = supervisor.endpoint if supervisor else lambda: existing
     make_way = supervisor.make_way if supervisor else None
-    async with RayJobs(endpoint, make_way) as ray, RayDashboard(endpoint) as ray_dashboard:
+    async with RayJobs(endpoint, make_way) as ray, contextlib.AsyncExitStack() as stack:
         if supervisor is None:
             await reach(ray, settings)
         figures = RunFigures()
         url = base_url(settings, listener)
-        reconciler = made_reconciler(
-            settings, database, storage, ray, figures, settings.public_url or url
-        )
+        parts = ServiceParts(settings, database, storage, ray, endpoint, settings.public_url or url)
+        reconciler = made_reconciler(parts, figures)
         view = ClusterView(ray, supervisor.note if supervisor else None)
         context = ApiContext(
             database,
@@ -103,19 +98,22 @@ async def serve(
             drills_enabled=settings.drills,
             pip_rule=settings.pip_rule,
             figures=figures,
-            public_url=settings.public_url or url,
+            public_url=parts.public_url,
             rate_per_s=settings.rate_per_s,
             max_upload_bytes=settings.max_upload_bytes,
             max_code_bytes=settings.max_code_bytes,
             storage_roots=StorageRoots(settings.storage_roots),
             ray=ray,
-            ray_dashboard=ray_dashboard,
+            annexes=ANNEXES,
             notify=settings.notify,
             has_mail=settings.mail is not None,
             embedded=settings.embedded,
             prices=settings.prices,
-            provider=provider_of(settings, settings.public_url or url),
         )
+        for annex in ANNEXES:
+            manager = None if annex.opened is None else annex.opened(parts)
+            if manager is not None:
+                context.add_part(await stack.enter_async_context(manager))
         token_id = await asyncio.to_thread(
             ensure_local_token,
             context.tokens,
@@ -138,48 +136,34 @@ async def serve(
     database.close()
 
 
-def provider_of(settings: Settings, public_url: str) -> Provider | None:
-    """Return the identity provider at which people log in; None for tokens only."""
-    rule = settings.provider
-    return None if rule is None else Provider(rule, public_url + CALLBACK_PATH)
-
-
-def made_reconciler(
-    settings: Settings,
-    database: Database,
-    storage: Storage,
-    ray: RayJobs,
-    figures: RunFigures,
-    public_url: str,
-) -> Reconciler:
+def made_reconciler(parts: ServiceParts, figures: RunFigures) -> Reconciler:
     """Return the reconciler of this process.
 
     Replicas share a PostgreSQL, and a lease lets one of them reconcile. A SQLite file needs no
     lease, since the home's lock keeps other services out.
     """
+    settings, database = parts.settings, parts.database
     leadership = None if database.is_sqlite else Leadership(LeaseStore(database))
     mine = database if leadership is None else database.guarded(leadership.check)
+    led = replace(parts, database=mine)
+    notifier = Notifier(NotificationStore(mine), settings.notify, public_url=parts.public_url)
     return Reconciler(
         RunStore(mine),
         EventStore(mine),
-        NodeMarkStore(mine),
+        NodeMarks(mine),
         ProjectStore(mine),
-        storage,
-        ray,
-        cordon_rule=CordonRule(
-            settings.cordon_runs, settings.cordon_failures, settings.cordon_window_s
-        ),
+        parts.storage,
+        parts.ray,
         scrub_rule=ScrubRule(settings.scrub_mb_per_s * 1e6, settings.scrub_interval_s),
         figures=figures,
         leadership=leadership,
-        notifier=Notifier(NotificationStore(mine), settings.notify, public_url=public_url),
-        alerts=AlertSender(
-            DeliveryStore(mine), IncidentStore(mine), settings.notify, settings.mail, public_url
-        ),
-        sweeps=SweepStore(mine),
-        public_url=public_url,
+        beside=[
+            Background(NOTIFY_INTERVAL_S, notifier.work),
+            *(work for annex in ANNEXES if annex.beside for work in annex.beside(led)),
+        ],
+        public_url=parts.public_url,
         entrypoint=driver_entrypoint(
-            storage.uri, worker_start.DRIVER if settings.embedded else DRIVER
+            parts.storage.uri, worker_start.DRIVER if settings.embedded else DRIVER
         ),
     )
 
@@ -241,7 +225,8 @@ def announce(settings: Settings, url: str, link: str | None = None) -> None:
     print(f"Everstep is ready: {url}  (API reference: {url}/docs)")
     if link is not None:
         print(f"Log in (once):     {link}")
-    print(f"Ray dashboard:     {url}/ray/")
+    if any(annex.relays_ray for annex in ANNEXES):
+        print(f"Ray dashboard:     {url}/ray/")
     print(f"Admin token:       {settings.token_path}", flush=True)
     if settings.embedded:
         print(f"Trust:             {EMBEDDED_TRUST}")

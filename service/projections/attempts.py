@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 
+from everstep.spec.plain_text import printable
+from everstep.text import failure as failure_words
 from everstep.wire import (
     Attempt,
     CausingDrill,
@@ -16,6 +18,9 @@ from everstep.wire import (
     RunStatus,
     Verdict,
     WorkerInfo,
+)
+from everstep.wire.alerts import (
+    AlertFailure,
 )
 from everstep.wire.events import WRONG_BITS, EventKind
 from service.model.rows import EventRow
@@ -337,3 +342,28 @@ def reason_of(data: dict[str, Any] | None) -> Reason | None:
     code = data.get("code")
     known = ReasonCode(code) if code in set(ReasonCode) else ReasonCode.SYSTEM_FAILURES_EXHAUSTED
     return Reason(code=known, message=str(data.get("message") or code))
+
+
+# ---------------------------------------------------------------- told failures
+
+_MOST_CHARS: Final = 500
+
+
+def failure_of(fault: Failure) -> AlertFailure:
+    """Return what receivers get of a failure."""
+    return AlertFailure(
+        **fault.model_dump(
+            include={"at", "verdict", "first_rank", "node_id", "step", "steps_lost"}
+            | {"detect_s", "recovery_s"}
+        ),
+        exception=first_line(failure_words.cause(fault)) or None,
+        action=fault.action or "no action",
+        drill=failure_words.drill(fault.drill) if fault.drill else None,
+    )
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text of user code, cut to a length that every receiver takes."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    shown = printable(first.strip())
+    return shown if len(shown) <= _MOST_CHARS else f"{shown[: _MOST_CHARS - 1]}…"

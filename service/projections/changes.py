@@ -19,6 +19,7 @@ from everstep.wire.events import (
     system_name,
     validation_name,
 )
+from everstep.wire.run import Replay
 from service.model.rows import METRIC_NAME_CHARS, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
@@ -361,3 +362,10 @@ def _system_points(run: RunRow, event: EventRow, figures: Mapping[str, Any]) -> 
             if value is not None
         )
     )
+
+
+def compared(run: RunRow, event: EventRow) -> Changes:
+    """Return the change that the end of a replay makes."""
+    if run.replay_of is None:
+        return Changes()
+    return Changes({"replay_of": Replay.model_validate(event.data).model_dump(mode="json")})

@@ -3,13 +3,14 @@ the same result."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
-from service.projections import changes, drills
+from service.projections import changes
 from service.projections.changes import Changes
 
 
@@ -40,6 +41,95 @@ _HANDLERS: Final[Mapping[str, Callable[[RunRow, EventRow], Changes]]] = {
     EventKind.RECOVERED: changes.recovered,
     EventKind.WAITING: changes.waiting,
     EventKind.ATTEMPT_ENDED: changes.attempt_ended,
-    EventKind.REPLAY_COMPARED: drills.compared,
+    EventKind.REPLAY_COMPARED: changes.compared,
     EventKind.FINISHED: changes.finished,
 }
+
+
+# ---------------------------------------------------------------- fitting
+
+# Check that an event's changes fit the run's row. User code can write anything into the journal
+# of its run. A row with wrong types would break every reader of it, such as the reconciler.
+
+UNFIT: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""Raised when an event's data is not as everstep/wire/events.py says."""
+
+_MOST: Final = 2**31 - 1
+
+_MOST_TEXT_CHARS: Final = 100_000
+
+_MOST_WORKERS: Final = 100_000
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_TEXT_CHARS
+
+
+def _are_workers(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > _MOST_WORKERS:
+        return False
+    return all(
+        isinstance(each, dict)
+        and _is_text(each.get("node_id"))
+        and _is_count(each.get("rank"))
+        and all(item is None or _is_text(item) or _is_number(item) for item in each.values())
+        for each in value
+    )
+
+
+def _are_checkpoints(value: Any) -> bool:
+    return all(_is_checkpoint(each) for each in value)
+
+
+def _is_checkpoint(value: Any) -> bool:
+    return _is_text(value["name"]) and _is_count(value["step"]) and 0 <= value["size_bytes"] < 2**63
+
+
+def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+_FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("attempt", "restarts", "step", "epoch", "steps_lost_at_restore"), _is_count),
+    **dict.fromkeys(("total_steps", "steps_per_epoch", "world_size"), _optional(_is_count)),
+    "steps_lost": lambda value: type(value) is int and abs(value) <= _MOST,
+    "workers": _are_workers,
+    "snapshots": _optional(lambda value: _is_text(value) and len(value) <= 16),
+    "replay_of": lambda value: _is_text(value["run_id"]) and _is_text(value["message"]),
+    "chain": _optional(lambda value: _is_text(value) and len(value) <= 64),
+    **dict.fromkeys(("guarantee", "reason_code", "reason_message"), _optional(_is_text)),
+    "started_at": _is_number,
+    "redone_s": _optional(_is_number),
+    "metrics": lambda value: all(
+        _is_text(name) and type(each) in (int, float) for name, each in value.items()
+    ),
+    "best": lambda value: _is_number(value["value"]) and _is_count(value["step"]),
+    "latest_checkpoint": _optional(_is_checkpoint),
+    "recent_checkpoints": _are_checkpoints,
+}
+
+
+def checked(changes: Changes) -> Changes:
+    """Return the changes. Raises ValueError if one does not fit its column."""
+    for name, value in changes.columns.items():
+        fits = _FITS.get(name)
+        if fits is not None and not fits(value):
+            raise ValueError(f"{name} cannot be {str(value)[:200]!r}")
+    for point in changes.points:
+        if (
+            not _is_count(point.step)
+            or not _is_number(point.at)
+            or not (point.value is None or type(point.value) in (int, float))
+        ):
+            raise ValueError(
+                f"{point.name[:100]!r} has a point that is not a step, a time and a number"
+            )
+    return changes

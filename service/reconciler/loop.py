@@ -8,36 +8,29 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import structlog
 from sqlalchemy import Connection
 
-from service.alerts.sender import AlertSender
+from service.annex import Beside
 from service.cluster.ray_jobs import RayJobs
-from service.control_files import KeptSteps, MarksFile
-from service.db.errors import DatabaseError
+from service.db.engine import DatabaseError
 from service.db.events import EventStore
 from service.db.lease import Lease, LeaseLost, LeaseStore
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.sweeps import SweepStore
 from service.figures import RunFigures
 from service.reconciler.decide import decide
 from service.reconciler.execute import PAUSE_FACTOR, Executor
 from service.reconciler.facts import Decision
-from service.reconciler.nodes import DEFAULT_RULE, CordonRule, NodeCare
 from service.reconciler.observe import Observer
 from service.reconciler.ray_poller import Entrypoint, driver_entrypoint
-from service.reconciler.scrub import DEFAULT_RULE as DEFAULT_SCRUB_RULE
-from service.reconciler.scrub import Scrubber, ScrubRule
+from service.reconciler.scrub import DEFAULT_RULE, Scrubber, ScrubRule
 from service.reconciler.tail import JournalTail
-from service.reconciler.webhook_sender import Notifier
-from service.storage_identity import StorageGate
-from service.sweeps.driver import INTERVAL_S as SWEEP_INTERVAL_S
-from service.sweeps.driver import SweepDriver
+from service.storage_identity import KeptSteps, StorageGate
 from storage.errors import StorageError
 from storage.filesystem import Storage
 
@@ -49,7 +42,6 @@ LONGEST_TICK_S: Final = 300.0
 """Longest tick for which the lease is renewed. Then the process counts as stuck."""
 KEPT_STEPS_INTERVAL_S: Final = 5.0
 SCRUB_INTERVAL_S: Final = 1.0
-NOTIFY_INTERVAL_S: Final = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -64,14 +56,11 @@ class Reconciler:
         projects: Quotas of projects.
         storage: Storage of run directories.
         ray: The cluster.
-        cordon_rule: When a node is cordoned automatically.
         scrub_rule: How fast and how often checkpoints are read back.
         entrypoint: The shell command of a submission's job; None is the training driver.
         figures: Counters of what happens to runs; None makes private ones.
         leadership: Lease that lets one of several replicas reconcile; None for a single process.
-        notifier: Sender of webhooks; None sends none.
-        alerts: Sender of alerts; None sends none.
-        sweeps: Sweeps; None advances none.
+        beside: Further work of this process, as long as it leads.
         public_url: Base URL of the dashboard; None if unknown.
         clock: Unix seconds.
     """
@@ -80,19 +69,16 @@ class Reconciler:
         self,
         runs: RunStore,
         events: EventStore,
-        node_marks: NodeMarkStore,
+        node_marks: NodeMarks,
         projects: ProjectStore,
         storage: Storage,
         ray: RayJobs,
         *,
-        cordon_rule: CordonRule = DEFAULT_RULE,
-        scrub_rule: ScrubRule = DEFAULT_SCRUB_RULE,
+        scrub_rule: ScrubRule = DEFAULT_RULE,
         entrypoint: Entrypoint | None = None,
         figures: RunFigures | None = None,
         leadership: Leadership | None = None,
-        notifier: Notifier | None = None,
-        alerts: AlertSender | None = None,
-        sweeps: SweepStore | None = None,
+        beside: Sequence[Beside] = (),
         public_url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -111,23 +97,14 @@ class Reconciler:
         self._observer = Observer(
             runs, node_marks, projects, tail, ray, self._executor.deliveries, gate, clock
         )
-        self._node_care = NodeCare(
-            node_marks, MarksFile(storage, node_marks, gate.require), ray, cordon_rule, clock
-        )
         self._leadership = leadership
         self._kept_steps = KeptSteps(storage, runs.checkpoints)
         self._scrubber = Scrubber(runs.checkpoints, events, storage, scrub_rule, clock)
-        self._beside = [
+        self._beside: list[Beside] = [
             Background(KEPT_STEPS_INTERVAL_S, self._publish_kept_steps),
             Background(SCRUB_INTERVAL_S, self._scrub),
+            *beside,
         ]
-        self._beside += [
-            Background(NOTIFY_INTERVAL_S, sender.work)
-            for sender in (notifier, alerts)
-            if sender is not None
-        ]
-        if sweeps is not None:
-            self._beside.append(Background(SWEEP_INTERVAL_S, SweepDriver(sweeps, runs).work))
         self._clock = clock
         self._wake = asyncio.Event()
         self._tick_began = float("-inf")
@@ -160,7 +137,6 @@ class Reconciler:
         # In a thread: thousands of waiting runs take long enough to delay requests.
         decisions = await asyncio.to_thread(decide, facts)
         await self._executor.execute(decisions)
-        self._node_care.tick()
         for work in self._beside:
             work.tick()
         self.last_tick_at = self._clock()
@@ -215,7 +191,6 @@ class Reconciler:
         self._scrubber.stop()
         for work in self._beside:
             await work.close()
-        await self._node_care.close()
         await self._observer.close()
         await self._executor.close()
         if self._leadership is not None:

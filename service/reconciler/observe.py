@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from everstep.wire import Reason, ReasonCode, RunStatus
 from service.cluster.ray_jobs import RayJobs
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarks
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
@@ -41,7 +41,7 @@ class Observer:
     def __init__(
         self,
         runs: RunStore,
-        node_marks: NodeMarkStore,
+        node_marks: NodeMarks,
         projects: ProjectStore,
         tail: JournalTail,
         ray: RayJobs,

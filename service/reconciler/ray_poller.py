@@ -13,7 +13,7 @@ from typing import Final
 
 from everstep.wire import RunStatus
 from service.cluster.ray_jobs import Job, JobNotFound, RayError, RayJobs
-from service.db.node_marks import NodeMarkStore
+from service.db.node_marks import NodeMarks
 from service.db.runs import RunStore
 from service.model.run_rows import RunRow
 from service.model.states import SUBMITTED
@@ -51,7 +51,7 @@ class RayAnswer:
 class RayPoller:
     """Polls Ray in the background. Its state is only a cache."""
 
-    def __init__(self, ray: RayJobs, runs: RunStore, node_marks: NodeMarkStore) -> None:
+    def __init__(self, ray: RayJobs, runs: RunStore, node_marks: NodeMarks) -> None:
         self._ray = ray
         self._runs = runs
         self._node_marks = node_marks

@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from service.db.errors import DatabaseError
+from service.db.engine import DatabaseError
 from service.db.events import EventStore, JournalGap
 from service.figures import RunFigures
 from service.model.run_rows import RunRow

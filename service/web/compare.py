@@ -20,11 +20,11 @@ from everstep.text.words import differences
 from everstep.wire import Run
 from service.api.auth import Principal, visible_run
 from service.api.context import ApiContext, Context
-from service.api.problems import ProblemError, invalid_request
-from service.api.runs import run_answers
+from service.api.problems import ApiProblem, invalid_request
 from service.db.run_lookup import RunFilter
 from service.model.rows import METRIC_NAME_CHARS, MetricPoint
 from service.model.run_rows import RunRow
+from service.runs.routes import run_answers
 from service.web.rendering import PageRoute, page
 from service.web.run_page import run_page
 from service.web.session import WebCaller, WebRun
@@ -45,7 +45,7 @@ async def get_comparison(
     """Show the runs in ``run``, each once."""
     ids = list(dict.fromkeys(run_id.strip() for run_id in run or () if run_id.strip()))
     if len(ids) > MOST_RUNS:
-        raise ProblemError(
+        raise ApiProblem(
             422,
             "invalid_request",
             f"Cannot compare {len(ids)} runs; choose at most {MOST_RUNS}.",

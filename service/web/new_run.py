@@ -21,9 +21,9 @@ from everstep.wire.events import mode_of
 from service.api.auth import Principal, visible_run
 from service.api.bodies import check_shape, content_sha256, validated
 from service.api.context import ApiContext, Context
-from service.api.problems import ProblemError, invalid_request
-from service.api.submission import submitted, validated_spec
+from service.api.problems import ApiProblem, invalid_request
 from service.model.run_rows import RunRow
+from service.runs.submission import submitted, validated_spec
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller
 
@@ -153,7 +153,7 @@ async def _faults(context: ApiContext, caller: Principal, text: str) -> list[dic
         await validated_spec(context, caller, await validated(_parsed, text))
     except InvalidSpec as exc:
         return await _placed(text, exc.errors)
-    except ProblemError as exc:
+    except ApiProblem as exc:
         if exc.status not in (403, 409, 422):
             raise
         return await _placed(text, tuple(exc.errors) or (FieldError((), exc.detail),))
@@ -190,7 +190,7 @@ def _parsed(text: str) -> Any:
         check_shape(value)
     except UsageError as exc:
         raise InvalidSpec((FieldError((), str(exc)),)) from exc
-    except ProblemError as exc:
+    except ApiProblem as exc:
         raise InvalidSpec((FieldError((), exc.detail),)) from exc
     return value
 

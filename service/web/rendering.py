@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import quote
@@ -14,15 +14,18 @@ import structlog
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from everstep.spec.trials import param_word
 from everstep.text import failure
 from everstep.text import words as cli_words
-from everstep.wire import GoodputBuckets, Run, RunStatus
+from everstep.wire import Failure, GoodputBuckets, Run, RunStatus
+from everstep.wire.events import PREFIX, EventKind, system_figure, system_name
+from service.annex import Annex, PageLink
 from service.api.auth import Principal
 from service.api.context import ApiContext
-from service.api.problems import ProblemError, as_problem
+from service.api.problems import ApiProblem, as_problem
+from service.model.rows import EventRow
 from service.web.assets import asset_url
 from service.web.session import CSRF_FIELD, cookie_of, csrf_token
 
@@ -151,19 +154,12 @@ _HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 
-_environment: Final = Environment(
-    loader=PackageLoader("service.web"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_environment.globals |= {
+_GLOBALS: Final = {
     "asset": asset_url,
     "csrf_field": CSRF_FIELD,
     "headline": cli_words.headline,
 }
-_environment.filters |= {
+_FILTERS: Final = {
     "count": cli_words.count,
     "first_start": cli_words.first_start,
     "lost": failure.of_run,
@@ -179,6 +175,35 @@ _environment.filters |= {
     "clock": clock,
     "headline": headline,
 }
+_NAVIGATION: Final = (
+    PageLink("/runs", "Runs", 10),
+    PageLink("/compare", "Compare", 30),
+    PageLink("/queue", "Queue", 40),
+    PageLink("/cluster", "Cluster", 50),
+    PageLink("/new", "New run", 70, "submitter"),
+    PageLink("/docs", "API", 80),
+)
+
+
+@cache
+def _environment(annexes: tuple[Annex, ...]) -> Environment:
+    """Return the templates of the core and of these annexes."""
+    packages = ["service.web", *(each.package for each in annexes if each.package is not None)]
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package) for package in packages]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    links = (*_NAVIGATION, *(link for annex in annexes for link in annex.navigation))
+    environment.globals |= {
+        **_GLOBALS,
+        "navigation": sorted(links, key=lambda link: link.place),
+        "slot": lambda name: [each.slots[name] for each in annexes if name in each.slots],
+    }
+    environment.filters |= _FILTERS
+    return environment
 
 
 def page(
@@ -195,13 +220,20 @@ def page(
     """
     context: ApiContext = request.app.state.context
     theme = request.cookies.get(THEME_COOKIE)
-    text = _environment.get_template(template).render(
-        caller=caller,
-        csrf=partial(csrf_token, cookie_of(request)),
-        theme=theme if theme in ("light", "dark") else "auto",
-        now=datetime.fromtimestamp(context.clock(), UTC),
-        path=request.url.path,
-        **values,
+    for annex in context.annexes:
+        if annex.page_values is not None:
+            values = {**annex.page_values(context), **values}
+    text = (
+        _environment(context.annexes)
+        .get_template(template)
+        .render(
+            caller=caller,
+            csrf=partial(csrf_token, cookie_of(request)),
+            theme=theme if theme in ("light", "dark") else "auto",
+            now=datetime.fromtimestamp(context.clock(), UTC),
+            path=request.url.path,
+            **values,
+        )
     )
     return HTMLResponse(text.encode(errors="replace"), status)
 
@@ -223,12 +255,12 @@ class PageRoute(APIRoute):
         return answer
 
 
-def problem_page(request: Request, problem: ProblemError) -> Response:
+def problem_page(request: Request, problem: ApiProblem) -> Response:
     """Return the page for a request that no route serves."""
     return _finished(request, _problem_page(request, problem))
 
 
-def _problem_page(request: Request, problem: ProblemError) -> Response:
+def _problem_page(request: Request, problem: ApiProblem) -> Response:
     if problem.status == 500:
         logger.exception("page_failed", path=request.url.path)
     if problem.status == 401:
@@ -241,7 +273,7 @@ def _problem_page(request: Request, problem: ProblemError) -> Response:
     return response
 
 
-def _title(problem: ProblemError) -> str:
+def _title(problem: ApiProblem) -> str:
     return {
         403: "Not allowed",
         404: "Not found",
@@ -277,3 +309,87 @@ def _finished(request: Request, response: Response) -> Response:
         response.headers["Content-Length"] = str(len(response.body))
         response.headers.add_vary_header("Accept-Encoding")
     return response
+
+
+# ---------------------------------------------------------------- curves
+
+# Curves of a run's metrics, grouped into charts, with marks for its restarts.
+
+MARK_KINDS: Final = frozenset({EventKind.FAILURE, EventKind.RESTORED})
+
+_FIRST: Final = ("loss", "accuracy", "perplexity")
+
+_MOST_MARKS: Final = 200
+
+
+def charts(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return charts for these metrics as ``[{title, names}]``: training and validation of a metric
+    together, the loss first."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: (name.startswith(PREFIX), name)):
+        groups.setdefault(name.removeprefix(PREFIX) or name, []).append(name)
+
+    def order(title: str) -> tuple[int, str]:
+        return (_FIRST.index(title) if title in _FIRST else len(_FIRST), title)
+
+    return [{"title": title, "names": groups[title]} for title in sorted(groups, key=order)]
+
+
+_SYSTEM_TITLES: Final = {
+    "cpu_cores": "CPU",
+    "rss_bytes": "Memory",
+    "net_in_bytes_per_s": "Network in, of the host",
+    "net_out_bytes_per_s": "Network out, of the host",
+    "gpu_busy_percent": "GPU use",
+    "gpu_used_bytes": "GPU memory",
+    "gpu_power_w": "GPU power",
+    "gpu_celsius": "GPU temperature",
+}
+
+_MOST_LINES: Final = 8
+
+
+def system_charts(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return charts of what ranks took of their hosts, a line for each of the first ranks."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        figure = system_figure(name)
+        if figure is not None:
+            found.setdefault(figure[0], []).append(figure[1])
+    return [
+        {
+            "title": title,
+            "names": [system_name(figure, rank) for rank in ranks],
+            "labels": [f"rank {rank}" for rank in ranks],
+            "figure": figure,
+        }
+        for figure, title in _SYSTEM_TITLES.items()
+        if (ranks := sorted(found.get(figure, ()))[:_MOST_LINES])
+    ]
+
+
+def marks(events: Sequence[EventRow]) -> list[dict[str, Any]]:
+    """Return restarts, newest last: where the run resumed (step, unix seconds) after which failure.
+
+    Args:
+        events: history with the kinds in MARK_KINDS.
+    """
+    found, why = [], ""
+    attempts: set[int] = set()
+    for event in events:
+        if event.kind == EventKind.FAILURE:
+            why = failure.who(Failure.of(event))
+        elif event.attempt not in attempts:
+            if (attempts or event.attempt > 1) and event.data.get("step") is not None:
+                label = f"attempt {event.attempt}" + (f": {why}" if why else "")
+                found.append(
+                    {
+                        "step": event.data["step"],
+                        "at": event.at,
+                        "attempt": event.attempt,
+                        "label": label,
+                    }
+                )
+            attempts.add(event.attempt)
+            why = ""
+    return found[-_MOST_MARKS:]

@@ -14,15 +14,15 @@ from fastapi.responses import RedirectResponse
 
 from everstep.text import words as cli_words
 from everstep.wire import Run, RunStatus
-from service.api import runs
 from service.api.answers import MOST_CURSOR_CHARS
 from service.api.auth import Principal, controlled_run, visible_run
 from service.api.context import ApiContext, Context
-from service.api.problems import ProblemError, as_problem, invalid_request
-from service.api.runs import found_runs, parse_order, parse_tag
+from service.api.problems import ApiProblem, as_problem, invalid_request
 from service.db.audit import begin_entry, current_entry
-from service.db.errors import DatabaseUnavailable
+from service.db.engine import DatabaseUnavailable
 from service.db.run_lookup import RunFilter, RunOrder
+from service.runs import routes as runs
+from service.runs.routes import found_runs, parse_order, parse_tag
 from service.web import run_columns
 from service.web.rendering import STATUS_GROUPS, PageRoute, page, progress_share
 from service.web.session import CheckedFields, WebCaller, local_path
@@ -165,8 +165,8 @@ async def _each(
         except DatabaseUnavailable:
             raise
         except Exception as exc:
-            problem: ProblemError = as_problem(exc)
-            if problem.status >= 500 and not isinstance(exc, ProblemError):
+            problem: ApiProblem = as_problem(exc)
+            if problem.status >= 500 and not isinstance(exc, ApiProblem):
                 raise
             refused.append((run_id, problem.detail))
         finally:

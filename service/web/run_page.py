@@ -16,18 +16,19 @@ from pydantic import ValidationError
 from everstep.spec.plain_text import is_sayable
 from everstep.text import failure as failure_words
 from everstep.wire import MOST_NOTES_CHARS, Failure, Run, RunChange, RunStatus, Verdict
-from everstep.wire.drills import MOST_STEPS, ProfileRequest
 from everstep.wire.events import EventKind
-from service.api import checkpoints, drills, history, runs, streams
+from service.api import streams
 from service.api.auth import Principal
 from service.api.context import ApiContext, Context
-from service.api.history import thinned
 from service.api.problems import invalid_request
 from service.model.rows import EventRow
 from service.model.run_rows import RunRow
 from service.model.states import is_legal
 from service.projections.checkpoints import choose
-from service.web import curves
+from service.runs import checkpoints, history
+from service.runs import routes as runs
+from service.runs.history import thinned
+from service.web import rendering
 from service.web.assets import wandb_place
 from service.web.rendering import PageRoute, bucket_shares, page, progress_share
 from service.web.session import CheckedForm, ControlledWebRun, WebCaller, WebRun
@@ -38,8 +39,6 @@ _POINTS: Final = 1500
 _CHARTS: Final = 6
 _MOST_FAILURES: Final = 50
 _MOST_CHECKPOINTS: Final = 500
-_MOST_PROFILES: Final = 10
-_MOST_REPLAYS: Final = 10
 
 
 async def run_page(
@@ -59,9 +58,7 @@ async def run_page(
         caller,
         run=run,
         actions=_actions(run, caller),
-        ray_job=f"/ray/#/jobs/{row.ray_job_id}"
-        if row.ray_job_id and caller.project is None
-        else None,
+        ray_job_id=row.ray_job_id,
         progress_share=progress_share,
         most_notes_chars=MOST_NOTES_CHARS,
         wandb=await wandb_place(context, row),
@@ -105,13 +102,19 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         workers={worker["rank"]: worker for worker in run.workers},
         times=times,
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
-        profiles=(await drills.list_profiles(run, context)).items[: -_MOST_PROFILES - 1 : -1],
-        stacks=next(iter(await drills.newest_stacks(run, context)), None),
-        most_steps=MOST_STEPS,
         most_ranks=MOST_RANKS,
-        replays=(await context.database_call(context.runs.replays_of, run.id))[:_MOST_REPLAYS],
         last_seq=run.last_seq,
+        **await _from_annexes(context, run, caller),
     )
+
+
+async def _from_annexes(context: ApiContext, run: RunRow, caller: Principal) -> dict[str, Any]:
+    """Return what annexes show on the page of a run."""
+    found: dict[str, Any] = {}
+    for annex in context.annexes:
+        if annex.run_values is not None:
+            found |= await annex.run_values(context, run, caller)
+    return found
 
 
 def _blocks(lines: list[str]) -> list[tuple[str, str]]:
@@ -150,16 +153,16 @@ async def get_curves(
 ) -> Response:
     """Return charts, their series, the restarts, and the event after which the stream continues.
     Only with ``system`` there are charts of the hosts."""
-    grouped = curves.charts(run.metrics)
+    grouped = rendering.charts(run.metrics)
     shown = grouped if all else grouped[:_CHARTS]
     if system:
         names = await context.database_call(context.series.names, run.id)
-        shown = [*shown, *curves.system_charts(names)]
+        shown = [*shown, *rendering.system_charts(names)]
     series = await thinned(
         context, run.id, [name for chart in shown for name in chart["names"]], max_points
     )
-    marks = curves.marks(
-        await context.database_call(context.events.of_kinds, run.id, curves.MARK_KINDS)
+    marks = rendering.marks(
+        await context.database_call(context.events.of_kinds, run.id, rendering.MARK_KINDS)
     )
     return JSONResponse(
         {
@@ -224,33 +227,6 @@ async def post_verify(
 ) -> Response:
     checkpoint = await checkpoints.verify_checkpoint(run, context, step)
     return RedirectResponse(f"/runs/{run.id}/checkpoints#step-{checkpoint.step}", 303)
-
-
-@router.post("/profiles")
-async def post_profile(run: ControlledWebRun, context: Context, form: CheckedForm) -> Response:
-    try:
-        wanted = ProfileRequest.model_validate(
-            {"rank": form.get("rank"), "steps": form.get("steps")}
-        )
-    except ValidationError as exc:
-        raise invalid_request(
-            "profile", msg=f"enter a rank from 0, and 1 to {MOST_STEPS} steps"
-        ) from exc
-    await drills.order_profile(run, context, wanted)
-    return RedirectResponse(f"/runs/{run.id}#times-title", 303)
-
-
-@router.post("/stacks")
-async def post_stacks(run: ControlledWebRun, context: Context, _form: CheckedForm) -> Response:
-    await drills.order_stacks(run, context)
-    return RedirectResponse(f"/runs/{run.id}#stacks", 303)
-
-
-@router.get("/profiles/{profile_id}/trace")
-async def get_trace(
-    run: WebRun, context: Context, caller: WebCaller, profile_id: drills.ProfileId
-) -> StreamingResponse:
-    return await drills.get_trace(run, context, caller, profile_id)
 
 
 @router.post("/notes")

@@ -22,9 +22,8 @@ from starlette.requests import HTTPConnection
 from service.api.auth import Principal, admitted, controlled_run, principal, visible_run
 from service.api.bodies import MAX_BODY_BYTES
 from service.api.context import ApiContext, Context
-from service.api.problems import ProblemError
-from service.db.sessions import LASTS_S
-from service.db.tokens import sha256_of
+from service.api.problems import ApiProblem
+from service.db.tokens import LASTS_S, sha256_of
 from service.model.run_rows import RunRow
 
 COOKIE: Final = "everstep_session"
@@ -150,13 +149,13 @@ async def read_fields(request: Request) -> list[tuple[str, str]]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ProblemError(
+            raise ApiProblem(
                 413, "body_too_large", f"The form is larger than {MAX_BODY_BYTES} bytes; send less."
             )
     try:
         return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100)
     except ValueError as exc:
-        raise ProblemError(
+        raise ApiProblem(
             400, "malformed_form", "The form cannot be read; reload the page and send it again."
         ) from exc
 
@@ -177,7 +176,7 @@ def _check_origin(request: Request) -> None:
     if origin is not None and host_of(origin) != request.headers.get("host", ""):
         foreign = True
     if foreign:
-        raise ProblemError(
+        raise ApiProblem(
             403,
             "foreign_origin",
             "This form came from another site; nothing was done. Open the page here and try again.",
@@ -193,7 +192,7 @@ async def checked_fields(request: Request, _caller: WebCaller) -> list[tuple[str
     """Return the fields as ``checked_form``, repeated ones too. Raises 403."""
     fields = await read_fields(request)
     if not is_csrf_token(cookie_of(request), dict(fields).get(CSRF_FIELD, "")):
-        raise ProblemError(
+        raise ApiProblem(
             403,
             "stale_form",
             "This form belongs to another session; nothing was done. Reload the page.",

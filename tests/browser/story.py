@@ -10,7 +10,7 @@ from typing import Any
 
 from everstep.wire import Node, NodeState, Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db import writer as orders
+from service.annexes.drills import routes as orders
 from storage.logs.journal import JournalEvent
 from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir

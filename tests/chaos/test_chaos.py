@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from everstep.client.runs import RunHandle
-from service.reconciler.nodes import NODE_VERDICTS
+from service.annexes.nodes.care import NODE_VERDICTS
 from tests.chaos.faults import plan, strike
 from tests.chaos.replay import Segments, replay, segments
 from tests.support.descriptors import more_than, open_descriptors

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.cluster.ray_dashboard import RayDashboard
+from service.annexes.ray_dashboard.relay import RayDashboard
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.run_lookup import RunFilter
 from service.db.tables import metrics
@@ -306,7 +306,8 @@ async def test_from_a_run_to_its_ray_job_and_back(
             return RayEndpoint(ray.url, ray.token)
 
         async with RayDashboard(endpoint) as dashboard, RayJobs(endpoint) as jobs:
-            api.context.ray_dashboard, api.context.ray = dashboard, jobs
+            api.context.add_part(dashboard)
+            api.context.ray = jobs
             ray.answers |= answers_about_job(job_id, story.running)
             await page.goto(f"/runs/{story.running}")
             await page.get_by_role("link", name="Ray job").click()

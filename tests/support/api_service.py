@@ -17,6 +17,8 @@ import uvicorn
 
 from everstep.wire import ClusterInfo, Node, NodeState
 from everstep.wire.events import EventKind
+from service.annex import Annex
+from service.annexes.registry import ANNEXES
 from service.api.context import ApiContext
 from service.model.rows import Role
 from service.model.run_rows import RunRow
@@ -157,12 +159,16 @@ class ApiService:
         drills: bool = False,
         database_url: str | None = None,
         unread_s: float = UNREAD_S,
+        annexes: Sequence[Annex] = ANNEXES,
     ) -> None:
+        self.annexes = annexes
         self.drills = drills
         self.unread_s = unread_s
         self.home = directory / "home"
         self.clock = ManualClock()
-        self.database = prepared_database(database_url or f"sqlite:///{directory / 'everstep.db'}")
+        self.database = prepared_database(
+            database_url or f"sqlite:///{directory / 'everstep.db'}", annexes
+        )
         self.storage = open_storage(str(directory / "storage"))
         self.cluster = OneNodeCluster()
         self.lag_s: float | None = 0.25
@@ -175,6 +181,7 @@ class ApiService:
             lambda: self.lag_s,
             self.clock,
             drills_enabled=self.drills,
+            annexes=self.annexes,
         )
         self.runs, self.events = self.context.runs, self.context.events
         self.context.storage_gate.check()  # as the service does before it serves

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from service.annex import Annex, hooks_of
+from service.annexes.registry import ANNEXES
 from service.db.engine import Database
 
 
-def prepared_database(url: str) -> Database:
-    """Return a database with the newest tables. A SQLite file that is not there yet begins as a
-    copy of one that was migrated once; PostgreSQL's tests have such a template of their own."""
-    database = Database(url)
+def prepared_database(url: str, annexes: Sequence[Annex] = ANNEXES) -> Database:
+    """Return a database with the newest tables, as a service with these annexes opens it.
+
+    A SQLite file that is not there yet begins as a copy of one that was migrated once; PostgreSQL's
+    tests have such a template of their own.
+    """
+    database = Database(url, hooks_of(annexes))
     path = Path(database.url.database or "")
     if not database.is_sqlite or path.exists():
         database.migrate()

@@ -13,16 +13,19 @@ from typing import Any
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
+from service.annexes.nodes.care import DEFAULT_RULE, NodeCare
+from service.annexes.nodes.store import MarksFile, NodeMarkStore
+from service.annexes.sweeps.driver import INTERVAL_S, SweepDriver
+from service.annexes.sweeps.store import SweepStore
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.events import EventStore
 from service.db.lease import LeaseStore
-from service.db.node_marks import NodeMarkStore
 from service.db.projects import ProjectStore
 from service.db.runs import RunStore
-from service.db.sweeps import SweepStore
 from service.model.run_rows import RunRow
 from service.reconciler import execute, ray_poller
-from service.reconciler.loop import Leadership, Reconciler
+from service.reconciler.loop import Background, Leadership, Reconciler
+from service.storage_identity import StorageGate
 from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
 from storage.logs.journal_writer import JournalWriter
@@ -70,15 +73,25 @@ class World:
     def restart(self) -> None:
         """Reconcile as a process that begins anew."""
         mine = self.database.guarded(self.leadership.check) if self.leadership else self.database
+        runs, marks = RunStore(mine, self.clock), NodeMarkStore(mine, self.clock)
         self.reconciler = Reconciler(
-            RunStore(mine, self.clock),
+            runs,
             EventStore(mine, self.clock),
-            NodeMarkStore(mine, self.clock),
+            marks,
             ProjectStore(mine, self.clock),
             self.storage,
             self._ray,
             leadership=self.leadership,
-            sweeps=SweepStore(mine, self.clock),
+            beside=[
+                NodeCare(
+                    marks,
+                    MarksFile(self.storage, marks, StorageGate(self.storage, runs.storage).require),
+                    self._ray,
+                    DEFAULT_RULE,
+                    self.clock,
+                ),
+                Background(INTERVAL_S, SweepDriver(SweepStore(mine, self.clock), runs).work),
+            ],
             public_url="https://everstep.example",
             clock=self.clock,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.wire.events import EventKind
-from service.sweeps.driver import SweepDriver
+from service.annexes.sweeps.driver import SweepDriver
+from service.annexes.sweeps.store import SweepStore
 from tests.support.api_service import ApiService, Journal, spec
 
 
@@ -25,7 +26,7 @@ async def create_sweep(api: ApiService, **fields: Any) -> dict[str, Any]:
 
 def advance(api: ApiService) -> None:
     """Look at every sweep, as the reconciler does every second."""
-    SweepDriver(api.context.sweeps, api.runs).look()
+    SweepDriver(SweepStore(api.database, api.clock), api.runs).look()
 
 
 def train(api: ApiService, run_id: str, accuracy: float, outcome: str = "succeeded") -> None:

@@ -16,7 +16,7 @@ import ray
 
 from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
-from storage.cluster import NodeMark
+from storage.cluster import MarkedNode
 from storage.filesystem import Storage
 from train_fn.journal.client import ActorJournalClient
 from train_fn.node.probe import ask
@@ -334,7 +334,7 @@ def read_nodes(probe_timeout_s: float, reader: MarksReader) -> tuple[NodeView, .
     )
 
 
-def _earliest(ray_deadline: float, mark: NodeMark | None) -> float | None:
+def _earliest(ray_deadline: float, mark: MarkedNode | None) -> float | None:
     """Return the earlier drain deadline of Ray (0 for none) and the service, as Unix time in
     seconds; None if there is none."""
     said = [ray_deadline, mark.deadline if mark is not None and mark.state == "draining" else None]

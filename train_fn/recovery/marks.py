@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from storage.cluster import NodeMark, read_node_marks
+from storage.cluster import MarkedNode, read_node_marks
 from storage.filesystem import Storage
 from storage.run_dir import RunDir
 
@@ -98,7 +98,7 @@ class LastKnown(Generic[T]):
         self._problem = problem
 
 
-class MarksReader(LastKnown[Mapping[str, NodeMark]]):
+class MarksReader(LastKnown[Mapping[str, MarkedNode]]):
     """Reads the marks that the service set on nodes, by node id."""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:

@@ -2,9 +2,7 @@
 
 from alembic import context
 
-from service.db.tables import alerts, metadata, sweeps
-
-assert alerts.metadata is sweeps.metadata is metadata
+from service.db.tables import metadata
 
 connection = context.config.attributes["connection"]
 context.configure(

@@ -10,6 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import select
 
+import service.annexes.registry  # noqa: F401  the tables of annexes
 from everstep.wire.events import EventKind
 from service.db.engine import Database
 from service.db.events import EventStore

@@ -7,8 +7,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.alerts.sender import AlertSender
-from service.db.alerts import DeliveryStore, IncidentStore
+from service.annexes.alerts.sender import AlertSender
+from service.annexes.alerts.store import DeliveryStore, IncidentStore
 from service.submission_rules.packages import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep

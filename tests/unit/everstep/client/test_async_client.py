@@ -46,7 +46,7 @@ MIRRORS = {
     everstep.SweepHandle: AsyncSweep,
     Alerts: async_client.AsyncAlerts,
     admin.Audit: async_client.AsyncAudit,
-    admin.Storage: async_client.AsyncStorage,
+    admin.ServiceStorage: async_client.AsyncStorage,
 }
 
 

@@ -14,7 +14,7 @@ from everstep.wire.drills import Drill, DrillKind, DrillState
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService, Journal
 from tests.support.command_line import everstep
-from tests.unit.service.api.test_api_drills import recover, start
+from tests.unit.service.annexes.drills.test_api_drills import recover, start
 
 
 @pytest.fixture

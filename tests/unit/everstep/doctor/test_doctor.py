@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
-from everstep.doctor.finding import Finding
 from everstep.doctor.findings import (
     check_findings,
     cluster_findings,
     identity_findings,
     service_findings,
 )
+from everstep.doctor.nodes import Finding
 from everstep.wire import ClusterInfo, Readiness
 from everstep.wire.cluster import RunBehind, StorageStatus
 from everstep.wire.deployment import (
@@ -31,7 +31,6 @@ from everstep.wire.deployment import (
     ServiceFacts,
     StorageFacts,
 )
-from service.cluster.deployment_checks import DeploymentChecks
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from storage.cluster import write_report
 from tests.support.api_service import ApiService, OneNodeCluster
@@ -323,9 +322,7 @@ async def api(
     with serving(FakeRay()) as ray:
         endpoint = RayEndpoint(ray.url, ray.token)
         async with ApiService(tmp_path) as service, RayJobs(lambda: endpoint) as jobs:
-            service.context.deployment_checks = DeploymentChecks(
-                service.storage, jobs, service.clock
-            )
+            service.context.ray = jobs
             service.announce(monkeypatch)
             yield service, ray
 

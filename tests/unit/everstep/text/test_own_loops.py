@@ -13,8 +13,9 @@ from everstep.wire import Event, Failure
 from everstep.wire.drills import Drill, DrillKind
 from everstep.wire.events import EventKind
 from everstep.wire.run import Links, Run, RunStatus
+from service.annexes.drills import history as drills
 from service.model.rows import EventRow
-from service.projections import attempts, drills
+from service.projections import attempts
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 FAILED = {"verdict": "worker_lost", "first_rank": 1, "evidence": {"worked_s": 12.0}}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from everstep.wire import CodeArchive
-from service.api import submission as code_api
+from service.runs import submission as code_api
 from service.submission_rules.packages import PipRule
 from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of

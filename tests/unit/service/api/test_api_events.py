@@ -14,8 +14,8 @@ import pytest
 
 from everstep.wire import Attempt, Event, Failure, Goodput, Samples
 from everstep.wire.events import EventKind
-from service.api import history as series_routes
 from service.api import streams as streams_module
+from service.runs import history as series_routes
 from tests.support.api_service import NOON, ApiService, Journal
 
 

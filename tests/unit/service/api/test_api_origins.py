@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from everstep.wire.events import EventKind
-from service.control_files import KeptSteps
+from service.storage_identity import KeptSteps
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal, spec

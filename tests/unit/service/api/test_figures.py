@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from everstep.wire import GoodputBuckets, ProjectGoodput
 from everstep.wire.events import EventKind
-from service.api.goodput_summary import TimeBook
+from service.db.run_queries import TimeBook
 from service.projections.goodput import TimeLedger, to_us
 from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal

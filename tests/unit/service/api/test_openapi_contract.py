@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from service.annexes.registry import ANNEXES
 from service.api.context import ApiContext
 from service.db.engine import Database
 from service.process.app import create_app
@@ -30,6 +31,7 @@ def described() -> dict[str, Any]:
             open_storage(directory),
             OneNodeCluster(),
             lambda: None,
+            annexes=ANNEXES,
         )
         schema: dict[str, Any] = json.loads(json.dumps(create_app(context).openapi()))
         context.database.close()

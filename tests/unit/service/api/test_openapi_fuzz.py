@@ -25,6 +25,8 @@ from sqlalchemy import select
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire.events import EventKind
+from service.annex import hooks_of
+from service.annexes.registry import ANNEXES
 from service.api.context import ApiContext
 from service.cluster.ray_jobs import RayEndpoint, RayJobs
 from service.db.engine import Database
@@ -52,7 +54,7 @@ BOUNDED = settings(
 
 @pytest.fixture
 def context(tmp_path: Path) -> Iterator[ApiContext]:
-    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}")
+    database = Database(f"sqlite:///{tmp_path / 'everstep.db'}", hooks_of(ANNEXES))
     database.migrate()
     storage = open_storage(str(tmp_path / "storage"))
     with serving(FakeRay()) as ray:
@@ -67,6 +69,7 @@ def context(tmp_path: Path) -> Iterator[ApiContext]:
             drills_enabled=True,
             rate_per_s=0,
             ray=jobs,
+            annexes=ANNEXES,
         )
     database.close()
 

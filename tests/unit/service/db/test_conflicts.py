@@ -10,10 +10,11 @@ import pytest
 from sqlalchemy import Table, insert
 
 from everstep.wire.team import Quotas
+from service.annexes.nodes.store import NodeMarkStore
 from service.api.auth import METRICS_TOKEN_ID, ensure_metrics_token
 from service.db.checkpoints import CodeArchives
 from service.db.engine import Database
-from service.db.node_marks import NodeMarkStore, StorageRecords
+from service.db.node_marks import StorageRecords
 from service.db.projects import ProjectStore
 from service.db.tables import code_archives, node_marks, projects, storage_identity, tokens
 from service.db.tokens import TokenStore, sha256_of

@@ -16,9 +16,9 @@ from sqlalchemy import make_url, text
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
-from service.db import engine as connections
-from service.db.engine import LOOKS, WRITES, Database
-from service.db.errors import DatabaseUnavailable
+from service.db import connections
+from service.db.connections import LOOKS, WRITES
+from service.db.engine import Database, DatabaseUnavailable
 from service.db.lease import IdempotencyKey
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore

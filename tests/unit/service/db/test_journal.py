@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.errors import Unstorable
+from service.db.engine import Unstorable
 from service.db.events import EventPage, EventStore, JournalGap, SeriesStore
 from service.db.runs import RunStore
 from service.db.tables import metrics

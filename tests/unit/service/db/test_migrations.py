@@ -12,8 +12,8 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from service.db.engine import Database
-from service.db.errors import DatabaseOfAnotherVersion
+import service.annexes.registry  # noqa: F401  the tables of annexes
+from service.db.engine import Database, DatabaseOfAnotherVersion
 from service.db.tables import metadata
 from tests.support.postgres_server import PostgresServer
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from everstep.wire.drills import DrillParity
 from everstep.wire.events import EventKind
+from service.annexes.drills.history import parity
 from service.model.rows import EventRow
-from service.projections.drills import parity
 
 FALLING = {step: 2.0 - 0.01 * step for step in range(1, 60)}
 

@@ -18,8 +18,7 @@ from sqlalchemy import text
 
 from everstep.spec.parsing import parse_spec
 from everstep.wire import Reason, ReasonCode, RunStatus
-from service.db.engine import Database
-from service.db.errors import DatabaseUnavailable
+from service.db.engine import Database, DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.lease import (
     ALPHABET,

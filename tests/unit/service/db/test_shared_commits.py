@@ -13,9 +13,8 @@ import pytest
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import IntegrityError
 
-from service.db import shared_commits
-from service.db.engine import Database
-from service.db.errors import DatabaseUnavailable
+from service.db import connections as shared_commits
+from service.db.engine import Database, DatabaseUnavailable
 from tests.support.service_process import wait_for
 
 INSERT = text("INSERT INTO projects (name, created_at) VALUES (:name, 0)")

@@ -15,9 +15,8 @@ from everstep.spec.parsing import parse_spec
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
 from everstep.wire.team import Quotas
-from service.db.audit import AuditEntry, AuditStore, begin_entry
-from service.db.engine import Database
-from service.db.errors import DatabaseError, DatabaseUnavailable
+from service.db.audit import AuditedCall, AuditStore, begin_entry
+from service.db.engine import Database, DatabaseError, DatabaseUnavailable
 from service.db.events import EventStore
 from service.db.lease import LEASE_S, LeaseLost, LeaseStore
 from service.db.projects import ProjectStore, QuotaExceeded
@@ -135,7 +134,7 @@ def test_an_entry_is_written_with_what_it_tells_of_or_not_at_all(
 ) -> None:
     audit = AuditStore(database, clock)
     database.companion = audit.join
-    entry = AuditEntry(
+    entry = AuditedCall(
         "POST",
         "/v1/runs" + "x" * 600,
         "10.0.0.1",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from service.embedded import patience
-from service.embedded.patience import RETRY_S, start_patiently
+from service.embedded import keeper as patience
+from service.embedded.keeper import RETRY_S, start_patiently
 
 
 class Start:

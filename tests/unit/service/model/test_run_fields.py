@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from everstep.client.run_fields import RunFields
+from everstep.client.handles import RunFields
 from everstep.spec.parsing import parse_spec
 from everstep.wire import ForkedFrom, Run, RunStatus
 from service.api.answers import run_answer, run_json

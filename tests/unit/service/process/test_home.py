@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from service.process.home import HomeError, HomeLock, published_url
-from service.settings import Settings
+from service.settings import HomeError, HomeLock, Settings, published_url
 from tests.support.small_disk import mounted_small_disk
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

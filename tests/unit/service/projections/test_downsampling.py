@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.projections.series import MIN_POINTS, downsample
+from service.db.events import MIN_POINTS, downsample
 from tests.support.api_service import NOON
 
 

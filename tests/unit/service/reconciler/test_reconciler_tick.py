@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from everstep.wire import ReasonCode, RunStatus
-from service.db.errors import DatabaseUnavailable
+from service.db.engine import DatabaseUnavailable
 from service.reconciler import execute
 from storage.cluster import Known, read_identity
 from storage.run_dir import RunDir

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from everstep.wire.events import EventKind
-from service.control_files import KeptSteps
 from service.reconciler import scrub as scrub_module
 from service.reconciler.loop import Background
 from service.reconciler.scrub import Pace, Scrubber, ScrubRule, ScrubStopped
+from service.storage_identity import KeptSteps
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService

@@ -6,7 +6,7 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from service.model.rows import EventRow
-from service.web import curves
+from service.web import rendering as curves
 from service.web.run_page import MOST_RANKS, MOST_SEGMENTS, Fault, lanes
 
 

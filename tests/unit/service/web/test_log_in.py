@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import func, select
 
 from everstep.wire import RunStatus
-from service.db.sessions import LASTS_S
 from service.db.tables import sessions
+from service.db.tokens import LASTS_S
 from service.web.session import COOKIE, csrf_token, local_path
 from tests.support.api_service import NOON, ApiService
 from tests.support.web_browser import Browser, status_of

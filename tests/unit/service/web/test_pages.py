@@ -249,7 +249,7 @@ async def test_nothing_that_users_wrote_is_markup(api: ApiService, browser: Brow
 async def test_a_database_that_is_away_is_a_page_too(
     api: ApiService, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from service.db.errors import DatabaseUnavailable
+    from service.db.engine import DatabaseUnavailable
 
     def away(*_: object) -> None:
         raise DatabaseUnavailable("gone")

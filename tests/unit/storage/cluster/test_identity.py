@@ -17,9 +17,9 @@ import pytest
 
 from everstep.wire import ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.control_files import MarksFile
+from service.annexes.nodes.store import MarksFile, NodeMarkStore
 from service.db.engine import Database
-from service.db.node_marks import NodeMarkStore, StorageRecords
+from service.db.node_marks import StorageRecords
 from service.db.runs import RunStore
 from service.model.states import SUBMITTED
 from service.storage_identity import StorageGate, adopt_storage, begin_with, storage_status
@@ -30,7 +30,7 @@ from storage.cluster import (
     KNOWN_VARIABLE,
     STORAGE_WORDS,
     Known,
-    NodeMark,
+    MarkedNode,
     check_identity,
     check_known,
     encode_marks,
@@ -249,7 +249,7 @@ def test_a_new_database_does_not_take_another_s_storage(
             begin(shared, other, "/second", adopt=adopt)
     assert read_identity_file(shared) == before and problem(shared, first) == ""
 
-    write_marks_file(shared, encode_marks([NodeMark("n1", "cordoned", "dust", "ann", 1.0)]))
+    write_marks_file(shared, encode_marks([MarkedNode("n1", "cordoned", "dust", "ann", 1.0)]))
     begin(shared, other, "/second", adopt=storage_id)
     assert NodeMarkStore(other).all()["n1"].reason == "dust"
     assert problem(shared, StorageRecords(other)) == ""

@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from service.control_files import MarksFile
+from service.annexes.nodes.store import GONE_KEPT_S, MarksFile, NodeMarkStore
 from service.db.engine import Database
-from service.db.node_marks import GONE_KEPT_S, NodeMarkStore
 from service.model.rows import NodeMarkRow
 from storage.cluster import (
     NO_MARKS,
     PATH,
-    NodeMark,
+    MarkedNode,
     encode_marks,
     read_marks_file,
     read_node_marks,
@@ -37,8 +36,8 @@ def store(database: Database, clock: ManualClock) -> NodeMarkStore:
 
 
 MARKS = (
-    NodeMark("b", "draining", "hé", "ann", NOON, NOON + 30),
-    NodeMark("a", "cordoned", None, "everstep", NOON),
+    MarkedNode("b", "draining", "hé", "ann", NOON, NOON + 30),
+    MarkedNode("a", "cordoned", None, "everstep", NOON),
 )
 
 
@@ -59,7 +58,7 @@ def test_a_newer_service_s_fields_are_passed_over(local_storage: Storage) -> Non
         PATH,
         b'{"nodes": {"a": {"state": "cordoned", "at": 1, "by": "x", "color": "red"}}, "more": 1}',
     )
-    assert read_node_marks(local_storage) == {"a": NodeMark("a", "cordoned", None, "x", 1.0)}
+    assert read_node_marks(local_storage) == {"a": MarkedNode("a", "cordoned", None, "x", 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_the_file_is_written_when_it_differs_and_healed(
     assert not file.publish(), "no mark and no file are the same"
     store.mark("a", "cordoned", "ann", reason="x")
     assert file.publish() and not file.publish()
-    assert read_node_marks(any_storage) == {"a": NodeMark("a", "cordoned", "x", "ann", NOON)}
+    assert read_node_marks(any_storage) == {"a": MarkedNode("a", "cordoned", "x", "ann", NOON)}
     any_storage.files.write(PATH, b"spoilt")
     assert file.publish()
     store.mark("a", "open", "ann")

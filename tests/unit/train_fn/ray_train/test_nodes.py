@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from storage.cluster import NodeMark, encode_marks, write_marks_file
+from storage.cluster import MarkedNode, encode_marks, write_marks_file
 from storage.filesystem import Storage
 from train_fn.ray_train import scaling
 from train_fn.recovery.marks import MarksReader
@@ -40,11 +40,11 @@ def test_marks_and_ray_s_own_drain_show_on_the_nodes(
         )
         monkeypatch.setattr(scaling, "cluster_state", state)
         marks = [
-            NodeMark("cordoned", "cordoned", None, "ann", 1.0),
-            NodeMark("drained", "draining", None, "ann", 1.0, 70.0),
+            MarkedNode("cordoned", "cordoned", None, "ann", 1.0),
+            MarkedNode("drained", "draining", None, "ann", 1.0, 70.0),
         ]
         write_marks_file(
-            local_storage, encode_marks([*marks, NodeMark("gone", "cordoned", None, "ann", 1.0)])
+            local_storage, encode_marks([*marks, MarkedNode("gone", "cordoned", None, "ann", 1.0)])
         )
         seen = scaling.read_nodes(5.0, MarksReader(local_storage))
     assert {

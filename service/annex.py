@@ -1,0 +1,154 @@
+"""What an annex adds to the service.
+
+The core serves runs: process, api, db, web, projections, reconciler, cluster, embedded. Everything
+else is an annex: a folder in ``service/annexes`` with its routes, tables, rules and pages. Its
+``Annex`` stands in the list of ``service/annexes/registry.py``. The core asks the annexes that it
+is given, and names none; without one of them, the rest of the service works as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from fastapi import APIRouter
+    from pydantic import BaseModel
+    from sqlalchemy import Connection, Select, Table
+
+    from everstep.spec.run_spec import RunSpec
+    from service.api.auth import Principal
+    from service.api.context import ApiContext
+    from service.cluster.ray_jobs import RayEndpoint, RayJobs
+    from service.db.engine import Database
+    from service.model.rows import Role
+    from service.model.run_rows import RunRow
+    from service.settings import Settings
+    from storage.filesystem import Storage
+
+Slot = Literal[
+    "log_in",
+    "who",
+    "run_links",
+    "run_figures",
+    "run_controls",
+    "run_reports",
+    "cluster_figures",
+    "node_actions",
+]
+"""Places in pages of the core that annexes fill. Each names the part of a page where it stands."""
+
+
+@dataclass(frozen=True)
+class PageLink:
+    """An entry of the navigation, which callers of at least ``role`` see."""
+
+    href: str
+    label: str
+    place: int
+    """Entries are shown in this order."""
+    role: Role = "viewer"
+
+
+@dataclass(frozen=True)
+class FollowUps:
+    """Requests that may follow a POST, for OpenAPI's links."""
+
+    path: str
+    status: str
+    """The status of the POST's answer."""
+    parameters: Mapping[str, str]
+    """Each parameter of the next requests, and where the answer has its value."""
+    targets: tuple[tuple[str, str], ...]
+    """Method and path of the next requests."""
+
+
+@dataclass(frozen=True)
+class TableHooks:
+    """What the tables of an annex take part in: transactions of the core."""
+
+    run_changed: Callable[[Connection, RunRow, float], None] | None = None
+    """Called at the end of a transaction that changes a run, with the run as it will be and unix
+    seconds, after one of ``run_events``, and when the run ends or pauses."""
+    run_events: frozenset[str] = frozenset()
+    specs_to_come: Select[Any] | None = None
+    """Specs of runs that will be submitted, whose origins must be kept."""
+    in_project: Mapping[str, Table] = field(default_factory=dict)
+    """Tables with a column ``project`` by what their rows are called. A project with rows there
+    cannot be deleted."""
+    of_project: tuple[Table, ...] = ()
+    """Tables with a column ``project`` whose rows are deleted with their project."""
+
+
+class Beside(Protocol):
+    """Work beside the reconciler's ticks, in the one process that leads."""
+
+    def tick(self) -> None:
+        """Start the work if it is due. Does not block."""
+
+    async def close(self) -> None:
+        """Cancel the work."""
+
+
+@dataclass(frozen=True)
+class ServiceParts:
+    """What a starting service has for its annexes."""
+
+    settings: Settings
+    database: Database
+    """For work beside the reconciler, it refuses writes of a process that does not lead."""
+    storage: Storage
+    ray: RayJobs
+    endpoint: Callable[[], RayEndpoint | None]
+    public_url: str
+
+
+@dataclass(frozen=True, eq=False)
+class Annex:
+    """One feature beside the core."""
+
+    name: str
+    """Name of its folder."""
+
+    routers: tuple[APIRouter, ...] = ()
+    """Routes of the API."""
+    bodies: tuple[type[BaseModel], ...] = ()
+    """Models of bodies that these routes read themselves, for OpenAPI."""
+    follow_ups: tuple[FollowUps, ...] = ()
+
+    pages: tuple[APIRouter, ...] = ()
+    """Routes of pages. They are asked before those of the core."""
+    navigation: tuple[PageLink, ...] = ()
+    package: str | None = None
+    """Package with its folder ``templates``; None if it has none. Names of templates are unique."""
+    slots: Mapping[Slot, str] = field(default_factory=dict)
+    """Templates that fill places in pages of the core."""
+    page_values: Callable[[ApiContext], Mapping[str, Any]] | None = None
+    """Values for its templates in slots, of every page."""
+    run_values: Callable[[ApiContext, RunRow, Principal], Awaitable[Mapping[str, Any]]] | None = (
+        None
+    )
+    """Values for its templates in slots, of the page of a run."""
+    relays_ray: bool = False
+    """Whether ``/ray/`` passes on Ray's dashboard. Links then lead there, not to the cluster."""
+
+    tables: TableHooks | None = None
+    spec_checks: Mapping[str, Callable[[ApiContext, RunSpec], Awaitable[None]]] = field(
+        default_factory=dict
+    )
+    """By field of a spec that only this annex serves: raises InvalidSpec. Without the annex, a spec
+    with the field is refused."""
+
+    beside: Callable[[ServiceParts], Sequence[Beside]] | None = None
+    """Makes its work beside the reconciler."""
+    opened: Callable[[ServiceParts], AbstractAsyncContextManager[object] | None] | None = None
+    """Opens what its routes need as long as the service runs; ``context.part`` returns it. None
+    where the settings want none."""
+
+
+def hooks_of(annexes: Sequence[Annex]) -> tuple[TableHooks, ...]:
+    """Return what the tables of these annexes take part in."""
+    return tuple(annex.tables for annex in annexes if annex.tables is not None)

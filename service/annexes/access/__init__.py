@@ -1,0 +1,54 @@
+"""Administration of access: projects, tokens, sessions, the audit log, single sign-on.
+
+Who may call is decided in the core (`service/api/auth.py`): nothing is served without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Final
+
+from everstep.wire.team import ProjectRequest, TokenRequest
+from service.annex import Annex, FollowUps, ServiceParts
+from service.annexes.access import account, routes, single_sign_on
+from service.annexes.access.provider import CALLBACK_PATH, Provider
+from service.api.context import ApiContext
+
+
+def page_values(context: ApiContext) -> Mapping[str, Any]:
+    """Return the name of the identity provider for the page to log in."""
+    provider = context.part(Provider)
+    return {"provider": provider.rule.label if provider is not None else None}
+
+
+def opened(parts: ServiceParts) -> nullcontext[Provider] | None:
+    """Return the identity provider at which people log in; None for tokens only."""
+    rule = parts.settings.provider
+    return None if rule is None else nullcontext(Provider(rule, parts.public_url + CALLBACK_PATH))
+
+
+ACCESS: Final = Annex(
+    "access",
+    routers=(routes.router,),
+    bodies=(ProjectRequest, TokenRequest),
+    follow_ups=(
+        FollowUps(
+            "/v1/projects",
+            "201",
+            {"project": "$response.body#/name"},
+            (("get", "/v1/projects/{project}"), ("delete", "/v1/projects/{project}")),
+        ),
+        FollowUps(
+            "/v1/tokens",
+            "201",
+            {"token_id": "$response.body#/id"},
+            (("delete", "/v1/tokens/{token_id}"),),
+        ),
+    ),
+    pages=(account.router, single_sign_on.router),
+    package="service.annexes.access",
+    slots={"log_in": "provider_log_in.html", "who": "account_link.html"},
+    page_values=page_values,
+    opened=opened,
+)

@@ -1,0 +1,269 @@
+"""Routes of projects, tokens, the audit log and sessions; but for sessions, for administrators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from everstep.wire import Page
+from everstep.wire.team import (
+    AuditEntry,
+    NewToken,
+    Project,
+    ProjectRequest,
+    ProjectUsage,
+    Session,
+    Token,
+    TokenRequest,
+)
+from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
+from service.api.auth import EMBEDDED_TRUST, Administrator, Caller, Principal
+from service.api.bodies import read_model
+from service.api.context import ApiContext, Context
+from service.api.openapi import CreateProject, json_body, problem_answers
+from service.api.problems import invalid_request, not_found
+from service.db.audit import note_target
+from service.db.projects import ProjectLoad, quotas_of
+from service.db.tokens import Holder
+from service.model.rows import AuditRow, ProjectRow, SessionRow, TokenRow
+
+PROJECT_BODY: Final = json_body(
+    "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
+)
+TOKEN_BODY: Final = json_body(
+    "TokenRequest", {"name": "ci", "role": "submitter", "project": "vision"}
+)
+
+router: Final = APIRouter(prefix="/v1", tags=["administration"])
+
+
+ProjectPath = Annotated[str, Path(max_length=64, description="The project's name.")]
+TokenPath = Annotated[str, Path(max_length=32, description="The token's id: `tok_…`.")]
+
+
+# ---------------------------------------------------------------- projects
+
+
+@router.post(
+    "/projects",
+    status_code=201,
+    summary="Create a project, or set its quotas",
+    responses={
+        200: {"model": Project, "description": "It existed; these are its quotas now."},
+        **problem_answers(400, 403, 413, 415, 422),
+    },
+    openapi_extra=PROJECT_BODY,
+)
+async def put_project(
+    _caller: Administrator, request: Request, response: Response, context: Context
+) -> Project:
+    """Replaces the project's quotas; they apply to runs that start or are submitted from now on."""
+    wanted = await read_model(ProjectRequest, request)
+    row, is_new = await context.database_call(context.projects.put, wanted.name, wanted.quotas)
+    response.status_code = 201 if is_new else 200
+    return await _project(context, row.name)
+
+
+@router.get("/projects", summary="Projects", responses=problem_answers(403, 422))
+async def list_projects(
+    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[Project]:
+    """Every project by name, with its quotas and usage."""
+    found = await context.database_call(context.projects.all)
+    shown, behind = page_of(found, lambda each: (each[0].name,), cursor, limit)
+    return Page(
+        items=tuple(_project_answer(row, usage) for row, usage in shown), next_cursor=behind
+    )
+
+
+@router.get("/projects/{project}", summary="One project", responses=problem_answers(403, 404, 422))
+async def get_project(_caller: Administrator, project: ProjectPath, context: Context) -> Project:
+    return await _project(context, project)
+
+
+@router.delete(
+    "/projects/{project}",
+    status_code=204,
+    summary="Delete a project",
+    responses=problem_answers(403, 404, 409, 422),
+)
+async def delete_project(_caller: Administrator, project: ProjectPath, context: Context) -> None:
+    """Only projects without runs and tokens."""
+    note_target(project)
+    if not await context.database_call(context.projects.delete, project):
+        raise not_found(f"project {project} does not exist")
+
+
+async def _project(context: ApiContext, name: str) -> Project:
+    for row, usage in await context.database_call(context.projects.all):
+        if row.name == name:
+            return _project_answer(row, usage)
+    raise not_found(f"project {name} does not exist")
+
+
+def _project_answer(row: ProjectRow, usage: ProjectLoad) -> Project:
+    used = ProjectUsage(workers=usage.workers, running=usage.running, queued=usage.queued)
+    return Project(
+        name=row.name, quotas=quotas_of(row), usage=used, created_at=to_time(row.created_at)
+    )
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@router.post(
+    "/tokens",
+    status_code=201,
+    summary="Create a token",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=TOKEN_BODY,
+)
+async def create_token(
+    _caller: Administrator,
+    request: Request,
+    response: Response,
+    context: Context,
+    create_project: CreateProject = False,
+) -> NewToken:
+    """The secret is only in this response; the service stores its hash."""
+    wanted = await read_model(TokenRequest, request)
+    if wanted.role == "admin" and wanted.project is not None:
+        raise invalid_request(
+            "project",
+            msg="an admin has access to every project; omit project, or choose another role",
+        )
+    if wanted.all_projects and (wanted.role != "viewer" or wanted.project is not None):
+        raise invalid_request(
+            "all_projects",
+            msg="is for a viewer without a project; an admin has access to all, and a submitter "
+            "belongs to one",
+        )
+    if wanted.role != "admin" and wanted.project is None and not wanted.all_projects:
+        also = ", or all_projects" if wanted.role == "viewer" else ""
+        raise invalid_request(
+            "project", msg=f"a {wanted.role} belongs to a project; set project{also}"
+        )
+    expires_at = None if wanted.expires_at is None else wanted.expires_at.timestamp()
+    if expires_at is not None and expires_at <= context.clock():
+        raise invalid_request("expires_at", msg="is in the past; use a future time, or omit it")
+    row, secret = await context.database_call(
+        context.tokens.create,
+        wanted.name,
+        wanted.role,
+        wanted.project,
+        expires_at=expires_at,
+        create_project=create_project,
+    )
+    response.headers["Cache-Control"] = "no-store"
+    warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None
+    return NewToken(**_token_answer(row).model_dump(), token=secret, warning=warning)
+
+
+@router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
+async def list_tokens(
+    _caller: Administrator, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[Token]:
+    """Every token that is not revoked, including expired ones, oldest first; without secrets."""
+    found = await context.database_call(context.tokens.valid)
+    shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
+    return Page(items=tuple(map(_token_answer, shown)), next_cursor=behind)
+
+
+@router.delete(
+    "/tokens/{token_id}",
+    status_code=204,
+    summary="Revoke a token",
+    responses=problem_answers(403, 404, 422),
+)
+async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Context) -> None:
+    """Effective on every replica as soon as this returns."""
+    note_target(token_id)
+    if not await context.database_call(context.tokens.revoke, token_id):
+        raise not_found(f"token {token_id} does not exist, or is already revoked")
+
+
+def _token_answer(row: TokenRow) -> Token:
+    return Token(
+        id=row.id,
+        name=row.name,
+        role=row.role,
+        project=row.project,
+        created_at=to_time(row.created_at),
+        expires_at=maybe_time(row.expires_at),
+        last_used_at=maybe_time(row.last_used_at),
+        owner=row.owner,
+        kind=row.kind,
+    )
+
+
+# ---------------------------------------------------------------- audit log
+
+
+@router.get("/audit", summary="Who changed what", responses=problem_answers(403, 422))
+async def list_audit(
+    _caller: Administrator,
+    context: Context,
+    token_id: Annotated[
+        str | None, Query(max_length=32, description="Only calls of this token.")
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[AuditEntry]:
+    """Every call that changed something or was refused, newest first."""
+    before = None if cursor is None else position(cursor, 0)
+    found = await context.database_call(context.audit.page, limit + 1, before, token_id)
+    items = tuple(_audit_answer(row) for row in found[:limit])
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
+
+
+def _audit_answer(row: AuditRow) -> AuditEntry:
+    return AuditEntry(**(row.columns() | {"at": to_time(row.at)}))
+
+
+# ---------------------------------------------------------------- sessions
+
+# Routes of browser sessions: a caller's own, and for administrators everybody's.
+
+SessionPath = Annotated[str, Path(max_length=32, description="The session's id: `ses_…`.")]
+
+
+def _reached(caller: Principal) -> Holder | None:
+    """Return whose sessions the caller reaches; None for everybody's."""
+    return None if caller.may("admin") else caller.holder
+
+
+@router.get("/sessions", summary="Log-ins of browsers", responses=problem_answers(422))
+async def list_sessions(
+    caller: Caller, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[Session]:
+    """Sessions that have not ended, newest first: the caller's own, or everybody's for an
+    administrator. A user's own are those of all their log-ins."""
+    found = await context.database_call(context.sessions.valid, _reached(caller))
+    shown, behind = page_of(found, lambda row: (-row.created_at, row.sha256), cursor, limit)
+    return Page(items=tuple(map(_session_answer, shown)), next_cursor=behind)
+
+
+@router.delete(
+    "/sessions/{session_id}",
+    status_code=204,
+    summary="End a session",
+    responses=problem_answers(404, 422),
+)
+async def revoke_session(caller: Caller, session_id: SessionPath, context: Context) -> None:
+    """Effective on every replica as soon as this returns."""
+    if not await context.database_call(context.sessions.end_by_id, session_id, _reached(caller)):
+        raise not_found(f"session {session_id} does not exist, or has ended")
+
+
+def _session_answer(row: SessionRow) -> Session:
+    return Session(
+        id=row.id,
+        name=row.name,
+        role=row.role,
+        project=row.project,
+        created_at=to_time(row.created_at),
+        expires_at=to_time(row.expires_at),
+        address=row.address,
+        browser=row.browser,
+    )

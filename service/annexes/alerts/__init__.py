@@ -1,0 +1,58 @@
+"""Alerts: messages to people and programs when something happens to a project's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from everstep.wire.alerts import AlertRequest
+from service.annex import Annex, Beside, FollowUps, PageLink, ServiceParts, TableHooks
+from service.annexes.alerts import pages, routes
+from service.annexes.alerts.sender import AlertSender
+from service.annexes.alerts.store import (
+    TELLING_KINDS,
+    DeliveryStore,
+    IncidentStore,
+    apply_alerts,
+)
+from service.annexes.alerts.tables import alerts
+from service.reconciler.loop import Background
+
+INTERVAL_S: Final = 1.0
+
+
+def beside(parts: ServiceParts) -> Sequence[Beside]:
+    """Return the work that sends messages."""
+    settings = parts.settings
+    sender = AlertSender(
+        DeliveryStore(parts.database),
+        IncidentStore(parts.database),
+        settings.notify,
+        settings.mail,
+        parts.public_url,
+    )
+    return [Background(INTERVAL_S, sender.work)]
+
+
+ALERTS: Final = Annex(
+    "alerts",
+    routers=(routes.router,),
+    bodies=(AlertRequest,),
+    follow_ups=(
+        FollowUps(
+            "/v1/alerts",
+            "201",
+            {"alert_id": "$response.body#/id"},
+            (
+                ("post", "/v1/alerts/{alert_id}/test"),
+                ("get", "/v1/alerts/{alert_id}/deliveries"),
+                ("delete", "/v1/alerts/{alert_id}"),
+            ),
+        ),
+    ),
+    pages=(pages.router,),
+    navigation=(PageLink("/alerts", "Alerts", 60, "admin"),),
+    package="service.annexes.alerts",
+    tables=TableHooks(run_changed=apply_alerts, run_events=TELLING_KINDS, of_project=(alerts,)),
+    beside=beside,
+)

@@ -1,0 +1,196 @@
+"""Routes of alerts: rules of a project, their test, and what became of their messages; for
+administrators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from everstep.options.serve import OPTIONS
+from everstep.wire import Page
+from everstep.wire.alerts import Alert, AlertDelivery, AlertRequest
+from service.annexes.alerts.rules import example_message
+from service.annexes.alerts.sender import NotAllowed, check_url
+from service.annexes.alerts.store import AlertStore
+from service.annexes.alerts.tables import AlertRow, DeliveryRow
+from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
+from service.api.auth import Administrator
+from service.api.bodies import read_model
+from service.api.context import ApiContext, Context
+from service.api.openapi import json_body, problem_answers
+from service.api.problems import invalid_request, not_found
+from service.db.audit import note_target
+
+router: Final = APIRouter(prefix="/v1/alerts", tags=["alerts"])
+
+ALERT_BODY: Final = json_body(
+    "AlertRequest",
+    {
+        "project": "vision",
+        "name": "on-call",
+        "when": "recovered",
+        "more_than": 3,
+        "format": "slack",
+        "url": "https://hooks.slack.com/services/…",
+    },
+)
+
+DeliveryPath = Annotated[str, Path(max_length=32, description="The delivery's id: `dlv_…`.")]
+
+
+def store_of(context: ApiContext) -> AlertStore:
+    return AlertStore(context.database, context.clock)
+
+
+async def known_alert(
+    alert_id: Annotated[str, Path(max_length=32, description="The alert's id: `alr_…`.")],
+    context: Context,
+    _caller: Administrator,
+) -> AlertRow:
+    """Return the alert in the path. Raises 404 if it does not exist."""
+    found = await context.database_call(store_of(context).get, alert_id)
+    if found is None:
+        raise not_found(f"alert {alert_id} does not exist; `everstep alerts list` shows all")
+    return found
+
+
+KnownAlert = Annotated[AlertRow, Depends(known_alert)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Create an alert",
+    responses=problem_answers(400, 403, 413, 415, 422),
+    openapi_extra=ALERT_BODY,
+)
+async def create_alert(caller: Administrator, request: Request, context: Context) -> Alert:
+    """The URL and the key are not shown again. What happened before is not reported."""
+    return await add_alert(context, await read_model(AlertRequest, request), caller.token_id)
+
+
+async def add_alert(context: ApiContext, wanted: AlertRequest, token_id: str) -> Alert:
+    """Store a rule. Raises 422 for a target that this service would not send to."""
+    if wanted.format == "email" and not context.has_mail:
+        raise invalid_request(
+            "format",
+            msg="is email, but this service has no mail server; ask the operator to set "
+            f"{OPTIONS['smtp_url'].variable} and {OPTIONS['smtp_from'].variable}",
+        )
+    if wanted.url is not None:
+        try:
+            check_url(wanted.url.get_secret_value(), context.notify)
+        except NotAllowed as exc:
+            raise invalid_request("url", msg=str(exc)) from exc
+    return alert_answer(await context.database_call(store_of(context).create, wanted, token_id))
+
+
+@router.get("", summary="Alerts", responses=problem_answers(403, 422))
+async def list_alerts(
+    _caller: Administrator,
+    context: Context,
+    project: Annotated[
+        str | None, Query(max_length=64, description="Only those of this project.")
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[Alert]:
+    """Oldest first, without secrets."""
+    found = await context.database_call(store_of(context).all, project)
+    shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
+    return Page(items=tuple(map(alert_answer, shown)), next_cursor=behind)
+
+
+@router.delete(
+    "/{alert_id}",
+    status_code=204,
+    summary="Delete an alert",
+    responses=problem_answers(403, 404, 422),
+)
+async def delete_alert(alert: KnownAlert, context: Context) -> None:
+    """Also deletes its messages; those that are not sent yet will not be."""
+    note_target(alert.id)
+    if not await context.database_call(store_of(context).delete, alert.id):
+        raise not_found(f"alert {alert.id} was deleted meanwhile")
+
+
+@router.post(
+    "/{alert_id}/test",
+    status_code=202,
+    summary="Send a test message",
+    responses=problem_answers(403, 404, 422),
+)
+async def test_alert(alert: KnownAlert, context: Context) -> AlertDelivery:
+    """Tried once, within a second or two. Read what became of it from the alert's deliveries."""
+    note_target(alert.id)
+    message = example_message(alert, context.clock())
+    return delivery_answer(await context.database_call(store_of(context).add_test, alert, message))
+
+
+@router.get(
+    "/{alert_id}/deliveries",
+    summary="Messages of an alert",
+    responses=problem_answers(403, 404, 422),
+)
+async def list_deliveries(
+    alert: KnownAlert, context: Context, limit: Limit = 50, cursor: Cursor = None
+) -> Page[AlertDelivery]:
+    """Newest first, for 30 days after the last try."""
+    before = None if cursor is None else position(cursor, 0)
+    found = await context.database_call(store_of(context).deliveries, alert.id, limit + 1, before)
+    items = tuple(map(delivery_answer, found[:limit]))
+    more = len(found) > limit
+    return Page(items=items, next_cursor=str(found[limit - 1].seq) if more else None)
+
+
+@router.post(
+    "/{alert_id}/deliveries/{delivery_id}/retry",
+    status_code=202,
+    summary="Send a message again",
+    responses=problem_answers(403, 404, 422),
+)
+async def retry_delivery(
+    alert: KnownAlert, delivery_id: DeliveryPath, context: Context
+) -> AlertDelivery:
+    """Its id stays the same. Failed tries are repeated for a day."""
+    note_target(alert.id)
+    found = await context.database_call(store_of(context).send_again, alert.id, delivery_id)
+    if found is None:
+        raise not_found(f"alert {alert.id} has no delivery {delivery_id}")
+    return delivery_answer(found)
+
+
+def alert_answer(row: AlertRow) -> Alert:
+    """Return a rule without its secrets."""
+    url = row.target.get("url")
+    return Alert(
+        id=row.id,
+        project=row.project,
+        name=row.name,
+        when=row.when,
+        more_than=row.more_than,
+        stalled_s=row.stalled_s,
+        format=row.format,
+        target=urlsplit(url).netloc if url else ", ".join(row.target["addresses"]),
+        created_at=to_time(row.created_at),
+    )
+
+
+def delivery_answer(row: DeliveryRow) -> AlertDelivery:
+    return AlertDelivery(
+        id=row.id,
+        alert_id=row.alert_id,
+        run_id=row.run_id,
+        event=row.event,
+        summary=row.message["summary"],
+        state=row.state,
+        tries=row.num_tries,
+        created_at=to_time(row.created_at),
+        next_at=to_time(row.next_at) if row.state == "waiting" else None,
+        finished_at=maybe_time(row.finished_at),
+        status=row.status,
+        answer=row.answer,
+        error=row.error,
+    )

@@ -1,0 +1,331 @@
+"""Sends the messages of alerts: each in its receiver's format, again and again for a day, and only
+from the process that holds the reconciler's lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import smtplib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from email.message import EmailMessage
+from typing import Any, Final
+
+import httpx
+import structlog
+from pydantic_core import to_json
+
+from everstep.options.serve import OPTIONS
+from everstep.spec.plain_text import printable_lines, written_out
+from everstep.wire.alerts import AlertMessage
+from service.annexes.alerts import formats
+from service.annexes.alerts.store import DeliveryStore, IncidentStore
+from service.annexes.alerts.tables import AlertRow, DeliveryRow
+from service.model.provider_rule import MailServer
+from service.reconciler.webhook_sender import (
+    DELIVERY_HEADER,
+    SIGNATURE_HEADER,
+    TIMEOUT_S,
+    Outcome,
+    client,
+    post,
+    retry_pause_s,
+    signature,
+)
+from service.submission_rules.packages import NotifyRule, origin_of
+
+OVER_TIME_S: Final = 5.0
+"""Interval of the check of what begins and ends as time passes."""
+PRUNE_S: Final = 3600.0
+_MOST_CHARS: Final = 1000
+_MASK: Final = "[secret]"
+
+log = structlog.get_logger(__name__)
+
+
+class AlertSender:
+    """Sends due messages.
+
+    Args:
+        deliveries: Stored messages.
+        incidents: Applies rules over time.
+        rule: Origins that may be called although they are not public, and the key of signatures.
+        mail: The operator's mail server; None if there is none.
+        public_url: Base URL of the run pages; None for no links.
+        clock: Unix seconds.
+        transport: httpx's transport, for tests.
+    """
+
+    def __init__(
+        self,
+        deliveries: DeliveryStore,
+        incidents: IncidentStore,
+        rule: NotifyRule,
+        mail: MailServer | None = None,
+        public_url: str | None = None,
+        clock: Callable[[], float] = time.time,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._deliveries = deliveries
+        self._incidents = incidents
+        self._rule = rule
+        self._mail = mail
+        self._public_url = public_url
+        self._clock = clock
+        self._transport = transport
+        self._applied_at = self._pruned_at = float("-inf")
+
+    async def work(self) -> None:
+        """Apply rules over time, then send what is due in parallel. Raises DatabaseError."""
+        now = self._clock()
+        if now - self._applied_at >= OVER_TIME_S:
+            self._applied_at = now
+            await asyncio.to_thread(self._incidents.work)
+        if now - self._pruned_at >= PRUNE_S:
+            self._pruned_at = now
+            await asyncio.to_thread(self._deliveries.prune)
+        due = await asyncio.to_thread(self._deliveries.due)
+        if due:
+            async with client(self._transport) as http:
+                await asyncio.gather(*(self._try(http, *each) for each in due))
+
+    async def _try(self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow) -> None:
+        try:
+            outcome = await self._sent(http, delivery, alert)
+        except Exception as exc:  # One message that cannot be made must not hold up the others.
+            log.exception("a message of an alert could not be made", alert_id=alert.id)
+            outcome = Outcome(f"the message could not be made: {type(exc).__name__}")
+        outcome = without_secrets(outcome, secrets_of(alert))
+        now = self._clock()
+        values: dict[str, Any] = {
+            "status": outcome.status,
+            "answer": outcome.answer or None,
+            "error": outcome.error,
+        }
+        if outcome.error is None:
+            values |= {"state": "delivered", "finished_at": now}
+        elif now >= delivery.give_up_at:
+            values |= {"state": "failed", "finished_at": now}
+        else:
+            values["next_at"] = now + retry_pause_s(delivery.num_tries, outcome.wait_s)
+        if outcome.error is not None:
+            log.warning(
+                "a message of an alert was not delivered",
+                alert_id=alert.id,
+                delivery_id=delivery.id,
+                problem=outcome.error,
+                tries_again="next_at" in values,
+            )
+        await asyncio.to_thread(self._deliveries.record, delivery, values)
+
+    async def _sent(
+        self, http: httpx.AsyncClient, delivery: DeliveryRow, alert: AlertRow
+    ) -> Outcome:
+        message = AlertMessage.model_validate({**delivery.message, "id": delivery.id})
+        if self._public_url and delivery.run_id is not None:
+            url = f"{self._public_url}/runs/{delivery.run_id}"
+            message = message.model_copy(
+                update={"run": message.run.model_copy(update={"url": url})}
+            )
+        if alert.format == "email":
+            if self._mail is None:
+                return Outcome("this service has no mail server; set EVERSTEP_SMTP_URL")
+            mail = formats.email(message, self._mail.sender, alert.target["addresses"])
+            return await asyncio.to_thread(send, self._mail, mail)
+        try:
+            place, headers, extensions = await reachable(alert.target["url"], self._rule)
+        except NotAllowed as exc:
+            return Outcome(f"not sent: the URL {exc}")
+        except OSError as exc:
+            return Outcome(f"the host's name does not resolve: {exc.strerror or exc}")
+        body = body_of(message, alert)
+        headers[DELIVERY_HEADER] = delivery.id
+        if alert.format == "json" and self._rule.secret:
+            headers[SIGNATURE_HEADER] = signature(self._rule.secret, int(self._clock()), body)
+        return await post(http, place, body, headers, extensions)
+
+
+def body_of(message: AlertMessage, alert: AlertRow) -> bytes:
+    """Return the body of a POST in the alert's format."""
+    match alert.format:
+        case "slack":
+            return to_json(formats.slack(message))
+        case "teams":
+            return to_json(formats.teams(message))
+        case "pagerduty":
+            return to_json(formats.pagerduty(message, alert.target["routing_key"]))
+        case _:
+            return message.model_dump_json().encode()
+
+
+def secrets_of(alert: AlertRow) -> list[str]:
+    """Return the texts that no answer, error or log may show."""
+    url = str(alert.target.get("url", ""))
+    parts = [url, httpx.URL(url).raw_path.decode("ascii")] if url else []
+    return [each for each in (*parts, alert.target.get("routing_key", "")) if len(each) > 1]
+
+
+def without_secrets(outcome: Outcome, secrets: Iterable[str]) -> Outcome:
+    """Return the outcome with secrets masked, cut, and without characters that steer a
+    terminal."""
+
+    def shown(text: str | None) -> str | None:
+        if text is None:
+            return None
+        for secret in sorted(secrets, key=len, reverse=True):
+            text = text.replace(secret, _MASK)
+        return printable_lines(written_out(text))[:_MOST_CHARS]
+
+    return replace(outcome, error=shown(outcome.error), answer=shown(outcome.answer))
+
+
+# ---------------------------------------------------------------- addresses
+
+# Which addresses the service may call for a URL that somebody has entered.
+#
+# Origins that the operator named may be called wherever they are. Any other host must have public
+# addresses only: else a URL could reach the cloud's metadata, this machine, or the network behind
+# it.
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_VARIABLE: Final = OPTIONS["notify_origins"].variable
+
+
+class NotAllowed(Exception):
+    """The service does not call this URL. The message says why and what to do."""
+
+
+def is_public(address: Address) -> bool:
+    """Return whether an address, and any IPv4 address inside it, is one of the public internet.
+
+    >>> is_public(ipaddress.ip_address("169.254.169.254"))
+    False
+    """
+    inner = [address, *_embedded(address)]
+    return all(each.is_global and not each.is_multicast for each in inner)
+
+
+def _embedded(address: Address) -> list[Address]:
+    """Return the IPv4 addresses to which packets to an IPv6 address may go."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found: list[Address | None] = [address.ipv4_mapped, address.sixtofour]
+    found += list(address.teredo or ())
+    if address in _NAT64:
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in found if each is not None]
+
+
+def check_url(url: str, rule: NotifyRule) -> None:
+    """Raise NotAllowed for a URL that is never called, whatever its host resolves to."""
+    try:
+        origin = origin_of(url)
+    except httpx.InvalidURL as exc:
+        raise NotAllowed("is not a URL that can be called; use https://HOST/PATH") from exc
+    if origin in rule.origins:
+        return
+    if not origin.startswith("https://"):
+        raise NotAllowed(
+            f"is not https; use https, or ask the operator to add {origin} to {_VARIABLE}"
+        )
+    literal = _literal(httpx.URL(url).host)
+    if literal is not None and not is_public(literal):
+        raise _refused(origin, literal)
+
+
+async def reachable(url: str, rule: NotifyRule) -> tuple[httpx.URL, dict[str, str], dict[str, Any]]:
+    """Return the URL to call, the headers and httpx's extensions that make it reach ``url``.
+
+    A host is resolved once, and the connection goes to the address that was checked: between two
+    look-ups a name may change. Raises NotAllowed, OSError if the name does not resolve.
+    """
+    check_url(url, rule)
+    parsed = httpx.URL(url)
+    if origin_of(url) in rule.origins:
+        return parsed, {}, {}
+    port = parsed.port or 443
+    found = await asyncio.get_running_loop().getaddrinfo(parsed.host, port, type=socket.SOCK_STREAM)
+    address = _checked(origin_of(url), [str(each[4][0]) for each in found])
+    name = parsed.raw_host.decode("ascii")
+    host = f"[{name}]" if ":" in name else name
+    headers = {"Host": host if parsed.port is None else f"{host}:{port}"}
+    return parsed.copy_with(host=str(address)), headers, {"sni_hostname": name}
+
+
+def _checked(origin: str, texts: Sequence[str]) -> Address:
+    """Return the first address of a host. Raises NotAllowed if any of them is not public."""
+    addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
+    for address in addresses:
+        if not is_public(address):
+            raise _refused(origin, address)
+    return addresses[0]
+
+
+def _refused(origin: str, address: Address) -> NotAllowed:
+    return NotAllowed(
+        f"{origin} is at {address}, which is not a public address; ask the operator to add "
+        f"{origin} to {_VARIABLE} if the service may call it"
+    )
+
+
+def _literal(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------- mail
+
+# Hand mail in at the operator's server: encrypted unless the operator says otherwise.
+
+
+def send(server: MailServer, mail: EmailMessage, context: ssl.SSLContext | None = None) -> Outcome:
+    """Hand one message in; blocks for a few ``TIMEOUT_S`` at most.
+
+    Args:
+        server: The server and who uses it.
+        mail: The message.
+        context: Which certificates are trusted; None for those of the system.
+    """
+    try:
+        with _connected(server, context or ssl.create_default_context()) as smtp:
+            if server.user:
+                smtp.login(server.user, server.password)
+            refused = smtp.send_message(mail)
+    except smtplib.SMTPRecipientsRefused as exc:
+        return _refusal(exc.recipients)
+    except smtplib.SMTPResponseException as exc:
+        return Outcome(f"it answered {exc.smtp_code}", exc.smtp_code, _text(exc.smtp_error))
+    except (smtplib.SMTPException, OSError) as exc:
+        return Outcome(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+    return _refusal(refused) if refused else Outcome(None, 250)
+
+
+def _connected(server: MailServer, context: ssl.SSLContext) -> smtplib.SMTP:
+    if server.scheme == "smtps":
+        return smtplib.SMTP_SSL(server.host, server.port, timeout=TIMEOUT_S, context=context)
+    smtp = smtplib.SMTP(server.host, server.port, timeout=TIMEOUT_S)
+    if server.scheme == "smtp":
+        try:
+            smtp.starttls(context=context)
+        except BaseException:
+            smtp.close()
+            raise
+    return smtp
+
+
+def _refusal(refused: dict[str, tuple[int, bytes]]) -> Outcome:
+    """Return the outcome for recipients that the server did not take. The others have the
+    message."""
+    code, text = next(iter(refused.values()))
+    return Outcome(f"it refused {', '.join(refused)}", code, _text(text))
+
+
+def _text(answer: bytes | str) -> str:
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

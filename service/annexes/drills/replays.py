@@ -1,0 +1,145 @@
+"""Replays: train steps of a run again, and compare them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from everstep.errors import FieldError, InvalidSpec
+from everstep.spec.run_spec import RunSpec
+from everstep.wire import Page, Run
+from everstep.wire.run import ReplayRequest
+from service.annexes.drills.history import (
+    Stretch,
+    begun_at,
+    stretches,
+    words,
+)
+from service.api.answers import as_json
+from service.api.auth import CallerToConfirm, ControlledRun, VisibleRun
+from service.api.bodies import read_model
+from service.api.context import ApiContext, Context
+from service.api.openapi import json_body, problem_answers
+from service.model.run_rows import RunRow
+from service.projections import attempts
+from service.runs.routes import run_answers
+from service.runs.submission import submitted
+
+REPLAY_BODY: Final = json_body("ReplayRequest", {"from_step": 400, "to_step": 450})
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}/replays", tags=["replays"])
+
+_NAME_CHARS: Final = 128
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Train steps of a run again, and compare them",
+    response_model=Run,
+    responses=problem_answers(400, 403, 404, 409, 413, 415, 422),
+    openapi_extra=REPLAY_BODY,
+)
+async def create_replay(
+    request: Request, run: ControlledRun, context: Context, caller: CallerToConfirm
+) -> Response:
+    """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
+    nothing of this run. `replay_of` of the new run has the result once it has ended."""
+    wanted = await read_model(ReplayRequest, request)
+    raw = replay_spec(run, wanted, await trained_by(context, run))
+    made, _ = await submitted(context, caller, raw, None, partial(caller.confirm, context))
+    return as_json(made, 201, {"Location": f"/v1/runs/{made['id']}"})
+
+
+@router.get("", summary="Replays of a run", responses=problem_answers(404))
+async def list_replays(run: VisibleRun, context: Context) -> Page[Run]:
+    """The newest hundred, newest first."""
+    found = await context.database_call(context.runs.replays_of, run.id)
+    return Page(items=tuple(await run_answers(context, found)), next_cursor=None)
+
+
+def replay_spec(run: RunRow, wanted: ReplayRequest, trained: list[Stretch]) -> dict[str, Any]:
+    """Return the spec of a replay: that of the run, but for what names, places and reports it."""
+    spec = RunSpec.model_validate(run.spec)
+    sizes = {each.world_size for each in trained if each.meets(wanted.from_step, wanted.to_step)}
+    workers = wanted.workers or max(sizes, default=spec.scaling.max_workers)
+    raw = spec.model_dump(mode="json")
+    raw["name"] = f"{spec.name[: _NAME_CHARS - 7]}-replay"
+    raw["replay"] = {
+        "run_id": run.id,
+        "from_step": wanted.from_step,
+        "to_step": wanted.to_step,
+        "max_workers": spec.full_size,
+    }
+    if wanted.from_step != begun_at(run):
+        raw["resume_from"] = None
+    # ``auto`` depends on the number of ranks, and decides the order in which gradients are summed.
+    raw["train"]["micro_batch_size"] = spec.micro_batch_size
+    raw["scaling"] |= {"min_workers": workers, "max_workers": workers}
+    raw["notify"] = None
+    return raw
+
+
+async def trained_by(context: ApiContext, run: RunRow) -> list[Stretch]:
+    """Return which steps of a run were trained by how many ranks."""
+    events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
+    return stretches(attempts.attempts(events), run.step)
+
+
+async def check_replay(context: ApiContext, spec: RunSpec) -> None:
+    """Check that the steps of a replay can be trained again and compared. Raises InvalidSpec."""
+    wanted = spec.replay
+    if wanted is None:
+        return
+    run = await context.database_call(context.runs.get, wanted.run_id)
+    if run is None or run.project != spec.project:
+        raise _fault("run_id", f"run {wanted.run_id} does not exist in project {spec.project!r}")
+    if run.chain is None:
+        raise _fault(
+            "run_id",
+            f"run {run.id} has recorded no digests of its steps: it has taken none yet, runs a "
+            "loop of its own, or is of an older version. There is nothing to compare with",
+        )
+    if wanted.to_step > run.step:
+        raise _fault("to_step", f"run {run.id} has done {run.step} steps; choose one of these")
+    if wanted.from_step < begun_at(run):
+        raise _fault("from_step", f"run {run.id} began at step {begun_at(run)}; begin there")
+    _check_size(spec, run, await trained_by(context, run))
+
+
+def _check_size(spec: RunSpec, run: RunRow, trained: list[Stretch]) -> None:
+    """Raise InvalidSpec if the steps were trained by another number of ranks than the replay's, or
+    by several."""
+    assert spec.replay is not None
+    if run.exactness == "elastic" and spec.train.exactness == "elastic":
+        return  # any number of ranks gives the same bits
+    met = [each for each in trained if each.meets(spec.replay.from_step, spec.replay.to_step)]
+    sizes = {each.world_size for each in met}
+    why = (
+        "Ranks of another number sum gradients in another order, so only the same number gives the "
+        "same bits"
+    )
+    if len(sizes) > 1:
+        raise _fault(
+            "to_step",
+            f"these steps of run {run.id} were trained by several numbers of ranks: {words(met)}. "
+            f"{why}: replay each of these ranges by itself",
+        )
+    own = (spec.scaling.min_workers, spec.scaling.max_workers)
+    if sizes and own != (min(sizes), min(sizes)):
+        [size] = sizes
+        raise InvalidSpec(
+            (
+                FieldError(
+                    ("scaling", "max_workers"),
+                    f"must be {size}, and min_workers too: run {run.id} trained these steps on "
+                    f"{size} ranks. {why}",
+                ),
+            )
+        )
+
+
+def _fault(field: str, msg: str) -> InvalidSpec:
+    return InvalidSpec((FieldError(("replay", field), msg),))

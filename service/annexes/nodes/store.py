@@ -1,0 +1,184 @@
+"""Set and forget marks of nodes, and find the failures that began on them. Every method is one
+transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from sqlalchemy import delete, select, text, update
+
+from everstep.wire import Failure
+from everstep.wire.events import EventKind
+from service.db.engine import insert_missing, replace_row
+from service.db.node_marks import NodeMarks
+from service.db.tables import events, node_marks, runs
+from service.model.rows import MarkState, NodeFailure, NodeMarkRow
+from storage.cluster import encode_marks, read_marks_file, write_marks_file
+from storage.filesystem import Storage
+
+GONE_KEPT_S: Final = 24 * 3600.0
+"""How long to keep the mark of a node that has left the cluster: a head that lost sight of it may
+find it again."""
+_FAILURES: Final = text("events.kind = 'failure'")
+"""Literal SQL: with a bound value SQLite would not use the index of failures."""
+
+
+class NodeMarkStore(NodeMarks):
+    """The last mark of each node. ``clock`` returns unix seconds."""
+
+    def mark(
+        self,
+        node_id: str,
+        state: MarkState,
+        by: str,
+        *,
+        reason: str | None = None,
+        deadline_s: float | None = None,
+    ) -> NodeMarkRow:
+        """Set the mark of a node; it replaces an earlier one.
+
+        Args:
+            node_id: the node, whether or not it is in the cluster.
+            state: the new mark.
+            by: who sets it.
+            reason: free text.
+            deadline_s: seconds from now at which the node will be removed; None if unknown.
+        """
+        now = self._clock()
+        deadline = None if deadline_s is None else now + deadline_s
+        row = NodeMarkRow(node_id, state, reason, by, now, deadline, None)
+        with self._database.write() as connection:
+            replace_row(connection, node_marks, row.columns())
+        return row
+
+    def cordon_if_unchanged(
+        self, node_id: str, known_at: float | None, by: str, reason: str
+    ) -> bool:
+        """Cordon a node, unless its mark has changed since ``known_at``, the time of the last known
+        mark (None: no mark)."""
+        row = NodeMarkRow(node_id, "cordoned", reason, by, self._clock(), None, None)
+        with self._database.write() as connection:
+            if known_at is None:
+                return insert_missing(connection, node_marks, row.columns())
+            known = (node_marks.c.node_id == node_id, node_marks.c.at == known_at)
+            changed = connection.execute(update(node_marks).where(*known).values(row.columns()))
+            return changed.rowcount > 0
+
+    def note_living(self, living: Collection[str], pardon_s: float) -> tuple[str, ...]:
+        """Record which nodes the cluster has, and delete obsolete marks.
+
+        Obsolete are marks of nodes that have been gone for a day, and of nodes that were opened
+        again longer than ``pardon_s`` ago.
+
+        Returns:
+            Ids of nodes whose marks were deleted because they are gone.
+        """
+        now = self._clock()
+        gone = []
+        with self._database.write() as connection:
+            for row in [
+                NodeMarkRow.of(found) for found in connection.execute(select(node_marks)).mappings()
+            ]:
+                here = node_marks.c.node_id == row.node_id
+                if row.node_id in living:
+                    if row.gone_since is not None:
+                        connection.execute(update(node_marks).where(here).values(gone_since=None))
+                elif row.gone_since is None:
+                    connection.execute(update(node_marks).where(here).values(gone_since=now))
+                elif now - row.gone_since >= GONE_KEPT_S:
+                    connection.execute(delete(node_marks).where(here))
+                    gone.append(row.node_id)
+                if row.state == "open" and now - row.at > pardon_s:
+                    connection.execute(delete(node_marks).where(here))
+        return tuple(gone)
+
+    def failures_since(self, since: float) -> list[NodeFailure]:
+        """Return failures of all runs with a known first failing rank and node; oldest first. Those
+        that a drill caused are left out."""
+        drill = events.alias("drill")
+        ordered = (
+            select(drill.c.seq)
+            .where(
+                drill.c.run_id == events.c.run_id,
+                drill.c.kind == EventKind.DRILL_STARTED.value,
+                drill.c.submission == events.c.submission,
+                drill.c.attempt == events.c.attempt,
+                drill.c.seq < events.c.seq,
+            )
+            .exists()
+        )
+        query = (
+            select(
+                events.c.run_id,
+                events.c.at,
+                events.c.attempt,
+                events.c.submission,
+                events.c.data,
+                runs.c.owner,
+                runs.c.spec["code", "archive"].as_string().label("archive"),
+            )
+            .join(runs, runs.c.id == events.c.run_id)
+            .where(_FAILURES, events.c.at >= since, ~ordered)
+            .order_by(events.c.at)
+        )
+        with self._database.read() as connection:
+            found = connection.execute(query).all()
+        return [
+            NodeFailure(
+                row.run_id,
+                one.node_id,
+                row.at,
+                one.verdict,
+                one.exception or "",
+                one.kind,
+                row.owner,
+                row.archive,
+            )
+            for row, one in ((row, Failure.of(row)) for row in found)
+            if one.node_id and one.first_rank is not None
+        ]
+
+
+# ---------------------------------------------------------------- marks file
+
+# The file that tells drivers which nodes are marked, kept equal to the database.
+
+
+class MarksFile:
+    """Writes the file from the database's rows. Synchronous: call it in a thread.
+
+    ``require`` raises StorageMismatch unless the storage is the database's.
+    """
+
+    def __init__(self, storage: Storage, marks: NodeMarkStore, require: Callable[[], None]) -> None:
+        self._require = require
+        self._storage = storage
+        self._marks = marks
+
+    def publish(self) -> bool:
+        """Make the file say what the database says; whether it had to be written.
+
+        Whoever writes looks at the database once more afterwards. Two writers at a time, of one
+        process or of two, therefore leave the newer words, whichever of them wrote last.
+
+        Raises:
+            StorageMismatch: The storage is not this database's; its marks stay as they are.
+            StorageError: The file may be old; the next call heals it.
+            DatabaseError: Nothing was written.
+        """
+        self._require()
+        wanted = self._wanted()
+        if read_marks_file(self._storage) == wanted:
+            return False
+        while True:
+            write_marks_file(self._storage, wanted)
+            now_wanted = self._wanted()
+            if now_wanted == wanted:
+                return True
+            wanted = now_wanted
+
+    def _wanted(self) -> bytes:
+        return encode_marks(
+            mark for row in self._marks.all().values() if (mark := row.mark) is not None
+        )

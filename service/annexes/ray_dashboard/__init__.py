@@ -1,0 +1,27 @@
+"""Ray's dashboard under this service's log-in."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from service.annex import Annex, ServiceParts
+from service.annexes.ray_dashboard import pages
+from service.annexes.ray_dashboard.relay import RayDashboard
+
+
+def opened(parts: ServiceParts) -> RayDashboard:
+    """Return the way to Ray's dashboard."""
+    return RayDashboard(parts.endpoint)
+
+
+RAY_DASHBOARD: Final = Annex(
+    "ray_dashboard",
+    pages=(pages.router,),
+    package="service.annexes.ray_dashboard",
+    slots={
+        "run_links": "ray_job_link.html",
+        "cluster_figures": "ray_dashboard_link.html",
+    },
+    relays_ray=True,
+    opened=opened,
+)

@@ -1,0 +1,231 @@
+"""Routes of a run's history: events, attempts, failures, series of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query, Request, Response
+
+from everstep.wire import (
+    Attempt,
+    Event,
+    Failure,
+    Goodput,
+    MetricSeries,
+    Page,
+    ProjectGoodput,
+    Samples,
+    StragglerReport,
+)
+from everstep.wire.events import EventKind, system_figure
+from service.api import streams
+from service.api.answers import Cursor, event_answer, position
+from service.api.auth import Caller, VisibleRun
+from service.api.context import ApiContext, Context
+from service.api.openapi import STREAM, problem_answers
+from service.db.events import MIN_POINTS, Point
+from service.projections import attempts, protection
+from service.projections.goodput import TimeLedger
+from service.runs.logs import with_last_lines
+
+router: Final = APIRouter(prefix="/v1/runs/{run_id}", tags=["history"])
+
+EventLimit = Annotated[
+    int, Query(ge=1, le=1000, description="Maximum events per page; streams have no limit.")
+]
+After = Annotated[int, Query(ge=0, le=2**53, description="Only events after this `seq`.")]
+
+
+@router.get(
+    "/events",
+    summary="Events of a run, as pages or as a stream",
+    response_model=Page[Event],
+    responses={200: STREAM, **problem_answers(404, 422)},
+)
+async def get_events(
+    request: Request,
+    run: VisibleRun,
+    context: Context,
+    caller: Caller,
+    after: After = 0,
+    limit: EventLimit = 200,
+    cursor: Cursor = None,
+    last_event_id: streams.LastEventId = None,
+) -> Page[Event] | Response:
+    """JSON pages, oldest first; `next_cursor` is the last `seq` if there are more. A page may end
+    before `limit`: the data of its events is limited to 8 MiB together, unless it has a single
+    event.
+
+    With `Accept: text/event-stream` a stream of server-sent events: `id` is the `seq`, `data` the
+    event. It follows the run, honours `Last-Event-ID`, and ends after the event that ends the run.
+    """
+    if streams.wanted(request):
+        return streams.response(
+            context, caller, context.feed.follow(run.id, streams.resume_after(last_event_id, after))
+        )
+    page = await context.database_call(context.events.page, run.id, position(cursor, after), limit)
+    items = tuple(event_answer(row) for row in page.rows)
+    return Page(items=items, next_cursor=str(items[-1].seq) if page.more else None)
+
+
+@router.get("/attempts", summary="Worker groups of a run", responses=problem_answers(404))
+async def get_attempts(run: VisibleRun, context: Context) -> Page[Attempt]:
+    """Every attempt with its workers, oldest first."""
+    events = await context.database_call(context.events.of_kinds, run.id, attempts.ATTEMPT_KINDS)
+    return Page(items=tuple(attempts.attempts(events)), next_cursor=None)
+
+
+@router.get("/failures", summary="Failures of a run", responses=problem_answers(404, 422))
+async def get_failures(
+    run: VisibleRun,
+    context: Context,
+    lines: Annotated[
+        int,
+        Query(ge=0, le=200, description="Maximum last log lines of the first failing rank."),
+    ] = 10,
+) -> Page[Failure]:
+    """Every failure with its verdict, evidence and action, oldest first.
+
+    `last_lines` are the last log lines of the first failing rank, for the newest 20 failures, if
+    the storage responds.
+    """
+    events = await context.database_call(context.events.of_kinds, run.id, attempts.FAILURE_KINDS)
+    return Page(
+        items=await with_last_lines(context, run.id, attempts.failures(events), lines),
+        next_cursor=None,
+    )
+
+
+@router.get("/stragglers", summary="Stragglers of a run", responses=problem_answers(404))
+async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
+    """Each rank's latest step time and wait for the others, by rank and by node; and every rank
+    that was a straggler for long enough to matter."""
+    events = await context.database_call(
+        context.events.of_kinds, run.id, protection.STRAGGLER_KINDS
+    )
+    times = await context.database_call(context.events.newest, run.id, EventKind.RANK_TIMES)
+    use = await context.database_call(
+        context.events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS
+    )
+    return protection.stragglers(events, times[0] if times else None, use)
+
+
+@router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))
+async def get_goodput(run: VisibleRun, context: Context) -> Goodput:
+    """Every second since the run's creation is in exactly one bucket; `goodput` is the productive
+    share."""
+    return TimeLedger.load(run.time_ledger).close(
+        context.clock() if run.finished_at is None else run.finished_at
+    )
+
+
+@router.get("/samples", summary="Samples that a run used", responses=problem_answers(404))
+async def get_samples(run: VisibleRun, context: Context) -> Samples:
+    """For each finished epoch, over the committed lineage: how many samples were used once, more
+    than once or never."""
+    events = await context.database_call(context.events.of_kinds, run.id, protection.SAMPLE_KINDS)
+    return protection.samples(events)
+
+
+# ---------------------------------------------------------------- series
+
+# Routes of a run's metrics.
+
+_MOST_POINTS: Final = 200_000
+"""Points of all series of one answer together."""
+
+
+@router.get(
+    "/metrics",
+    summary="Series of metrics",
+    response_model=MetricSeries,
+    responses=problem_answers(404, 422),
+)
+async def get_metrics(
+    run: VisibleRun,
+    context: Context,
+    names: Annotated[
+        str | None,
+        Query(
+            max_length=4096,
+            description=(
+                "Names separated by commas; default all but those of hosts and GPUs, such as "
+                "`system.cpu_cores.rank0`."
+            ),
+            examples=["loss,val_accuracy"],
+        ),
+    ] = None,
+    max_points: Annotated[
+        int,
+        Query(
+            ge=MIN_POINTS,
+            le=10_000,
+            description=(
+                "Maximum points per series; fewer where all series would have more than 200,000."
+            ),
+        ),
+    ] = 500,
+) -> Response:
+    """`[step, unix seconds, value]` for each name. Longer series are down-sampled with extremes
+    kept; a value that was not finite is null. An unknown name has no points. The first number of
+    a series `system.…` is not a step, but whole seconds since the run was created."""
+    if names is None:
+        known = await context.database_call(context.series.names, run.id)
+        wanted = [name for name in known if system_figure(name) is None]
+    else:
+        wanted = [name for name in dict.fromkeys(names.split(",")) if name]
+    points = max(MIN_POINTS, min(max_points, _MOST_POINTS // max(1, len(wanted))))
+    encoded = await asyncio.gather(
+        *(context.database_call(_encoded, context, run.id, name, points) for name in wanted)
+    )
+    return Response('{"series":{' + ",".join(encoded) + "}}", media_type="application/json")
+
+
+def _encoded(context: ApiContext, run_id: str, name: str, max_points: int) -> str:
+    """Return a name with its points as JSON. Of all series only these texts are in memory at once,
+    and none is made in the event loop."""
+    points = [
+        (point.step, point.at, point.value)
+        for point in context.series.points(run_id, name, max_points)
+    ]
+    return f"{json.dumps(name)}:{json.dumps(points, separators=(',', ':'))}"
+
+
+async def thinned(
+    context: ApiContext, run_id: str, names: Sequence[str], max_points: int
+) -> dict[str, list[Point]]:
+    """Return these series, down-sampled. Each is read in its own thread, so that several cores
+    share a long history."""
+    found = await asyncio.gather(
+        *(context.database_call(context.series.points, run_id, name, max_points) for name in names)
+    )
+    return {
+        name: [(point.step, point.at, point.value) for point in points]
+        for name, points in zip(names, found, strict=True)
+    }
+
+
+# ---------------------------------------------------------------- goodput of all runs
+
+# Route of the goodput of all runs, by project.
+
+totals: Final = APIRouter(prefix="/v1", tags=["history"])
+
+
+@totals.get("/goodput", summary="Where the time of all runs went", responses=problem_answers(422))
+async def get_project_goodput(
+    context: Context,
+    caller: Caller,
+    project: Annotated[str | None, Query(max_length=64, description="Only this project.")] = None,
+) -> Page[ProjectGoodput]:
+    """The sum of all runs' ledgers, for each project that the token has access to. Deleted runs are
+    left out."""
+    named = [name for name in (project, caller.project) if name is not None]
+    wanted = named or None
+    if len(set(named)) > 1:
+        return Page(items=(), next_cursor=None)
+    found = await context.database_call(context.time_book.by_project, context.clock(), wanted)
+    return Page(items=tuple(found), next_cursor=None)
