@@ -121,6 +121,11 @@ class FollowedLoader:
         """Whether it was this rank that noted them."""
 
     @property
+    def loader(self) -> Any:
+        """Return the loader that is followed."""
+        return self._loader
+
+    @property
     def ends_epoch(self) -> bool:
         """Return whether the newest batch was the last one of its epoch, if that is known."""
         return self._num_batches in (self._most, _length(self._loader))

@@ -9,6 +9,7 @@ optimizer's loop, so all ranks get past it, or none.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -359,6 +360,8 @@ class Protected:
         commits.start(share, values)
         training.watch.committed()
         training.attributes.committed()
+        if not self.ends_with_commit:
+            training.carried.committed(sys._getframe(), ends_epoch=state.ends_epoch)
         commits.report()
         if not training.boundary.sees_steps:
             self._end_commit(training)

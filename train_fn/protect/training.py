@@ -32,6 +32,7 @@ from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
 from train_fn.protect.boundary import AttributeWatch, Boundary, OrderWatch
+from train_fn.protect.carried import CarriedWatch
 from train_fn.protect.changes import SharedBuffers
 from train_fn.protect.commits import Agreement, Commits, Gradients, Updates
 from train_fn.protect.loop_state import LoopState
@@ -68,6 +69,7 @@ class LoopTraining:
     boundary: Boundary
     gradients: Gradients
     attributes: AttributeWatch
+    carried: CarriedWatch
     commits: Commits
     shadows: Shadows | None
     """Only with ``torn='shadow'``."""
@@ -95,6 +97,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
         attributes=AttributeWatch(
             {} if parts.keeps_more else parts.models, {} if parts.keeps_more else parts.optimizers
         ),
+        carried=CarriedWatch(parts),
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
     )
