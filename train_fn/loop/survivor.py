@@ -196,7 +196,6 @@ _LIBRARIES: dict[str, Any] = {
     "numpy": np,
     "numpy.random": np.random,
     "random": random,
-    "sys": sys,
     "time": time,
     "torch": torch,
     "torch.Tensor": torch.Tensor,
