@@ -1,5 +1,5 @@
-"""Files about the whole cluster, not one run: node marks, deployment checks and the storage's
-identity.
+"""Files about the whole cluster, not one run: node marks, deployment checks, rehearsals and the
+storage's identity.
 
 Imports every other room of `storage`; nothing here imports it.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.spec import plain_text
 from storage.checkpoints.retention import reported_checkpoints
@@ -20,6 +20,9 @@ from storage.errors import CorruptFile, StorageMismatch, StorageNotFound
 from storage.filesystem import Storage
 from storage.logs.journal import read_journal
 from storage.run_dir import CheckpointName, RunDir
+
+if TYPE_CHECKING:
+    from everstep.spec.run_spec import RunSpec
 
 # ---------------------------------------------------------------- identity
 
@@ -331,3 +334,44 @@ def read_report(storage: Storage, check_id: str) -> bytes | None:
         return storage.files.read(f"{_ROOT}/{check_id}/report.json")
     except StorageNotFound:
         return None
+
+
+# ---------------------------------------------------------------- rehearsals
+
+# What rehearsals of users' code showed: ``cluster/rehearsals/KEY.json``, for all runs of the code.
+
+_REHEARSALS = "cluster/rehearsals"
+
+
+def rehearsal_key(spec: RunSpec, versions: Mapping[str, str]) -> str:
+    """Return a digest of what decides how a rehearsal ends: the code, what it is trained by, and
+    the versions. A run's name, its size and how often it saves are not part of it."""
+    names = {"project", "code", "task", "optimizer", "schedule", "train", "env", "runtime_env"}
+    facts = {
+        "spec": spec.model_dump(mode="json", include=names),
+        "parameters": spec.checkpoint.parameters,
+        "micro_batch_size": None if spec.runs_own_function else spec.micro_batch_size,
+        "ranks": rehearsed_ranks(spec),
+        "versions": dict(versions),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def rehearsed_ranks(spec: RunSpec) -> int:
+    """Return the ranks of a run's rehearsal: two show what more would."""
+    return min(2, spec.scaling.max_workers)
+
+
+def read_rehearsal(storage: Storage, key: str) -> dict[str, Any] | None:
+    """Return what the rehearsal with this key showed; None if there is none, or none that can be
+    read. Raises StorageError."""
+    try:
+        found = plain_text.parse_json(storage.files.read(f"{_REHEARSALS}/{key}.json"))
+    except (StorageNotFound, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_rehearsal(storage: Storage, key: str, report: Mapping[str, Any]) -> None:
+    """Keep what a rehearsal showed. Raises StorageError."""
+    storage.files.write(f"{_REHEARSALS}/{key}.json", json.dumps(report).encode())

@@ -119,6 +119,7 @@ def why(
     run = out.client().runs.get(run_id)
     failures, report = run.failures(lines=lines), run.stragglers()
     still, doing = _standing_still(run), _doing(out, run)
+    rehearsal = run.rehearsal()
     if out.as_json:
         out.json(
             {
@@ -128,6 +129,7 @@ def why(
                 "stragglers": report.stragglers,
                 "standing_still": still,
                 "doing": doing,
+                "rehearsal": rehearsal,
             }
         )
         return
@@ -138,6 +140,8 @@ def why(
         out.line(line)
     if still is not None:
         out.line(f"{event_words.standing_still(still)} (at {still.at.astimezone():%H:%M:%S})")
+    if rehearsal.state != "none":
+        out.line(rehearsal.text)
     for number, fault in enumerate(failures, start=1):
         out.line()
         at = f"{fault.at.astimezone():%H:%M:%S}"

@@ -226,6 +226,7 @@ class AsyncRun(RunFields, Mirror):
     profiles = returning_list(AsyncProfile, RunHandle.profiles)
     stacks = awaited(RunHandle.stacks)
     stack_reports = awaited(RunHandle.stack_reports)
+    rehearsal = awaited(RunHandle.rehearsal)
     delete = awaited(RunHandle.delete)
 
 

@@ -25,7 +25,7 @@ from everstep.wire import (
     Samples,
     StragglerReport,
 )
-from everstep.wire.drills import Drill, DrillKind, Profile, StackReport
+from everstep.wire.drills import Drill, DrillKind, Profile, RunRehearsal, StackReport
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -366,6 +366,10 @@ class RunHandle(RunHistory):
         """Return the newest reports on what ranks did, newest first: those that somebody asked for,
         and those of times in which nothing moved."""
         return list(self._transport.pages(f"{self._path}/stacks", StackReport))
+
+    def rehearsal(self) -> RunRehearsal:
+        """Return whether a restart was rehearsed on this run's code, and what that showed."""
+        return self._transport.get(f"{self._path}/rehearsal", RunRehearsal)
 
     def delete(self) -> None:
         """Delete a run that has ended, with its checkpoints, logs and history."""

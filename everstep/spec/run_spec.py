@@ -28,6 +28,7 @@ from everstep.spec.sections import (
     WandbSpec,
 )
 from everstep.spec.tasks import TaskSpec
+from everstep.wire.drills import RehearsalMode
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -234,6 +235,11 @@ class RunSpec(Frozen):
         return self.code is not None and self.code.script is not None
 
     @property
+    def rehearses(self) -> RehearsalMode:
+        """Return whether a restart is rehearsed on the run's code."""
+        return rehearsal_mode(self.recovery, self.replay)
+
+    @property
     def micro_batch_size(self) -> int:
         """Return the micro-batch size in samples, with ``auto`` resolved."""
         return _micro_batch_size(self.train, self.scaling)
@@ -245,6 +251,11 @@ def origin_of(resume_from: ResumeFrom | None, replay: ReplaySpec | None) -> Resu
     if resume_from is not None or replay is None or replay.from_step == 0:
         return resume_from
     return ResumeFrom(run_id=replay.run_id, step=replay.from_step)
+
+
+def rehearsal_mode(recovery: RecoverySpec, replay: ReplaySpec | None) -> RehearsalMode:
+    """Return ``recovery.rehearse``, but for a replay, which trains what another run has trained."""
+    return "off" if replay is not None else recovery.rehearse
 
 
 def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:

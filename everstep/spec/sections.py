@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from everstep.wire.drills import RehearsalMode
 from everstep.wire.events import mode_of
 
 # ---------------------------------------------------------------- field types
@@ -289,6 +290,11 @@ class RecoverySpec(Frozen):
     deadline_s: Seconds | None = None
     """Seconds from creation until the run fails with ``deadline_exceeded``; null sets no
     deadline."""
+    rehearse: RehearsalMode = "off"
+    """Rehearse a restart on the run's code, once for all runs of the same code. ``warn`` does so
+    beside the run, where processors are idle, and tells what it found; ``require`` trains only once
+    a restart changes nothing. It runs your code a second time: what that writes outside of its
+    directory, it writes twice."""
 
 
 class ResumeFrom(Frozen):

@@ -310,3 +310,31 @@ class Rehearsal(Answer):
     steps: int
     rows: tuple[RehearsalRow, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def explanation(self) -> str:
+        """Return the outcome with its cause and what to do."""
+        for row in self.rows:
+            if row.difference is not None:
+                return f"{self.text} {row.name}: {row.text} {row.difference.advice}."
+            if row.outcome == "impossible":
+                return f"{self.text} {row.text}"
+        return self.text
+
+
+RehearsalMode = Literal["off", "warn", "require"]
+
+
+class RunRehearsal(Answer):
+    """Whether a restart was rehearsed on a run's code, and what that showed."""
+
+    mode: RehearsalMode
+    """``recovery.rehearse`` of the run, with its default filled in."""
+    state: Literal["none", "running", "made", "not_made"]
+    """``none``: it has not begun. ``not_made``: it could not be made; ``text`` says why."""
+    text: str
+    """In words, with what to do where something is to be done."""
+    at: Time | None = None
+    """When this became known; null if nothing is."""
+    report: Rehearsal | None = None
+    """What it showed, once it is made."""

@@ -243,6 +243,8 @@ class ReasonCode(StrEnum):
     WAITING_FOR_CAPACITY = "waiting_for_capacity"
     WAITING_FOR_CLUSTER = "waiting_for_cluster"
     STORAGE_UNAVAILABLE = "storage_unavailable"
+    WAITING_FOR_REHEARSAL = "waiting_for_rehearsal"
+    REHEARSAL_NOT_PASSED = "rehearsal_not_passed"
 
 
 class Reason(Answer):

@@ -29,7 +29,6 @@ _CONTROLLER_MODULES = (
 _DRIVER_MODULES = (
     "train_fn.driver.command",
     "train_fn.driver.last_save",
-    "train_fn.driver.replay",
     "train_fn.ray_train.journal_actor",
     "train_fn.ray_train.placement",
     "train_fn.ray_train.trainer",

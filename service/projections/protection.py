@@ -1,5 +1,5 @@
-"""How a run stands now: which failures it would survive and at what cost, who is slow, how far
-it is.
+"""How a run stands now: which failures it would survive and at what cost, what a rehearsal of one
+showed, who is slow, how far it is.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from everstep.wire import (
     EpochSamples,
@@ -22,6 +24,7 @@ from everstep.wire import (
     Straggler,
     StragglerReport,
 )
+from everstep.wire.drills import RehearsalMode, RunRehearsal
 from everstep.wire.events import EventKind
 from service.model.provider_rule import Prices
 from service.model.rows import EventRow
@@ -246,3 +249,51 @@ def samples(events: Iterable[EventRow]) -> Samples:
             if event.data.get("origin"):
                 origin = SampleOrigin.model_validate(event.data["origin"])
     return Samples(epochs=tuple(ended[epoch] for epoch in sorted(ended)), origin=origin)
+
+
+# ---------------------------------------------------------------- rehearsals
+
+# Whether a restart was rehearsed on a run's code, and what that showed.
+
+
+def run_rehearsal(mode: RehearsalMode, newest: EventRow | None, *, ended: bool) -> RunRehearsal:
+    """Return what is known.
+
+    Args:
+        mode: ``recovery.rehearse`` of the run, with its default filled in.
+        newest: The last ``rehearsal`` event; None if there is none.
+        ended: Whether the run has ended.
+    """
+    if newest is None:
+        text = _OFF if mode == "off" else _NONE_YET
+        return RunRehearsal(mode=mode, state="none", text=text)
+    data = newest.data
+    state, text, report = data.get("state"), data.get("text") or "", data.get("report")
+    if state == "running":
+        text = "A restart is rehearsed on this code now."
+        if ended:
+            state, text = "not_made", "the run ended first"
+    if state == "not_made":
+        text = (
+            f"The rehearsal of a restart could not be made: {text}. `everstep rehearse` makes it "
+            "wherever the code can run."
+        )
+    facts = {
+        "mode": mode,
+        "state": state,
+        "text": text,
+        "at": datetime.fromtimestamp(newest.at, UTC),
+    }
+    try:
+        return RunRehearsal.model_validate({**facts, "report": report})
+    except ValidationError:  # of another version, or written by a run's code
+        text = "What the rehearsal of a restart showed cannot be read by this version."
+        return RunRehearsal(mode=mode, state="not_made", text=text)
+
+
+_OFF: Final = "No restart is rehearsed on this code: recovery.rehearse is off."
+_NONE_YET: Final = (
+    "No restart was rehearsed on this code. With recovery.rehearse: warn that begins once a run is "
+    "a minute old and a processor is idle, if the code's steps are known; `everstep rehearse` does "
+    "it at any time."
+)

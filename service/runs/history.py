@@ -20,6 +20,7 @@ from everstep.wire import (
     Samples,
     StragglerReport,
 )
+from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind, system_figure
 from service.api import streams
 from service.api.answers import Cursor, event_answer, position
@@ -111,6 +112,19 @@ async def get_stragglers(run: VisibleRun, context: Context) -> StragglerReport:
         context.events.newest, run.id, EventKind.GPU_USE, protection.GPU_EVENTS
     )
     return protection.stragglers(events, times[0] if times else None, use)
+
+
+@router.get(
+    "/rehearsal",
+    summary="Whether a restart was rehearsed on a run's code",
+    responses=problem_answers(404),
+)
+async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
+    """What a rehearsal of a restart on the run's code has shown (`recovery.rehearse`): equal in
+    every bit, or what was first different and what to write instead."""
+    found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
+    newest = found[0] if found else None
+    return protection.run_rehearsal(run.stored_spec.rehearses, newest, ended=run.status.terminal)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

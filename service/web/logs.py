@@ -131,6 +131,7 @@ GROUPS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.RESTORED,
             EventKind.TRAINING_STARTED,
             EventKind.REPLAY_COMPARED,
+            EventKind.REHEARSAL,
         }
     ),
     "checkpoints": frozenset(

@@ -102,6 +102,7 @@ async def get_run(request: Request, run: WebRun, context: Context, caller: WebCa
         workers={worker["rank"]: worker for worker in run.workers},
         times=times,
         gpus={gpu.rank: gpu for gpu in times.gpus} if run.workers else {},
+        rehearsal=await history.get_rehearsal(run, context),
         most_ranks=MOST_RANKS,
         last_seq=run.last_seq,
         **await _from_annexes(context, run, caller),

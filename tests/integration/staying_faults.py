@@ -85,8 +85,8 @@ def lose_the_result() -> None:
     """The others pass the gate, and this rank's connections break right before it."""
     from train_fn.loop import attempt
 
-    def strike(replica: Any, *_: Any) -> None:
-        if replica.state.step == STEP:
+    def strike(training: Any, *_: Any) -> None:
+        if training.replica.state.step == STEP:
             raise PeersGone("the result did not arrive")
 
     _once(attempt, "require_whole", strike)
@@ -106,8 +106,8 @@ def lose_a_peer_in_the_commit() -> None:
 def fail_by_itself() -> None:
     from train_fn.loop import attempt
 
-    def strike(replica: Any, *_: Any) -> None:
-        if replica.state.step == STEP:
+    def strike(training: Any, *_: Any) -> None:
+        if training.replica.state.step == STEP:
             raise ValueError("an error of the task")
 
     _once(attempt, "require_whole", strike)

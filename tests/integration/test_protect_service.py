@@ -251,3 +251,118 @@ def test_a_protected_script_loses_no_step(
     assert broken.weights.keys() == twin.weights.keys()
     for name, value in twin.weights.items():
         assert torch.equal(broken.weights[name], value), name
+
+
+# ---------------------------------------------------------------- rehearsals
+
+REHEARSED = """
+import time
+import torch
+import everstep.train as es
+seen = 0
+
+
+def train_fn(config):
+    global seen
+    inputs = torch.arange(640.0).sin().reshape(80, 8)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 2)
+    if torch.distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = es.protect(model=model, optimizer=optimizer)
+    data = es.loader(inputs, global_batch_size=8)
+    with state:
+        for batch in data.batches(state, steps=config["steps"]):
+            seen += 1
+            if config["counts"]:
+                optimizer.param_groups[0]["lr"] = 0.1 / seen
+            (model(batch).square().mean() * data.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(config.get("sleeps", 0))
+            state.step()
+"""
+
+
+def rehearsed(
+    started: list[DrivenRun],
+    cluster: RayCluster,
+    storage: Path,
+    mode: str,
+    env: dict[str, str] | None = None,
+    **config: object,
+) -> DrivenRun:
+    """Start a run of one rank that is rehearsed."""
+    digest = CodeStore(open_storage(str(storage))).put(tar_gz({"mine.py": REHEARSED})).digest
+    code = {"archive": digest, "train_fn": "mine:train_fn", "config": config}
+    raw = {"name": "r", "code": code, "scaling": {"max_workers": 1}, "recovery": {"rehearse": mode}}
+    run = DrivenRun(cluster, storage, RunSpec.model_validate(raw))
+    started.append(run)
+    run.start(**env or {})
+    return run
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_a_run_that_requires_its_rehearsal_trains_once_it_has_passed_and_the_next_at_once(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    config = {"steps": 20, "counts": False}
+    run = rehearsed(started, cluster, tmp_path, "require", **config)
+    assert run.wait_for_end() == 0, run.describe()
+    assert [event.data["state"] for event in run.of(EventKind.REHEARSAL)] == ["running", "made"]
+    made = run.last(EventKind.REHEARSAL)
+    assert made.data["report"]["outcome"] == "equal" and not made.data["reused"]
+    names = [row["name"] for row in made.data["report"]["rows"] if row["outcome"] == "equal"]
+    assert any("the end of an epoch" in name for name in names), names
+    assert made.n < run.of(EventKind.ATTEMPT_STARTED)[0].n
+    assert run.of(EventKind.WAITING)[0].data["code"] == "waiting_for_rehearsal"
+    assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+    again = rehearsed(started, cluster, tmp_path, "require", **config)
+    assert again.wait_for_end() == 0, again.describe()
+    [known] = again.of(EventKind.REHEARSAL)
+    assert known.data["reused"] and known.data["report"] == made.data["report"]
+    assert not again.of(EventKind.WAITING)
+    assert again.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_run_that_requires_its_rehearsal_does_not_train_if_a_restart_changes_something(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    run = rehearsed(started, cluster, tmp_path, "require", steps=20, counts=True)
+    assert run.wait_for_end() == 0, run.describe()
+    assert not run.of(EventKind.ATTEMPT_STARTED)
+    finished = run.last(EventKind.FINISHED).data
+    assert (finished["outcome"], finished["reason"]["code"]) == ("failed", "rehearsal_not_passed")
+    message = finished["reason"]["message"]
+    assert "the optimizer's groups" in message and "mine.py, line" in message
+    assert "mine.py: seen (" in message and "state.step_number" in message
+    assert "set recovery.rehearse to warn" in message
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_rehearsal_beside_a_run_is_told_and_ends_with_it(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    env = {
+        "EVERSTEP_RECOVERY_REHEARSE_AFTER_S": "1",
+        "EVERSTEP_RECOVERY_REHEARSE_IDLE_CPUS": "0",
+    }
+    config = {"steps": 10_000, "counts": True, "sleeps": 0.05}
+    run = rehearsed(started, cluster, tmp_path, "warn", env, **config)
+    run.wait_for(lambda: run.of(EventKind.REHEARSAL), "the rehearsal's beginning")
+    run.run_dir.request_stop(1, "cancel")
+    assert run.wait_for_end() == 0, run.describe()
+    assert [event.data["state"] for event in run.of(EventKind.REHEARSAL)] == ["running", "not_made"]
+    assert run.last(EventKind.FINISHED).data["outcome"] == "stopped"
+    run.start(submission=2, **env)
+    run.wait_for(lambda: len(run.of(EventKind.REHEARSAL)) > 3, "the rehearsal's end")
+    made = run.last(EventKind.REHEARSAL).data
+    assert (made["state"], made["report"]["outcome"]) == ("made", "different"), made
+    assert not run.of(EventKind.FAILURE)
+    begun = max(step for step, _ in run.steps())
+    run.wait_for_step(begun + 5)  # the run goes on

@@ -19,7 +19,7 @@ from storage.run_control import DRIVER_PROBE
 from storage.run_dir import RunDir
 from train_fn.driver.fit_loop import fit_until_decided
 from train_fn.driver.submission_journal import close_journal, history_so_far, open_journal
-from train_fn.driver.watch import ControlWatch, require_newest
+from train_fn.driver.watch import ControlWatch, RestartRehearsal, require_newest
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.tensorboard_files import TensorBoardFiles
 from train_fn.ray_train.journal_actor import NAMESPACE
@@ -90,14 +90,13 @@ class Driver:
         followers = _followers(self._run_dir, self._submission, spec)
         for follower in followers:
             follower.start()
-        job = self._job(spec, history, actor)
-        if self._settings.warm_pool:
-            threading.Thread(
-                target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
-            ).start()
-        outcome = fit_until_decided(job, self._settings, history, client)
+        rehearsal = RestartRehearsal(self._run_dir, spec, self._settings, client)
+        outcome = rehearsal.refusal(stopping, history)
+        if outcome is None:
+            rehearsal.start()
+            outcome = self._fit(self._job(spec, history, actor), history, client)
+        rehearsal.close()
         saved, left = self._save_newest(spec, outcome, client)
-        self._report_replay(spec, client)
         watch.close()
         kept = saved.summary if saved is not None else None
         name, reason = ending(
@@ -110,10 +109,12 @@ class Driver:
         with suppress(RayError):  # it ends by itself, too
             ray.kill(actor)
 
-    def _report_replay(self, spec: RunSpec, client: ActorJournalClient) -> None:
-        from train_fn.driver.replay import report_replay
-
-        report_replay(self._run_dir, spec, client)
+    def _fit(self, job: RankJob, history: History, client: ActorJournalClient) -> ControllerOutcome:
+        if self._settings.warm_pool:
+            threading.Thread(
+                target=self._warm_first_group, args=(job,), name="warm-up", daemon=True
+            ).start()
+        return fit_until_decided(job, self._settings, history, client)
 
     def _take_settings(self, spec: RunSpec) -> None:
         """Let the run's spec change the settings that it may."""
@@ -171,9 +172,9 @@ class Driver:
     def _save_newest(
         self, spec: RunSpec, outcome: ControllerOutcome, client: ActorJournalClient
     ) -> tuple[LastSave | None, LeftStates | None]:
-        from train_fn.driver.last_save import save_newest
+        from train_fn.driver.last_save import report_replay, save_newest
 
-        return save_newest(
+        found = save_newest(
             self._run_dir,
             self._submission,
             spec,
@@ -181,6 +182,8 @@ class Driver:
             client,
             lambda: history_so_far(self._run_dir, self._submission, client),
         )
+        report_replay(self._run_dir, spec, client)
+        return found
 
 
 def _close_followers(followers: list[JournalFollower]) -> None:

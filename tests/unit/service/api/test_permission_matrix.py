@@ -49,6 +49,7 @@ LEAST_ROLE = {
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}"): "viewer",
     ("GET", "/v1/runs/{run_id}/profiles/{profile_id}/trace"): "viewer",
     ("POST", "/v1/runs/{run_id}/profiles"): "submitter",
+    ("GET", "/v1/runs/{run_id}/rehearsal"): "viewer",
     ("GET", "/v1/runs/{run_id}/stacks"): "viewer",
     ("POST", "/v1/runs/{run_id}/stacks"): "submitter",
     ("POST", "/v1/sweeps"): "submitter",
