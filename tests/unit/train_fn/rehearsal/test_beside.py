@@ -20,7 +20,7 @@ from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.support.code_archives import tar_gz
-from tests.support.raw_specs import OWN, SCRIPT, spec
+from tests.support.raw_specs import SCRIPT, spec
 from train_fn.driver import watch
 from train_fn.driver.watch import RestartRehearsal, refusal_of, rehearsal_environment
 from train_fn.journal.client import ActorJournalClient
@@ -60,7 +60,7 @@ def of(**fields: Any) -> RunSpec:
         (spec(recovery={"rehearse": "warn"}, replay=REPLAY), "off"),
     ],
 )
-def test_code_runs_a_second_time_only_where_that_is_asked_for(raw: dict[str, Any], mode: str) -> None:
+def test_code_runs_a_second_time_only_where_asked_for(raw: dict[str, Any], mode: str) -> None:
     assert RunSpec.model_validate(raw).rehearses == mode
 
 
