@@ -74,7 +74,7 @@ CONTRACT: dict[str, Any] = {
         "hang_timeout_s": None,
         "in_process": True,
         "deadline_s": None,
-        "rehearse": None,
+        "rehearse": "off",
     },
     "resume_from": None,
     "env": {"NCCL_DEBUG": "WARN"},
