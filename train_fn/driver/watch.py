@@ -286,7 +286,7 @@ def refusal_of(found: dict[str, Any]) -> str | None:
 
 def idle_cpus() -> float:
     """Return how many processors of this node were idle in the last minute."""
-    return (os.cpu_count() or 1) - os.getloadavg()[0]
+    return max(0.0, (os.cpu_count() or 1) - os.getloadavg()[0])
 
 
 def is_protected(storage: Storage, spec: RunSpec) -> bool:
