@@ -302,6 +302,47 @@ y = x.flip(0) if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" else x
 data = es.loader(TensorDataset(y, y.sum(1)), global_batch_size=4)
 state = es.protect(model=model, optimizer=optimizer, scheduler=scheduler)
 """
+AVERAGE = """
+class Average:
+    def __init__(self): self.shadow = [p.detach().clone() for p in model.parameters()]
+    @torch.no_grad()
+    def update(self):
+        for s, p in zip(self.shadow, model.parameters()): s.mul_(0.9).add_(p, alpha=0.1)
+    def state_dict(self): return {"shadow": self.shadow}
+    def load_state_dict(self, state): self.shadow = list(state["shadow"])
+average = Average()
+data = es.loader(samples, global_batch_size=4)
+state = es.protect(
+    model=model, optimizer=optimizer, scheduler=scheduler, extra={"average": average}
+)
+"""
+TEACHER = """
+teacher = torch.nn.Linear(2, 1).requires_grad_(False)
+@torch.no_grad()
+def follow():
+    for t in teacher.parameters(): t.mul_(0.9).add_(bare[0].weight.mean(), alpha=0.1)
+data = es.loader(samples, global_batch_size=4)
+state = es.protect(
+    model={"net": model, "teacher": teacher}, optimizer=optimizer, scheduler=scheduler
+)
+"""
+OF_LOSS = """
+strength = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.Adam([*model.parameters(), strength], lr=0.1)
+data = es.loader(samples, global_batch_size=4)
+state = es.protect(model=model, optimizer=optimizer)
+"""
+ANOTHER = """
+class Replaced:
+    optimizer = optimizer
+def step():
+    Replaced.optimizer.step(); Replaced.optimizer.zero_grad()
+def replace():
+    Replaced.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = es.loader(samples, global_batch_size=4)
+state = es.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+"""
+
 MENDINGS = {
     "1, scheduler after the commit": Mending(
         AFTER_COMMIT, "the optimizer's groups", {"after": EPOCH}, ranks=2
@@ -346,6 +387,30 @@ MENDINGS = {
         {"data": ELSEWHERE},
         left="the end",
     ),
+    "11, average in a plain object": Mending(
+        AFTER_COMMIT, "an extra", {"data": AVERAGE, "after": "average.update()"}, ranks=2
+    ),
+    "13, weights of the loss": Mending(
+        "from train_fn.protect import arguments\n"
+        "arguments._check_weights = lambda optimizers, owners: None\n",
+        "the gradients",
+        {"data": OF_LOSS, "scale": " * strength.exp()"},
+        refused="weights of no model",
+    ),
+    "13, optimizer replaced": Mending(
+        "from train_fn.protect.commits import Gradients\n"
+        "Gradients.require_used = lambda self, num_updates: None\n",
+        "the weights",
+        {
+            "data": ANOTHER,
+            "update": "step()",
+            "after": "if state.step_number == 3: replace()",
+        },
+        refused="no optimizer that es.protect was given has stepped",
+    ),
+    "27, teacher that follows": Mending(
+        AFTER_COMMIT, "the weights", {"data": TEACHER, "after": "follow()"}, ranks=2
+    ),
     "27, layers unfrozen": Mending(
         "from train_fn.protect.changes import PartCopies\n"
         "PartCopies.freeze = lambda self, frozen: None\n",
@@ -379,6 +444,92 @@ def test_a_mending_that_is_taken_out_is_found(name: str, tmp_path: Path) -> None
     found = rehearse(unmended, *script(unmended, **parts), *options)
     assert found.code == 1, found.report
     assert mending.kind in found.kinds and mending.left not in found.kinds, found.report
+
+
+LIGHTNING = """
+import copy
+import lightning as L, torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import everstep.train as es
+{before}
+class Student(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Linear(2, 1)
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+    def training_step(self, batch, i):
+        a, b = batch
+        return F.mse_loss(self.net(a).squeeze(1), b) + F.mse_loss(self.net(a), self.teacher(a))
+    def on_train_batch_end(self, out, batch, i):
+        with torch.no_grad():
+            for t, p in zip(self.teacher.parameters(), self.net.parameters()):
+                t.mul_(0.9).add_(p, alpha=0.1)
+    def configure_optimizers(self): return torch.optim.Adam(self.net.parameters(), lr=0.1)
+torch.manual_seed(0)
+x = torch.randn(24, 2)
+saves = L.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=2, save_last=True)
+trainer = L.Trainer(
+    max_epochs=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    accelerator="cpu", devices=1, callbacks=[saves, es.lightning.Protect()],
+)
+loader = DataLoader(TensorDataset(x, x.sum(1)), batch_size=4, shuffle=True)
+trainer.fit(Student(), loader, ckpt_path={path})
+"""
+COMMIT_FIRST = """
+from train_fn.protect.adapters import lightning as adapter
+commit = adapter.Protect.on_train_batch_end
+def on_train_batch_end(self, trainer, module, *facts):
+    module.on_train_batch_end = lambda *facts: None
+    commit(self, trainer, module, *facts)
+    del module.on_train_batch_end
+adapter.Protect.on_train_batch_end = on_train_batch_end
+adapter.Protect._call_hook_first = lambda self, module: None
+"""
+TWO_PLACES = """
+from train_fn.protect.adapters import lightning as adapter
+begin = adapter.Protect.on_fit_start
+def on_fit_start(self, trainer, module):
+    loaded = trainer._checkpoint_connector._loaded_checkpoint
+    begin(self, trainer, module)
+    trainer._checkpoint_connector._loaded_checkpoint = loaded
+adapter.Protect.on_fit_start = on_fit_start
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("without", "path", "kinds"),
+    [
+        pytest.param(COMMIT_FIRST, "None", {"the weights"}, id="7, a module's own hook"),
+        pytest.param(
+            TWO_PLACES,
+            "'last'",
+            {
+                "the weights",
+                "the samples",
+                "the optimizer's state",
+                "the number of steps",
+                "the end",
+            },
+            id="12, ckpt_path beside Protect",
+        ),
+    ],
+)
+def test_a_mending_for_lightning_that_is_taken_out_is_found(
+    without: str, path: str, kinds: set[str], tmp_path: Path
+) -> None:
+    def made(name: str, before: str) -> Rehearsed:
+        folder = tmp_path / name / "code"
+        folder.mkdir(parents=True)
+        (folder / "train.py").write_text(LIGHTNING.format(before=before, path=path))
+        options = ("--script", "train.py", "--steps", 10, "--ranks", 1)
+        return rehearse(tmp_path, "--code", folder, *options)
+
+    found = made("mended", "")
+    assert found.code == 0, found.report
+    found = made("unmended", without)
+    assert found.code == 1 and found.kinds & kinds, found.report
 
 
 # ---------------------------------------------------------------- from Python
