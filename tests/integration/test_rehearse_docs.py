@@ -45,7 +45,7 @@ OWN_LOADER = "A DataLoader of your own"
 def block(page: str, heading: str) -> str:
     """Return the first indented block of code below a heading."""
     text = (ROOT / "docs" / page).read_text().partition(f" {heading}\n")[2]
-    found = re.search(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
+    found = re.search(r"^    .*\n(?:^    .*\n|^\n)*", text, re.MULTILINE)
     assert found is not None, heading
     return "\n".join(line[4:] for line in found[0].splitlines()) + "\n"
 
