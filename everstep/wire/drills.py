@@ -308,6 +308,7 @@ class Rehearsal(Answer):
     text: str
     ranks: int
     steps: int
+    """Steps that each training made."""
     rows: tuple[RehearsalRow, ...]
     notes: tuple[str, ...] = ()
 

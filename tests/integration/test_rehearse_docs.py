@@ -36,8 +36,8 @@ dataset = TensorDataset(x, x[:, :4].argmax(1))
 BUILT = """
 model = DistributedDataParallel(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 """
+SCHEDULED = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
 LOOP = "A loop of your own"
 OWN_LOADER = "A DataLoader of your own"
 
@@ -66,6 +66,7 @@ def evaluate(network):
 """
 SAMPLES = "loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))\n"
 FOR_ACCELERATE = """
+dist.destroy_process_group()  # Accelerate makes its own
 from accelerate import Accelerator
 class Model(Net):
     def forward(self, inputs, labels):
@@ -86,9 +87,9 @@ def shown() -> dict[str, tuple[str, int]]:
         "...", "loss = F.cross_entropy(model(inputs), labels)\n" + " " * 8
         + "loss.backward(); optimizer.step(); optimizer.zero_grad()",
     )  # fmt: skip
-    on_cpus = patched("hugging-face.md").replace("Accelerator(", "Accelerator(cpu=True, ")
+    on_cpus = patched("hugging-face.md", 1).replace("Accelerator(", "Accelerator(cpu=True, ")
     return {
-        "own-loop, a loop": (BUILT + AVERAGE + block("own-loop.md", LOOP), 320),
+        "own-loop, a loop": (BUILT + SCHEDULED + AVERAGE + block("own-loop.md", LOOP), 320),
         "own-loop, a DataLoader": (BUILT + SAMPLES + own_loader, 160),
         "migrate, torchrun": ("model = Net()\n" + patched("torchrun.md"), 320),
         "migrate, Ray Train": (

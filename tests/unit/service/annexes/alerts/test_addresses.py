@@ -15,7 +15,7 @@ import pytest
 from service.annexes.alerts.sender import NotAllowed, check_url, is_public, reachable
 from service.submission_rules.packages import NOBODY, NotifyRule
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 RULE = NotifyRule(frozenset({"http://10.0.0.1:9000"}))
 
 
