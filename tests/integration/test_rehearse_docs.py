@@ -65,20 +65,6 @@ def evaluate(network):
     network.train()
 """
 SAMPLES = "loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))\n"
-FOR_ACCELERATE = """
-dist.destroy_process_group()  # Accelerate makes its own
-from accelerate import Accelerator
-class Model(Net):
-    def forward(self, inputs, labels):
-        loss = F.cross_entropy(super().forward(inputs), labels)
-        return type("Output", (), {"loss": loss})
-def collate(found):
-    inputs, labels = zip(*found)
-    return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
-model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=collate)
-"""
 
 
 def shown() -> dict[str, tuple[str, int]]:
@@ -87,7 +73,6 @@ def shown() -> dict[str, tuple[str, int]]:
         "...", "loss = F.cross_entropy(model(inputs), labels)\n" + " " * 8
         + "loss.backward(); optimizer.step(); optimizer.zero_grad()",
     )  # fmt: skip
-    on_cpus = patched("hugging-face.md", 1).replace("Accelerator(", "Accelerator(cpu=True, ")
     return {
         "own-loop, a loop": (BUILT + SCHEDULED + AVERAGE + block("own-loop.md", LOOP), 320),
         "own-loop, a DataLoader": (BUILT + SAMPLES + own_loader, 160),
@@ -100,7 +85,6 @@ def shown() -> dict[str, tuple[str, int]]:
             + 'train_fn({"lr": 3e-3})\n',
             320,
         ),
-        "migrate, Accelerate": (FOR_ACCELERATE + on_cpus, 160),
     }
 
 
@@ -109,7 +93,6 @@ PAGES = (
     "own-loop, a DataLoader",
     "migrate, torchrun",
     "migrate, Ray Train",
-    "migrate, Accelerate",
 )
 
 
