@@ -358,7 +358,7 @@ def same_batches(ranks: Sequence[Record]) -> Difference | None:
     """Return the difference that is missing: two ranks that trained on the same batches."""
     for rank in range(1, len(ranks)):
         first, other = ranks[0].steps, ranks[rank].steps
-        common = [number for number in first if number in other and first[number].inputs]
+        common = [n for n in first if n in other and any(first[n].inputs)]
         if len(common) >= 3 and all(
             _digests(first[number]) == _digests(other[number]) for number in common
         ):

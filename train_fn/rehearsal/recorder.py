@@ -225,8 +225,11 @@ class Recorder:
         if (step := self._source.step()) is None:
             return
         self._come_to(step)
-        where = self._own.where(sys._getframe(1))
-        self._write(kind="input", step=step, of=_sketches(args), where=where)
+        caller = sys._getframe(1)
+        # torch's hook for all modules is not given them: they are those of its Module.__call__
+        named = caller.f_locals.get("kwargs") or {}
+        of = _sketches((args, named))
+        self._write(kind="input", step=step, of=of, where=self._own.where(caller))
         self._die("forward", step)
 
     def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -168,6 +168,10 @@ def test_ranks_with_the_same_batches_are_found() -> None:
     other = record()
     other.steps[4] = step(4, batch={"x": "#own"})
     assert same_batches([record(), other]) is None
+    unseen = record()
+    for each in unseen.steps.values():
+        each.inputs = [[]]
+    assert same_batches([unseen, unseen]) is None, "calls whose batches were not seen"
 
 
 def test_a_record_is_read_up_to_where_its_rank_died(tmp_path: Path) -> None:
