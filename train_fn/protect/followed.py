@@ -107,6 +107,11 @@ class FollowedLoader:
         """Batches of an epoch that the state was trained on; None if that is not known."""
         self._known: dict[str, Any] | None = None
         """The state of a stateful loader to go on from."""
+        self._place: dict[str, Any] | None = None
+        """The state of a stateful loader before it read a batch that no step has begun with; None
+        while there is none."""
+        self._has_read = False
+        """Whether this process reads from the loader."""
         self._by_rank: bool | None = None
         """Whether each rank has an order of its own; None before that is decided."""
         self._draws_by_rank: bool | None = None
@@ -152,13 +157,23 @@ class FollowedLoader:
             "num_batches": self._num_batches,
             "world_size": self._world_size,
             "length": _length(self._loader),
-            "loader": self._loader.state_dict() if self._is_stateful else None,
+            "loader": self._place_of_loader(),
             "kind": type(self._loader).__qualname__,
             "by_rank": self._by_rank,
             "draws_by_rank": self._draws_by_rank,
             "rank": self._rank,
             "marks": self._taken.marks if self._taken is not None else None,
         }
+
+    def _place_of_loader(self) -> dict[str, Any] | None:
+        """Return a stateful loader's own state after the newest batch. The step before is saved
+        once the next batch is read, and a state may be saved before anything is read from it."""
+        if not self._is_stateful or self._place is not None:
+            return self._place
+        if self._known is not None or not self._has_read:
+            return self._known  # asking a loader for its state would make its iterator
+        found: dict[str, Any] = self._loader.state_dict()
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that batch."""
@@ -216,14 +231,16 @@ class FollowedLoader:
             rest = iter(self._rest_of_epoch(state))
             while True:
                 self._draw(state, self._num_batches)
+                self._place = self._place_of_loader()
                 if (batch := next(rest, _END)) is _END:
+                    self._place = None
                     break
                 if steps is not None and state.step_number >= steps:
                     return
                 is_empty = False
                 state.begin_step()
                 self._num_batches += 1
-                self._taken = Taken(batch)
+                self._place, self._taken = None, Taken(batch)
                 if seeded != state.step_number:
                     # The loader may have drawn; what the step draws depends on its number alone.
                     seeded = state.step_number
@@ -280,9 +297,15 @@ class FollowedLoader:
         is_over = num_done == self._most or (known is not None and known.get(_FINISHED))
         if num_done and is_over:
             return
+        self._has_read = True
         if known is not None:
             self._order(state)
             loader.load_state_dict(known)
+            if not num_done:
+                # The last epoch ended there, and loading that brought back its order, once the
+                # loader has its iterator: asking for its state makes it.
+                loader.state_dict()
+                self._order(state)
             yield from loader
         elif num_done and expected is not None:
             mine = expected if self._is_mine else None

@@ -198,6 +198,30 @@ def test_it_goes_on_at_the_very_batch(make: Callable[[], Any], done: int) -> Non
         assert sorted(each % 100 for each in seen) == list(range(20))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata
+@pytest.mark.parametrize("make", LOADERS)
+@pytest.mark.parametrize("done", [1, 3, PER_EPOCH, PER_EPOCH + 2, 2 * PER_EPOCH])
+def test_a_step_that_is_saved_as_the_next_begins_goes_on_at_the_very_batch(
+    make: Callable[[], Any], done: int
+) -> None:
+    whole = read(FollowedLoader(make()), Loop(), 3 * PER_EPOCH)
+    saved: list[dict[str, Any]] = []
+    first, loop = FollowedLoader(make()), Loop()
+
+    def save() -> None:
+        if loop.step_number == done:
+            saved.append(first.state_dict())
+
+    loop.begin_step = save  # type: ignore[method-assign]
+    read(first, loop, done + 1)
+    for _ in range(2):  # the second time from a state that was saved before anything was read
+        second, loop = FollowedLoader(make()), Loop()
+        second.load_state_dict(saved[-1])
+        saved.append(second.state_dict())
+        loop.step_number = done
+        assert read(second, loop, 3 * PER_EPOCH - done) == whole[done:]
+
+
 @pytest.mark.parametrize("make", [shuffled, with_generator, distributed])
 def test_epochs_have_orders_of_their_own(make: Callable[[], Any]) -> None:
     found = [batch for batch, _ in read(FollowedLoader(make()), Loop(), 2 * PER_EPOCH)]
