@@ -37,7 +37,7 @@ uv_of_venv() {  # one for installing: that, or the environment's own, which pip 
 }
 
 pip_setting() {  # what pip is told by its environment, which counts first, or its files: pip_setting index-url
-    "$venv/bin/python" -m pip config list 2>/dev/null | sed -nE "s/^(:env:|global|install)\\.$1='(.*)'\$/\\2/p" | sed 's/\\n/ /g' | head -1
+    sed -nE "s/^(:env:|global|install)\\.$1='(.*)'\$/\\2/p" <<<"$pip_settings" | sed 's/\\n/ /g' | head -1
 }
 
 is_there() {  # a directory that pip would read; it leaves out one that is missing, and uv ends at it
@@ -123,8 +123,9 @@ has_torch() {
 }
 
 install() {
-    local uv cert from=''
+    local uv cert from='' pip_settings
     if uv=$(uv_of_venv); then
+        pip_settings=$("$venv/bin/python" -m pip config list 2>/dev/null || true)
         cert=$(pip_setting cert)
         [[ " $* " == *" --index-url "* ]] || from=$(indexes)
         # shellcheck disable=SC2086  # options, without spaces in them
