@@ -363,10 +363,10 @@ class Protected:
         if not self.ends_with_commit:
             training.carried.committed(sys._getframe(), ends_epoch=state.ends_epoch)
         commits.report()
+        training.ctx.on_commit()  # what follows may wait for a peer that has died
         if not training.boundary.sees_steps:
             self._end_commit(training)
         self.reseed()
-        training.ctx.on_commit()
 
     def _keep(self, training: LoopTraining, held: Held) -> None:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is

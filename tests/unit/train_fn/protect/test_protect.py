@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
-from train_fn.errors import BadTask, DataChanged
+from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.node import node_dir
 from train_fn.protect.boundary import interrupted
+from train_fn.protect.commits import Commits
 from train_fn.protect.protected import UP_TO_LOADER, Protected
 from train_fn.protect.training import name_of
 from train_fn.snapshots import store as snapshot
@@ -311,6 +313,32 @@ def test_without_a_sign_of_the_next_step_a_late_change_is_refused_at_any_step(
             if state.step_number == 6:
                 scheduler.step()
     assert state.step_number == 6
+
+
+def test_a_step_counts_as_committed_before_its_rank_waits_for_peers_that_may_be_dead(
+    protect: Callable[..., Protected], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing says that a step begins, its commit also saves, which all ranks agree on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state, committed = protect(optimizer=optimizer), list[int]()
+
+    def gone(self: Commits) -> None:
+        raise PeersGone("planned")
+
+    with pytest.raises(PeersGone, match="planned"), state:
+        training = state._open()
+        on_commit = lambda: committed.append(state.step_number)  # noqa: E731
+        object.__setattr__(training, "ctx", replace(training.ctx, on_commit=on_commit))
+        while True:
+            loss = model[2](model[0](torch.randn(8, 4))).square().mean()  # type: ignore[index]
+            loss.backward()
+            optimizer.step()
+            if state.step_number == 2:
+                monkeypatch.setattr(training.session.saver, "is_due", lambda: True)
+                monkeypatch.setattr(Commits, "read", gone)
+            state.step(loss=loss)
+    assert state.left is not None and state.left.problem is None
+    assert committed == [1, 2, 3], "step 3 is kept, so a record of it must not lack it"
 
 
 @pytest.mark.slow
