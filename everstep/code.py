@@ -11,10 +11,11 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import stat
 import sys
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,24 @@ def with_code(
     name = _name_of_script(script) if script else task or train_fn or Path(path).resolve().name
     spec.setdefault("name", name.rpartition(":")[2])
     return spec, data
+
+
+def rehearse_command(
+    script: str | None,
+    train_fn: str | None,
+    code: str = "DIRECTORY",
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> str:
+    """Return the command that rehearses a restart on a script or a Ray Train function.
+
+    Args:
+        code: the directory that it is in.
+        before: what comes before its options: the file of a spec.
+        after: what comes after them: settings, and arguments of the script.
+    """
+    entry = ("--script", script) if script else ("--train-fn", train_fn or "")
+    return shlex.join(("everstep", "rehearse", *before, "--code", code, *entry, *after))
 
 
 def _name_of_script(script: str) -> str:

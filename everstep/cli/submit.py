@@ -28,7 +28,7 @@ from everstep.cli.terminal import (
     terminal,
 )
 from everstep.client.client import Client
-from everstep.code import with_code
+from everstep.code import rehearse_command, with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
 from everstep.spec.parsing import parse_spec
@@ -98,6 +98,7 @@ def submit(
         return
     run = client.runs.create(parsed, idempotency_key, create_project=create_project)
     _note_best_mode(raw, parsed)
+    _note_rehearsal(parsed, spec, code, overrides or [])
     if watch:
         watch_to_the_end(run)
     elif terminal().as_json:
@@ -129,6 +130,20 @@ def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:
             f"the best checkpoint is the one with the {size} {checkpoint.best_metric} "
             f"(checkpoint.best_mode {checkpoint.best_mode}, inferred from the metric's name)"
         )
+
+
+def _note_rehearsal(
+    parsed: RunSpec, spec: str | None, code: str | None, overrides: list[str]
+) -> None:
+    """Print how a restart is rehearsed on a loop of the user's own, if the service does not."""
+    own = parsed.code
+    if own is None or own.task is not None or parsed.rehearses != "off":
+        return
+    sets = [part for each in overrides for part in ("--set", each)]
+    before = [spec] if spec not in (None, "-") else []
+    after = [*sets, *(["--", *own.argv] if own.argv else [])]
+    command = rehearse_command(own.script, own.train_fn, code or "DIRECTORY", before, after)
+    terminal().note(f"not rehearsed: `{command}` shows whether a restart changes what this trains")
 
 
 # ---------------------------------------------------------------- guide

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from everstep.code import rehearse_command
 from everstep.wire import (
     EpochSamples,
     GpuUse,
@@ -24,11 +25,11 @@ from everstep.wire import (
     Straggler,
     StragglerReport,
 )
-from everstep.wire.drills import RehearsalMode, RunRehearsal
+from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind
 from service.model.provider_rule import Prices
 from service.model.rows import EventRow
-from service.model.run_rows import ListedRun, RunRow, RunSummary
+from service.model.run_rows import ListedRun, RunRow, RunSummary, StoredSpec
 from service.projections.goodput import WorkLedger
 
 _LOSSES: Final[Mapping[str | None, tuple[Loss, Loss, str]]] = MappingProxyType(
@@ -256,16 +257,19 @@ def samples(events: Iterable[EventRow]) -> Samples:
 # Whether a restart was rehearsed on a run's code, and what that showed.
 
 
-def run_rehearsal(mode: RehearsalMode, newest: EventRow | None, *, ended: bool) -> RunRehearsal:
+def run_rehearsal(spec: StoredSpec, newest: EventRow | None, *, ended: bool) -> RunRehearsal:
     """Return what is known.
 
     Args:
-        mode: ``recovery.rehearse`` of the run, with its default filled in.
+        spec: The run's.
         newest: The last ``rehearsal`` event; None if there is none.
         ended: Whether the run has ended.
     """
+    mode = spec.rehearses
     if newest is None:
         text = _OFF if mode == "off" else _NONE_YET
+        if mode == "off" and spec.code is not None and spec.runs_own_function:
+            text = _NOT_REHEARSED.format(rehearse_command(spec.code.script, spec.code.train_fn))
         return RunRehearsal(mode=mode, state="none", text=text)
     data = newest.data
     state, text, report = data.get("state"), data.get("text") or "", data.get("report")
@@ -292,6 +296,10 @@ def run_rehearsal(mode: RehearsalMode, newest: EventRow | None, *, ended: bool) 
 
 
 _OFF: Final = "No restart is rehearsed on this code: recovery.rehearse is off."
+_NOT_REHEARSED: Final = (
+    "Not rehearsed: recovery.rehearse is off. `{}` shows on any machine, within minutes, whether a "
+    "restart changes what this code trains."
+)
 _NONE_YET: Final = (
     "No restart was rehearsed on this code. With recovery.rehearse: warn that begins once a run is "
     "a minute old and a processor is idle, if the code's steps are known; `everstep rehearse` does "

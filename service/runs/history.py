@@ -124,7 +124,7 @@ async def get_rehearsal(run: VisibleRun, context: Context) -> RunRehearsal:
     every bit, or what was first different and what to write instead."""
     found = await context.database_call(context.events.newest, run.id, EventKind.REHEARSAL)
     newest = found[0] if found else None
-    return protection.run_rehearsal(run.stored_spec.rehearses, newest, ended=run.status.terminal)
+    return protection.run_rehearsal(run.stored_spec, newest, ended=run.status.terminal)
 
 
 @router.get("/goodput", summary="Where a run's time went", responses=problem_answers(404))

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from everstep.code import pack
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService
 from tests.support.command_line import everstep
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser
+from tests.unit.service.api.test_api_code import upload
 
 RATE = {
     "what": "the optimizer's groups",
@@ -73,6 +75,34 @@ async def test_a_built_in_task_is_not_rehearsed(api: ApiService) -> None:
     assert "recovery.rehearse is off" in found["text"]
     assert await page_of(api, run_id) == ""
     assert "rehears" not in (await everstep("why", run_id)).output
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"script": "train.py", "argv": ["--lr", "1"]}, "--script train.py"),
+        ({"train_fn": "mine:train"}, "--train-fn mine:train"),
+    ],
+)
+async def test_a_loop_that_is_not_rehearsed_is_said_to_be_so_with_the_command(
+    api: ApiService, tmp_path: Path, entry: dict[str, Any], words: str
+) -> None:
+    source = tmp_path / "code"
+    source.mkdir()
+    (source / "train.py").write_text("import everstep.train as es\n")
+    (source / "mine.py").write_text("def train(config): pass\n")
+    digest = (await upload(api, pack(source))).json()["digest"]
+    run_id, _ = await api.running(task=None, code={"archive": digest, **entry})
+    command = f"everstep rehearse --code DIRECTORY {words}"
+    shown = await page_of(api, run_id)
+    assert "Not rehearsed: recovery.rehearse is off." in shown and command in shown
+    assert command in (await api.get(f"/v1/runs/{run_id}/rehearsal"))["text"]
+    options = [f"--{name.replace('_', '-')}={entry[name]}" for name in entry if name != "argv"]
+    after = ["--", *entry["argv"]] if "argv" in entry else []
+    given = ("--set", "scaling.max_workers=2", *after)
+    said = (await everstep("submit", "--code", source, *options, *given)).stderr
+    told = f"everstep rehearse --code {source} {words} {' '.join(given)}"
+    assert f"not rehearsed: `{told}`" in " ".join(said.split())
 
 
 async def test_what_was_equal_is_said_on_the_page_and_by_why(api: ApiService) -> None:
