@@ -49,14 +49,14 @@ def write_state(path: Path, state: Mapping[str, Any]) -> str:
     starts = _starts(len(header), [tensor.nbytes for tensor in tensors])
     with path.open("wb", buffering=0) as file:
         checksum = hashlib.sha256(header).digest()
-        _write(file, _PREFACE.pack(_MAGIC, len(header), starts[-1], checksum) + header)
+        write_all(file, _PREFACE.pack(_MAGIC, len(header), starts[-1], checksum) + header)
 
         def write(number: int, piece: torch.Tensor) -> None:
-            _write(file, bytes(max(0, starts[number] - file.tell())))
-            _write(file, piece.numpy().data)
+            write_all(file, bytes(max(0, starts[number] - file.tell())))
+            write_all(file, piece.numpy().data)
 
         sums = _sums(tensors, write)
-        _write(file, bytes(starts[-1] - file.tell()))
+        write_all(file, bytes(starts[-1] - file.tell()))
     return digest(put_together(skeleton, sums))
 
 
@@ -97,9 +97,13 @@ def _packed(skeleton: Any) -> bytes:
     return packed.getvalue()
 
 
+# For good: what torch allows inside of a `with` only, it allows for all threads until the first one
+# of them leaves.
+torch.serialization.add_safe_globals([TensorShape])
+
+
 def _unpacked(header: bytes) -> Any:
-    with torch.serialization.safe_globals([TensorShape]):
-        return torch.load(io.BytesIO(header), weights_only=True)
+    return torch.load(io.BytesIO(header), weights_only=True)
 
 
 def _starts(header_bytes: int, sizes: Sequence[int]) -> list[int]:
@@ -134,7 +138,7 @@ def _mapped_tensors(mapped: mmap.mmap, header_bytes: int, skeleton: Any) -> list
     return tensors
 
 
-def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
     """Write all of ``data``. The kernel may take less at once."""
     left = memoryview(data)
     while left:

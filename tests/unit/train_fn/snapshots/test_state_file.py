@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,19 @@ def test_a_value_that_could_not_be_loaded_again_is_named_before_anything_is_writ
     with pytest.raises(BadTask, match="task/own/history is a"):
         write_state(tmp_path / "state", state_of({"history": object()}))
     assert not (tmp_path / "state").exists()
+
+
+def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is done while another is in the middle: what torch may unpickle is known to both."""
+    path, load = tmp_path / "state", torch.load
+    write_state(path, state_of({}))
+
+    def after_another(*args: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=read_state, args=(path,))
+            other.start()
+            other.join()
+        return load(*args, **named)
+
+    monkeypatch.setattr("torch.load", after_another)
+    assert read_state(path)[0]["step"] == 7
