@@ -321,6 +321,11 @@ def download(
     else:
         out.line(str(target))
         out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified")
+        if any(target.glob("piece-*-of-*.pt")):
+            out.note(
+                "the model is sharded: python -m train_fn.checkpoints.sharded "
+                f"{target} joins its pieces into model.safetensors"
+            )
         if leaves_out_frozen(target):
             out.note(
                 "model.pt holds trained parameters and buffers, not the frozen ones: build the "

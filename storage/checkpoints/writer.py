@@ -70,6 +70,20 @@ class CheckpointWriter:
         """Return the checkpoint's directory below ``checkpoints/``."""
         return str(self._name)
 
+    @property
+    def directory(self) -> str:
+        """Return where its files are until the commit, for ``write_beside``."""
+        return self._directory
+
+    def adopt(self, relpath: str, entry: FileEntry) -> None:
+        """Take a file that another process has written by ``write_beside`` as part of the
+        checkpoint. Raises InvalidStorage, CheckpointReplaced."""
+        if relpath in self._entries:
+            raise InvalidStorage(f"{relpath!r} was written twice to checkpoint {self.name}")
+        if not self._may_go_on():
+            raise CheckpointReplaced(self.name)
+        self._entries[relpath] = entry
+
     def write_file(
         self, relpath: str, on_write: Callable[[], None] = lambda: None
     ) -> CheckpointFile:
@@ -379,6 +393,25 @@ class CheckpointFile(io.BufferedWriter):
         problem = self._bytes.problem
         if problem is not None and exc is not problem:
             raise problem from exc  # torch.save only reports that a write failed
+
+
+def write_beside(
+    run_dir: RunDir, directory: str, relpath: str, write: Callable[[CheckpointFile], None]
+) -> FileEntry:
+    """Write a file of a checkpoint that another process has begun, and return its entry for
+    ``CheckpointWriter.adopt``. Without that it is part of no checkpoint.
+
+    Args:
+        directory: the other writer's ``directory``.
+    """
+    found: list[FileEntry] = []
+    stream = run_dir.files.create(f"{directory}/{relpath}")
+    with (
+        ThreadPoolExecutor(1, "checkpoint-digest") as hasher,
+        CheckpointFile(stream, found.append, hasher, lambda: None) as file,
+    ):
+        write(file)
+    return found[0]
 
 
 # ---------------------------------------------------------------- replacement

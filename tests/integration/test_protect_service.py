@@ -113,6 +113,41 @@ def test_a_protected_loop_loses_no_step_is_paused_and_goes_on(run: DrivenRun) ->
     CheckpointStore(run.run_dir).verify(newest.name)
 
 
+@pytest.fixture
+def sharded_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
+    digest = CodeStore(open_storage(str(tmp_path))).put(pack(EXAMPLE)).digest
+    spec = RunSpec.model_validate(
+        {
+            "name": "sharded",
+            "code": {"archive": digest, "train_fn": "sharded:train_fn", "config": {"epochs": 10}},
+            "scaling": {"min_workers": 2, "max_workers": 2},
+            "checkpoint": {"every_steps": 100},
+        }
+    )
+    run = DrivenRun(cluster, tmp_path, spec)
+    yield run
+    run.stop()
+
+
+def test_a_sharded_model_loses_no_reported_step(sharded_run: DrivenRun) -> None:
+    run = sharded_run
+    run.start()
+    run.wait_for_step(60)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    assert run.wait_for_end() == 0, run.describe()
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    first, second = (event.data for event in run.of(EventKind.RESTORED))
+    assert (first["source"], second["source"]) == ("fresh", "snapshot")
+    assert second["step"] >= 60 and not second["rejected"]
+    assert {step for step, _ in run.steps()} == set(range(1, 10 * STEPS_PER_EPOCH + 1))
+    for epoch in run.of(EventKind.EPOCH_COMPLETED):
+        facts = epoch.data
+        assert (facts["used_once"], facts["duplicates"], facts["missing"]) == (1797, 0, 0)
+    newest = CheckpointStore(run.run_dir).list()[-1]
+    assert newest.step == 10 * STEPS_PER_EPOCH and len(newest.files) == 3
+    CheckpointStore(run.run_dir).verify(newest.name)
+
+
 def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None:
     """Every optimizer step is a step of the run, and the last one is in the last checkpoint."""
     run = trainer_run

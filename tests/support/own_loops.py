@@ -4,13 +4,14 @@ this machine, with deaths at named places of a step."""
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class LoopJob:
     odd: tuple[int, int, str] | None = None
     """(rank, steps done, what): what that rank does once that its peers do not."""
     every_steps: int | None = 1000
+    nodes: tuple[str, ...] = ()
+    """Node of each rank; by default, all are on this machine's."""
+    mates: tuple[int, ...] = ()
+    """Ranks that die with the killed one."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -112,6 +117,10 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if job.nodes:
+        found = os.uname()
+        named = os.uname_result((found[0], job.nodes[rank], *found[2:]))
+        os.uname = lambda: named
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if job.world_size > 1:
@@ -120,7 +129,12 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
         )
     ended = Ended(None)
     try:
-        loops: dict[str, Callable[[LoopJob, int], Any]] = {"raw": raw, "gan": gan, "own": own_data}
+        loops: dict[str, Callable[[LoopJob, int], Any]] = {
+            "raw": raw,
+            "gan": gan,
+            "own": own_data,
+            "sharded": sharded,
+        }
         model = loops[job.loop](job, rank)
         data = [value.detach().numpy().tobytes() for value in model.state_dict().values()]
         ended.weights = hashlib.sha256(b"".join(data)).hexdigest()
@@ -227,6 +241,76 @@ def gan(job: LoopJob, rank: int) -> Any:
             die(job, rank, step, "torn")
             state.step(loss=loss)
     return nn.ModuleDict({"g": generator, "c": critic})
+
+
+def sharded(job: LoopJob, rank: int) -> Any:
+    """A model that FSDP2 shards: some tensors have fewer rows than there are ranks, some are not
+    divisible; gradients are clipped."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import everstep.train as es
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 30), nn.LayerNorm(30), nn.Tanh(), nn.Linear(30, 4))
+    mesh = init_device_mesh("cpu", (job.world_size,))
+    for layer in (model[0], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
+    state = protect(job, model=model, optimizer=optimizer, scheduler=scheduler)
+    data = es.loader(Noisy(), global_batch_size=24, seed=5)
+    pids: list[Any] = [None] * job.world_size
+    dist.all_gather_object(pids, os.getpid())
+
+    def at(place: str) -> None:
+        if job.killed == (rank, state.step_number, place):
+            for mate in job.mates:
+                os.kill(pids[mate], signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if job.killed is not None and job.killed[0] == rank and job.killed[2] == "copying":
+        die_while_sending(job.killed[1], lambda: at("copying"))
+    with state:
+        optimizer.register_step_pre_hook(lambda *_: at("gate"))
+        for x, y in data.batches(state, steps=job.steps):
+            loss = F.cross_entropy(model(x), y) * data.weight
+            at("forward")
+            loss.backward()
+            at("backward")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            at("torn")
+            scheduler.step()
+            optimizer.zero_grad()
+            state.step(loss=loss)
+            at("committed")
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return nn.ParameterDict({name.replace(".", "_"): value for name, value in whole.items()})
+
+
+def die_while_sending(step: int, die: Callable[[], None]) -> None:
+    """Let this rank die when half of its piece of a step is on its way to its heir."""
+    from train_fn.snapshots import holdings
+
+    send = holdings.PieceLinks.send
+
+    def send_half(links: Any, rank: int, label: Any) -> None:
+        if label.step != step:
+            send(links, rank, label)
+            return
+        with links._store.open(label) as file:
+            data = file.read()
+        said = json.dumps(asdict(label)).encode()
+        head = holdings._HEAD.pack(len(said), len(data)) + said
+        links._to(rank).sendall(head + data[: len(data) // 2])
+        die()
+
+    holdings.PieceLinks.send = send_half  # type: ignore[method-assign]
 
 
 def own_data(job: LoopJob, rank: int) -> Any:

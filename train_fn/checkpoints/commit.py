@@ -31,12 +31,16 @@ from train_fn.checkpoints.save_slot import Save
 from train_fn.checkpoints.torch_file import safetensors_name, save, write_safetensors
 from train_fn.context import WorkerContext
 from train_fn.errors import FOUND_WITHIN, Replaced
+from train_fn.state.pieces import Piece
 
 CONFIRM_S = 2.0
 """Longest wait for a journal that has not answered for a while, before old checkpoints are
 deleted."""
 
 logger = logging.getLogger(__name__)
+
+
+Collect = Callable[[CheckpointWriter, int, Callable[[], None]], None]
 
 
 class Committed(NamedTuple):
@@ -54,10 +58,19 @@ class Committer:
     Args:
         begun_at: steps done when the attempt began.
         on_write: called whenever the storage has taken bytes.
+        collect: lets the other ranks of a sharded model add their pieces to the checkpoint of a
+            step.
     """
 
-    def __init__(self, ctx: WorkerContext, begun_at: int, on_write: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        begun_at: int,
+        on_write: Callable[[], None],
+        collect: Collect | None = None,
+    ) -> None:
         self._ctx, self._begun_at, self._on_write = ctx, begun_at, on_write
+        self._collect = collect
         self._store = ctx.checkpoints
         self._tried: str | None = None
         """Name of the checkpoint that the last try was to commit. If it is found committed although
@@ -104,6 +117,8 @@ class Committer:
         safetensors = ctx.spec.checkpoint.safetensors
         with self._store.begin(save.copy.step, ctx.submission, ctx.attempt) as writer:
             write_files(writer, state, safetensors=safetensors, on_write=self._on_write)
+            if self._collect is not None:
+                self._collect(writer, save.copy.step, self._on_write)
             self._tried = writer.name
             if not ctx.holds_lease(0.0):
                 self._require_newest()
@@ -171,6 +186,12 @@ def write_files(
     Args:
         on_write: called whenever the storage has taken bytes.
     """
+    if state.get("shards") is not None:
+        for name, content in piece_contents(state, with_common=True).items():
+            with writer.write_file(name, on_write) as file:
+                save(content, file)
+            on_write()
+        return
     rest = dict(state)
     model, ema = rest.pop("model"), rest.pop("ema")
     files = {MODEL_FILE: model, STATE_FILE: rest}
@@ -183,6 +204,32 @@ def write_files(
             with writer.write_file(safetensors_name(name), on_write) as file:
                 write_safetensors(content, file)
         on_write()
+
+
+def piece_contents(state: Mapping[str, Any], *, with_common: bool) -> dict[str, Any]:
+    """Return what the files of a rank's piece of a checkpoint hold, by name: the rows of each
+    tensor that are its own, and how many there are in all.
+
+    Args:
+        with_common: also what all pieces have in common.
+    """
+    own = {name: state[name] for name in ("piece", "rows", "shards")}
+    common = {STATE_FILE: {**state, "shards": None}} if with_common else {}
+    return {**common, piece_file(Piece(*state["piece"])): own}
+
+
+def piece_file(piece: Piece) -> str:
+    """Return the name of a piece's file."""
+    return f"piece-{piece.number:05d}-of-{piece.of:05d}.pt"
+
+
+def num_pieces(manifest: Manifest) -> int:
+    """Return how many pieces make up a sharded state. Return 0 for a state that is whole. Raise
+    CorruptCheckpoint if pieces are missing."""
+    found = sorted(name for name in manifest.files if name.startswith("piece-"))
+    if found != [piece_file(Piece(number, len(found))) for number in range(len(found))]:
+        raise CorruptCheckpoint(manifest.name, found[0], "all pieces", f"{len(found)} of them")
+    return len(found)
 
 
 def manifest_facts(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,12 +286,33 @@ def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
             manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True)
         )
 
-    files = sorted({MODEL_FILE, STATE_FILE, *manifest.files})
+    is_sharded = num_pieces(manifest) > 0
+    files = sorted({STATE_FILE, *manifest.files, *(() if is_sharded else (MODEL_FILE,))})
     with ThreadPoolExecutor(len(_LOADED)) as pool:
         trees = dict(zip(files, pool.map(read, files), strict=True))
+    if is_sharded:
+        return {**trees[STATE_FILE], "parent": manifest.name}
     return {
         **trees[STATE_FILE],
         "model": trees[MODEL_FILE],
         "ema": trees.get(EMA_FILE),
         "parent": manifest.name,
     }
+
+
+def load_pieces(
+    run_dir: RunDir, manifest: Manifest, numbers: Iterable[int]
+) -> dict[int, dict[str, Any]]:
+    """Return these pieces of a checkpoint by number, as ``piece_contents`` has them. Raises as
+    ``load_checkpoint``."""
+    store, of = CheckpointStore(run_dir), num_pieces(manifest)
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    found = {}
+    for number in numbers:
+        name = piece_file(Piece(number, of))
+        found[number] = store.load_file(manifest.name, name, load)
+        if tuple(found[number]["piece"]) != (number, of):
+            raise CorruptCheckpoint(
+                manifest.name, name, str(Piece(number, of)), str(found[number]["piece"])
+            )
+    return found

@@ -14,7 +14,7 @@ from storage.checkpoints.manifest import Manifest
 from storage.errors import StorageError
 from storage.run_control import Stop
 from train_fn.checkpoints.cadence import PastFailures, SaveCadence, SaveEvents, SaveFailures
-from train_fn.checkpoints.commit import Committer
+from train_fn.checkpoints.commit import Collect, Committer
 from train_fn.checkpoints.save_slot import (
     Boundary,
     BoundaryCopies,
@@ -53,14 +53,20 @@ class Saver:
     its own.
     """
 
-    def __init__(self, ctx: WorkerContext, state: RunState, copies: BoundaryCopies) -> None:
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        state: RunState,
+        copies: BoundaryCopies,
+        collect: Collect | None = None,
+    ) -> None:
         self._state, self._copies = state, copies
         self._active = ctx.world_rank == 0
         self._events = SaveEvents(ctx)
         self._mutex = threading.RLock()
         """Guards the slot, the cadence and the failures."""
         self._slot = SaveSlot(self._mutex, copies.release)
-        self._committer = Committer(ctx, state.step, self._slot.moved)
+        self._committer = Committer(ctx, state.step, self._slot.moved, collect)
         self._failures = SaveFailures(ctx.spec.checkpoint)
         self._past_failures = PastFailures(ctx.run_dir)
         self._cadence = SaveCadence(ctx.spec.checkpoint, state.step, time.monotonic())

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask
+from train_fn.protect.sharded import WAY_OUT, is_sharded, piece_of
+from train_fn.state.pieces import Piece
 
 Torn = Literal["refuse", "shadow"]
 
@@ -33,6 +34,8 @@ class LoopParts:
     wrapped: tuple[nn.Module, ...] = ()
     """The models as they were given."""
     has_scaler: bool = False
+    piece: Piece | None = None
+    """This rank's piece of models that are sharded; None if every rank has all of them."""
 
     @property
     def keeps_more(self) -> bool:
@@ -52,13 +55,19 @@ class LoopParts:
                 yield from group["params"]
 
 
-def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopParts:
-    """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
+def parts_of(
+    model: Any, optimizer: Any, scheduler: Any, extra: Any, *, may_be_sharded: bool = False
+) -> LoopParts:
+    """Return the parts of a loop's state. Raises BadTask that names the argument and a way out.
+
+    Args:
+        may_be_sharded: whether the loop may train a model that ``fully_shard`` has sharded.
+    """
     models = named("model", model)
     if not models:
         raise BadTask("es.protect(model=…) is missing; pass the module that is trained, or a list")
     for name, each in models.items():
-        _check_model(name, each)
+        _check_model(name, each, may_be_sharded=may_be_sharded)
     optimizers = {name: _bare(each) for name, each in named("optimizer", optimizer).items()}
     if not optimizers:
         raise BadTask("es.protect(optimizer=…) is missing; pass the optimizer, or a list of them")
@@ -75,8 +84,9 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopPart
     _check_weights(optimizers, [*models.values(), *extras.values()])
     scalers = {name for name, each in extras.items() if isinstance(each, torch.amp.GradScaler)}
     modules = {name for name, each in extras.items() if isinstance(each, nn.Module)}
+    bare = {name and f"{name}.": unwrapped(each) for name, each in models.items()}
     return LoopParts(
-        models={name and f"{name}.": unwrapped(each) for name, each in models.items()},
+        models=bare,
         optimizers=optimizers,
         others={**schedulers, **extras},
         settled=frozenset({*schedulers, *scalers, *modules}),
@@ -87,6 +97,7 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopPart
         ),
         wrapped=tuple(models.values()),
         has_scaler=bool(scalers),
+        piece=piece_of(bare, optimizers, {**schedulers, **extras}) if is_sharded(bare) else None,
     )
 
 
@@ -94,6 +105,11 @@ def check_torn(torn: Any, parts: LoopParts) -> Torn:
     """Return how a step that is torn is treated. Raises BadTask."""
     if torn not in ("refuse", "shadow"):
         raise BadTask(f"es.protect(torn={torn!r}) must be 'refuse' or 'shadow'")
+    if torn == "shadow" and parts.piece is not None:
+        raise BadTask(
+            "es.protect(torn='shadow') is not for sharded models: pieces of every step are kept in "
+            "any case. Leave torn out"
+        )
     if torn == "refuse" and len(parts.optimizers) > 1:
         raise BadTask(
             f"es.protect(torn='refuse') cannot keep a loop with {len(parts.optimizers)} "
@@ -145,21 +161,21 @@ def _bare(optimizer: Any) -> Any:
     return _inner(optimizer, "optimizer")
 
 
-def _check_model(name: str, model: Any) -> None:
+def _check_model(name: str, model: Any, *, may_be_sharded: bool) -> None:
     where = f"es.protect(model=…){f' {name!r}' if name else ''}"
     if not isinstance(model, nn.Module):
         raise BadTask(f"{where} is a {type(model).__name__}; pass a torch.nn.Module")
     for module in model.modules():
         if "FullyShardedDataParallel" in type(module).__name__:
-            raise BadTask(f"{where} is sharded by FSDP: {_SHARDED}")
-    if any(isinstance(value, DTensor) for value in model.parameters()):
+            raise BadTask(
+                f"{where} is sharded by FullyShardedDataParallel (FSDP1), which nothing can take "
+                f"apart. Use torch.distributed.fsdp.fully_shard in a loop of your own. {WAY_OUT}"
+            )
+    if not may_be_sharded and is_sharded({name: model}):
         raise BadTask(f"{where} has sharded parameters: {_SHARDED}")
 
 
-_SHARDED = (
-    "every rank must hold the whole state. Leave es.protect out and report checkpoints by "
-    "ray.train.report, as examples/own_train_fn_fsdp does"
-)
+_SHARDED = f"every rank must hold the whole state, except in a loop of your own. {WAY_OUT}"
 
 
 def _check_optimizer(name: str, optimizer: Any) -> None:

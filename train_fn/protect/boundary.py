@@ -202,13 +202,14 @@ class OrderWatch:
             differing = [
                 name
                 for name in digests
-                if name not in self._state.parts.loaders and digests[name] != of_ranks[0].get(name)
+                if not self._state.is_of_rank(name) and digests[name] != of_ranks[0].get(name)
             ]
             if differing:
                 raise BadTask(
                     f"{', '.join(differing)} differ between rank {rank} and rank 0 after "
                     "state.step(). es.protect keeps one state for all ranks: wrap the model by "
-                    "DistributedDataParallel, and leave what differs by rank out of extra"
+                    "DistributedDataParallel (or, if it is sharded, let buffers follow from all "
+                    "ranks, as SyncBatchNorm does), and leave what differs by rank out of extra"
                 )
 
 

@@ -40,6 +40,9 @@ class Commits:
         self.updates = updates
         self.stop: Stop | None = None
         """The stop that all ranks have read of."""
+        self.saves_agreed = False
+        """Whether the newest state that was read of is to be saved."""
+        self._saves = False
         self._equal = EqualBatches()
         self._values: Values = {}
         self._num_samples: int | None = None
@@ -49,14 +52,15 @@ class Commits:
         """Return how the ranks differ in the newest commit; None while that is not known."""
         return self._agreement.fault
 
-    def start(self, share: Share | None, values: Values) -> None:
+    def start(self, share: Share | None, values: Values, *, saves: bool = False) -> None:
         """Send the newest commit to the other ranks.
 
         Args:
             share: what the step trained on, from Everstep's loader.
             values: the step's metrics.
+            saves: whether this rank wants the state to be saved.
         """
-        self._values = values
+        self._values, self._saves = values, saves
         self._num_samples = share.whole.num_samples if share else None
         self.updates.commit()
         self._agreement.start(
@@ -73,7 +77,7 @@ class Commits:
             self._state.step,
             samples,
             values,
-            votes=Votes(self._session.ctx.journal.stop_requested),
+            votes=Votes(self._session.ctx.journal.stop_requested, save=self._saves),
             num_updates=self.updates.num,
             has_ended=has_ended,
             names_hash=hashed,
@@ -106,7 +110,7 @@ class Commits:
     def _note(self, agreed: list[StepReport] | None) -> None:
         if agreed is None:
             return
-        self.stop = stop_of(agreed)
+        self.stop, self.saves_agreed = stop_of(agreed), agreed[0].votes.save
         self.updates.agree()
         first = agreed[0]
         if not self._is_first and not first.has_ended:
@@ -201,6 +205,16 @@ class Agreement:
             except RuntimeError:
                 return None
         return self._checked()
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank, each of this size. A collective: no commit is
+        on its way."""
+        if self._group is None:
+            return [own]
+        row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        rows = row.new_empty(self._peers.world_size, len(row))
+        self._peers.start_all_gather(rows.view(-1), row, self._group).wait()
+        return [bytes(each.numpy()) for each in rows]
 
     def close(self) -> None:
         """End the exchange on a rank whose peers live."""

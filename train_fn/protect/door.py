@@ -30,7 +30,8 @@ def protect(
     """Return the protected state of a training loop, a context manager.
 
     Args:
-        model: the module, or several in a list or dict, as they are called (wrapped by DDP).
+        model: the module, or several in a list or dict, as they are called (wrapped by DDP, or
+            sharded by FSDP2's ``fully_shard`` over a mesh of all ranks).
         optimizer: likewise.
         scheduler: likewise; every learning-rate scheduler of the optimizers.
         extra: what else the loop needs to go on: anything with state_dict and load_state_dict.
@@ -54,7 +55,7 @@ def protect(
                 "optimizer and scheduler out"
             )
         return AcceleratedLoop(accelerator, extra, torn, settings)
-    parts = parts_of(model, optimizer, scheduler, extra)
+    parts = parts_of(model, optimizer, scheduler, extra, may_be_sharded=True)
     return Protected(parts, check_torn(torn, parts), settings)
 
 

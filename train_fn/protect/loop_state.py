@@ -15,6 +15,15 @@ from train_fn.loop.checks import require_same_samples
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
+from train_fn.protect.sharded import (
+    WEIGHT,
+    apart,
+    load_weights,
+    local,
+    localized,
+    rows_in,
+    whole_optimizer,
+)
 from train_fn.samples.sampler import Sampler
 from train_fn.state.optim import Packer, match_layout, unpacked
 from train_fn.state.run_state import RunState
@@ -22,6 +31,7 @@ from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import of_own_types, tree_digest
 from train_fn.step.peers import Peers
 
+BUFFERS = "the buffers"
 FINGERPRINT = "own loop"
 """Begins the fingerprint of every state of a user's own loop."""
 
@@ -36,6 +46,8 @@ class LoopState(RunState):
     def __init__(self, parts: LoopParts) -> None:
         super().__init__()
         self.parts = parts
+        self.piece = parts.piece
+        self.rows = rows_in(parts.models) if parts.piece is not None else {}
         self.seed = torch.initial_seed() & (1 << 63) - 1
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
@@ -60,7 +72,7 @@ class LoopState(RunState):
         self._packers = {name: Packer() for name in parts.optimizers}
         self._copies = PartCopies(parts)
         self._weights_mark = WeightsMark(
-            value for value in parts.parameters() if value.requires_grad or id(value) in held
+            local(value) for value in parts.parameters() if value.requires_grad or id(value) in held
         )
 
     # -- what the data says
@@ -201,14 +213,14 @@ class LoopState(RunState):
     def digests(self) -> dict[str, str]:
         """Return a digest of each part that must be the same on all ranks, and change between the
         first optimizer step and the commit only."""
-        parts, weights = self.parts, self._weights()
+        parts, weights = self.parts, localized(self._weights())
         return {
             "the trained weights": tree_digest(
                 {name: weights[name] for name in sorted(self._trained & weights.keys())}
             ),
             **{
                 f"the state of the optimizer{name and ' ' + name}": tree_digest(
-                    optimizer.state_dict()["state"]
+                    localized(optimizer.state_dict()["state"])
                 )
                 for name, optimizer in parts.optimizers.items()
             },
@@ -219,16 +231,21 @@ class LoopState(RunState):
             },
         }
 
+    def is_of_rank(self, name: str) -> bool:
+        """Return whether a part of these may differ between ranks: loaders, and what is sharded."""
+        is_common = name in self.parts.others or name == BUFFERS
+        return name in self.parts.loaders or (self.piece is not None and not is_common)
+
     def digest_of_rest(self) -> dict[str, str]:
         """Return a digest of what else must be the same on all ranks."""
-        weights = self._weights()
+        weights = localized(self._weights())
         rest = {name: value for name, value in weights.items() if name not in self._trained}
         others = {
             name: tree_digest(part.state_dict())
             for name, part in self.parts.others.items()
             if name not in self.parts.settled
         }
-        return {"the buffers": tree_digest(rest), **others}
+        return {BUFFERS: tree_digest(rest), **others}
 
     # -- the face of TrainState
 
@@ -249,7 +266,8 @@ class LoopState(RunState):
     ) -> dict[str, Any]:
         _, k = self._place()
         loaders = {name: state for name, state in states.items() if name in self.parts.loaders}
-        return {
+        packs = self.piece is None
+        state = {
             **self.counters(k),
             "fingerprint": f"{FINGERPRINT}: {self._known_data}",
             "contents": self._contents,
@@ -261,7 +279,8 @@ class LoopState(RunState):
             },
             "loaders": loaders,
             "optimizer": {
-                name: packer.packed(of_optimizer(name)) for name, packer in self._packers.items()
+                name: packer.packed(of_optimizer(name)) if packs else of_optimizer(name)
+                for name, packer in self._packers.items()
             },
             "scaler": {},
             "ema": None,
@@ -273,6 +292,7 @@ class LoopState(RunState):
                 "batch": self._last_batch.dump() if self._last_batch is not None else None,
             },
         }
+        return state if self.piece is None else apart(state, self.piece)
 
     def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
         """Load a state. ``state`` is copied and not changed: how a user's loop has laid out its
@@ -282,11 +302,17 @@ class LoopState(RunState):
         """
         self._check(state)
         self.complete = False
+        shards = state.get("shards") or {}
         for prefix, model in self.parts.models.items():
-            model.load_state_dict(_below(prefix, state["model"]))
+            plain = _below(prefix, state["model"])
+            if self.piece is None:
+                model.load_state_dict(plain)
+            else:
+                load_weights(model, prefix, plain, shards)
         for name, optimizer in self.parts.optimizers.items():
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
-            optimizer.load_state_dict(unpacked(copy.deepcopy(state["optimizer"][name])))
+            saved = unpacked(copy.deepcopy(state["optimizer"][name]))
+            optimizer.load_state_dict(whole_optimizer(name, optimizer, saved, shards))
             match_layout(optimizer)
         kept = {**state["task"]["parts"], **state["loaders"]}
         is_begun = state["step"] > 0
@@ -310,12 +336,22 @@ class LoopState(RunState):
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""
-        require_sound(state, self.sampler, self._trained)
+        shards = {
+            name.removeprefix(WEIGHT): value for name, value in (state.get("shards") or {}).items()
+        }
+        whole = {**state, "model": {**state["model"], **shards}}
+        require_sound(whole, self.sampler, self._trained)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if "own_loop" not in state:
             raise BadTask(
                 "the state to resume is one of a task, not of a loop of your own; start a new run"
+            )
+        if (self.piece is None) == bool(state.get("shards")):
+            was, now = ("", "not ") if self.piece is None else ("not ", "")
+            raise BadTask(
+                f"the model of the state to resume was {was}sharded, and this one is {now}sharded; "
+                "build it as before, or start a new run"
             )
         kept = {**state["task"]["parts"], **state["loaders"]}
         for what, saved, own in (

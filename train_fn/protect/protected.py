@@ -147,6 +147,10 @@ class Protected:
         self.seeds_differ, self.draws_differ = len(set(seeds)) > 1, len(set(draws)) > 1
         if training.shadows is not None:
             training.shadows.take()
+        if session.holdings is not None:
+            # Under the new heirs, before anything changes: the next death may follow at once.
+            session.reporter.report_up_to(state.step)
+            session.holdings.publish()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update)
@@ -156,7 +160,8 @@ class Protected:
             training.boundary.is_open = False
         else:
             self._calls = [
-                model.register_forward_pre_hook(self._before_call)
+                # Before FSDP's own hook, which puts whole weights in the place of shards.
+                model.register_forward_pre_hook(self._before_call, prepend=True)
                 for model in self._parts.wrapped
                 if getattr(model, "_compiled_call_impl", None) is None
             ]
@@ -294,6 +299,8 @@ class Protected:
         """Read what the ranks said of the last commit, before anything of it changes. A collective:
         every rank has run its backward pass."""
         training.session.require_current()
+        if training.session.holdings is not None:
+            self._end_commit(training)  # what is about to change must be kept by now
         training.commits.read()
         if training.shadows is None:
             training.buffers.share()
@@ -304,7 +311,16 @@ class Protected:
         training.watch.about_to_change()
         if self._torn == "refuse" and training.commits.updates.num < _STEPS_LOOKED_AT:
             self._require_weights_of_commit()
+        self._pass_gate(training)
         self._is_settled = True
+
+    def _pass_gate(self, training: LoopTraining) -> None:
+        """Wait until the ranks hold all pieces of the newest state, and let its step be reported. A
+        collective of a sharded model; else do nothing."""
+        session = training.session
+        if session.holdings is not None:
+            session.holdings.pass_gate()
+            session.reporter.report_up_to(self._state.step)
 
     def _require_weights_of_commit(self) -> None:
         """Raise BadTask if the loop has changed trained weights within the step before an optimizer
@@ -357,7 +373,7 @@ class Protected:
             training.shadows.take()
         training.session.commit()
         self._is_settled, self._share = False, None
-        commits.start(share, values)
+        commits.start(share, values, saves=self._held.due)
         training.watch.committed()
         training.attributes.committed()
         if not self.ends_with_commit:
@@ -372,6 +388,9 @@ class Protected:
         """Save and publish what is due, and end the loop if it is to stop. Nothing of a step is
         kept before the ranks have agreed on it."""
         session, is_closing = training.session, self._state.is_closing
+        if session.holdings is not None:
+            training.commits.read()
+            held = held._replace(due=training.commits.saves_agreed)
         publishes = session.publisher.is_due()
         if held.due or is_closing or held.stop is not None or publishes:
             training.commits.read()
@@ -429,6 +448,7 @@ class Protected:
         assert self._home is not None
         ctx, commits = training.ctx, training.commits
         commits.read()
+        self._pass_gate(training)
         # A rank that leaves its loop before its peers must not meet them in a collective below.
         commits.end()
         commits.read()

@@ -101,7 +101,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
     )
-    session.open()  # it starts threads: what may fail has come before
+    session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
     return training
 
 
@@ -142,6 +142,8 @@ class _Departure:
     def let_go(self, cause: BaseException, error: RankError) -> None:
         keep_if_broken(self._ctx.device, cause, self._training)
         if self._training is not None:
+            if (holdings := self._training.session.holdings) is not None:
+                holdings.let_go()
             self._is_known, self.fault = self._training.commits.settle()
 
     def close(self) -> None:
@@ -151,6 +153,10 @@ class _Departure:
         training = self._training
         if training is None:
             return Remains(None, "the rank had no state yet")
+        if (holdings := training.session.holdings) is not None:
+            at = holdings.close()
+            problem = "this node keeps no piece of the newest step" if at is None else None
+            return Remains(training.state.step, problem, at)
         found: dict[str, Any] | str = ""
 
         def whole() -> dict[str, Any] | str:

@@ -15,7 +15,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from everstep.spec.run_spec import RunSpec
 from storage.checkpoints.manifest import Manifest
 from storage.run_dir import RunDir
-from train_fn.snapshots.election import LastSave, Offer, Unreadable, commit_snapshot, save_last
+from train_fn.snapshots.election import (
+    LastSave,
+    Offer,
+    Unreadable,
+    WrittenPiece,
+    commit_elected,
+    commit_snapshot,
+    save_last,
+    write_piece,
+)
 from train_fn.snapshots.store import Label, node_snapshots
 
 logger = logging.getLogger(__name__)
@@ -43,21 +52,23 @@ class LeftStates:
             Offer(number, label) for number, node_id in enumerate(nodes) for label in held[node_id]
         ]
 
-        def commit(offer: Offer) -> Manifest | Unreadable:
-            arguments = (
-                self._run_dir,
-                spec,
-                nodes[offer.rank],
-                self._submission,
-                offer.label,
-                world_size,
-            )
-            found: Manifest | Unreadable = _got(
-                _on_node(_commit, nodes[offer.rank], *arguments), SAVE_S
-            )
-            return found
+        def on_node(action: Callable[..., Any], offer: Offer, *arguments: Any) -> Any:
+            node = nodes[offer.rank]
+            store = self._run_dir, node, self._submission
+            return _got(_on_node(action, node, store, offer, *arguments), SAVE_S)
 
-        return save_last(self._run_dir, self._submission, offers, commit)
+        return save_last(
+            self._run_dir,
+            self._submission,
+            offers,
+            lambda elected: commit_elected(
+                self._run_dir,
+                self._submission,
+                elected,
+                lambda offer: on_node(_commit, offer, spec, world_size),
+                lambda offer, directory: on_node(_write_piece, offer, directory),
+            ),
+        )
 
     def remove(self, patience_s: float) -> None:
         """Remove the snapshots of this and older submissions. Never raises."""
@@ -115,11 +126,15 @@ def _labels(run_dir: RunDir, node_id: str, submission: int) -> list[Label]:
 
 
 def _commit(
-    run_dir: RunDir, spec: RunSpec, node_id: str, submission: int, label: Label, world_size: int
+    store: tuple[RunDir, str, int], offer: Offer, spec: RunSpec, world_size: int
 ) -> Manifest | Unreadable:
-    return commit_snapshot(
-        run_dir, spec, node_snapshots(run_dir, node_id, submission), label, world_size
-    )
+    return commit_snapshot(store[0], spec, node_snapshots(*store), offer, world_size)
+
+
+def _write_piece(
+    store: tuple[RunDir, str, int], offer: Offer, directory: str
+) -> WrittenPiece | Unreadable:
+    return write_piece(store[0], node_snapshots(*store), offer, directory)
 
 
 def _remove(run_dir: RunDir, node_id: str, submission: int) -> None:

@@ -209,6 +209,10 @@ class Reporter:
         self._state = state
         self._late_points: list[dict[str, Any]] = []
         self._points: list[dict[str, Any]] = []
+        self._events: list[tuple[int, EventKind, dict[str, Any]]] = []
+        """Events that wait until their step may be reported."""
+        self._newest = math.inf
+        """Steps up to this one may be reported."""
         self._names = NameLimit()
         self._warned_of_limit = False
         self._hand_over_at = float("-inf")
@@ -269,12 +273,13 @@ class Reporter:
 
     def hand_over(self) -> None:
         """Send all gathered metrics to the journal. Call it before anything that may take long."""
-        if self._journal is None or not self._points:
+        points = [each for each in self._points if each["step"] <= self._newest]
+        if self._journal is None or not points:
             return
         self._complete()
         # In one event: once the journal has this step, it has all those before it.
-        self._journal.emit(_METRICS, {"points": self._late_points + self._points})
-        self._points, self._late_points = [], []
+        self._journal.emit(_METRICS, {"points": self._late_points + points})
+        self._points, self._late_points = self._points[len(points) :], []
         self._hand_over_at = time.perf_counter() + HAND_OVER_S
 
     def emit(self, kind: EventKind, data: dict[str, Any]) -> None:
@@ -282,8 +287,23 @@ class Reporter:
         self.hand_over()
         entry = {"kind": kind.value, "at": head_clock.now(), "data": data, "step": self._state.step}
         self._state.tail.add_other(entry, self._journaled_step)
-        if self._journal is not None:
+        if self._state.step > self._newest:
+            self._events.append((self._state.step, kind, data))
+        elif self._journal is not None:
             self._journal.emit(kind, data)
+
+    def report_up_to(self, step: int) -> None:
+        """Report nothing of later steps until the next call: they may have to be made again. Until
+        the first call, all steps are reported at once."""
+        self._newest = step
+        waiting, self._events = self._events, []
+        if waiting:
+            self.hand_over()
+        for at, kind, data in waiting:
+            if at > step:
+                self._events.append((at, kind, data))
+            elif self._journal is not None:
+                self._journal.emit(kind, data)
 
     def sign(self, kind: EventKind, data: dict[str, Any]) -> None:
         """Report a sign of life, which is not reported again after a recovery."""
@@ -320,5 +340,6 @@ class Reporter:
 
     def close(self) -> None:
         """Report what is left, also metrics from before the restore that no step took along."""
-        self._points, self._late_points = [*self._points, *self._late_points], []
+        ready = [each for each in self._points if each["step"] <= self._newest]
+        self._points, self._late_points = [*ready, *self._late_points], []
         self.hand_over()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from storage.checkpoints.retention import attempt_starts, reported_checkpoints
 from storage.errors import CorruptCheckpoint
 from storage.run_control import Distrust
 from storage.run_dir import CheckpointName
-from train_fn.checkpoints.commit import STATE_FILE, load_trusted
+from train_fn.checkpoints.commit import STATE_FILE, load_pieces, load_trusted, num_pieces
 from train_fn.checkpoints.fork import Origin, read_origin
 from train_fn.context import WorkerContext
-from train_fn.errors import NonFiniteWeights, StateNotWhole
+from train_fn.errors import BadTask, NonFiniteWeights, StateNotWhole
 from train_fn.snapshots.election import (
     Elected,
     Offer,
@@ -33,7 +33,9 @@ from train_fn.snapshots.election import (
     snapshot_name,
     trusted,
 )
+from train_fn.snapshots.holdings import Holdings
 from train_fn.snapshots.store import Label, snapshot_store
+from train_fn.state.pieces import Piece, cut_anew, moves, needed
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import TensorShape, put_together, shapes, take_apart, tree_digest
 from train_fn.step.fingerprints import word_sum
@@ -61,6 +63,7 @@ def find_newest(
     kept: RunState,
     adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
     own: KeptLabel | None,
+    holdings: Holdings | None = None,
 ) -> tuple[Restored, dict[str, Any] | None]:
     """Agree on the state to continue from. Its holder returns the state itself, as do other ranks
     of its node that have read the same snapshot, and ranks that have kept the same state (``own``)
@@ -70,6 +73,10 @@ def find_newest(
     elected snapshot cannot be read, it is rejected and the ranks elect again. A snapshot from
     before the last attempt counts only if no attempt since began at an earlier step. The journals
     say so, and they are read for such a snapshot only.
+
+    Args:
+        holdings: of a sharded model. Each rank then gets its piece as ``Restored.shards``, and the
+            holder returns what all ranks have in common.
     """
     own_labels = _earlier(ctx, snapshot_store(ctx).labels())
     of_ranks = list(enumerate(peers.gather((own_labels, own))))
@@ -92,6 +99,8 @@ def find_newest(
             newest_durable = step_of(restored)
             if offer is None or offer.label.step <= newest_durable:
                 _require_newest(newest_kept, newest_durable)
+                if kept.piece is not None:
+                    restored = replace(restored, shards=durable_shards(ctx, peers, kept, restored))
                 return restored, state
             # The newest checkpoints were rejected, and the snapshot is newer than the one that is
             # sound.
@@ -110,6 +119,25 @@ def find_newest(
             has_it = own is not None and own.is_equal_to(kept_by[offer.rank])
             state = kept.state_dict() if has_it else None
             return Restored("process", offer.rank, None, struck + elected.rejected), state
+        if holdings is not None:
+            found = read_pieces(ctx, peers, kept, holdings, elected.offers)
+            if isinstance(found, Pieces):
+                rejected = struck + elected.rejected
+                restored = Restored("snapshot", found.holder, None, rejected, shards=found.shards)
+                return restored, found.common
+            offers = [
+                each for each in offers if (holdings.nodes[each.rank], each.label) not in found
+            ]
+            struck += tuple(
+                Rejection(f"{snapshot_name(label)} on node {node}", problem)
+                for (node, label), problem in found.items()
+            )
+            continue
+        if offer.label.pieces > 1:
+            raise BadTask(
+                f"the state of step {offer.label.step} is of a sharded model; shard this one by "
+                "fully_shard as well, or start a new run"
+            )
         state, problem = (
             _read(ctx, kept, offer.label) if offer.label in own_labels else (None, None)
         )
@@ -171,6 +199,8 @@ class Restored:
     rejected: tuple[Rejection, ...]
     origin: Origin | None = None
     """Of a fork."""
+    shards: dict[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    """This rank's piece of a state that is sharded, until it is loaded."""
 
     @property
     def is_kept(self) -> bool:
@@ -247,6 +277,116 @@ def step_of(restored: Restored) -> int:
 def newest_step(ctx: WorkerContext) -> int:
     """Return the step of the newest checkpoint that is listed, sound or not; -1 for none."""
     return max((manifest.step for manifest in ctx.checkpoints.list()), default=-1)
+
+
+# ---------------------------------------------------------------- pieces
+
+# The state of a sharded model, elected as above: each rank gets the rows that are its own.
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a rank has of an elected state."""
+
+    shards: dict[str, torch.Tensor]
+    holder: int
+    """Rank that has read what all ranks have in common."""
+    common: dict[str, Any] | None
+    """That, on this rank alone."""
+
+
+def read_pieces(
+    ctx: WorkerContext,
+    peers: Peers,
+    kept: RunState,
+    holdings: Holdings,
+    offers: Sequence[Offer],
+) -> Pieces | dict[tuple[str, Label], str]:
+    """Read this rank's part of a state from the pieces on its node, and bring those that lie on
+    other nodes only. Return which files cannot be used instead, by node and label, the same on all
+    ranks. A collective.
+    """
+    assert kept.piece is not None
+    nodes, of = holdings.nodes, offers[0].label.pieces
+    labels = {each.label.piece.number: each.label for each in offers}
+    held = [
+        {each.label.piece.number for each in offers if each.rank == rank}
+        for rank in range(peers.world_size)
+    ]
+    needs = [
+        needed(kept.rows.values(), of, Piece(rank, peers.world_size))
+        for rank in range(peers.world_size)
+    ]
+    failed = holdings.bring(list(moves(held, needs, nodes)), labels)
+    bad = {(nodes[move.source], labels[move.number]): why for move, why in failed}
+    bad = _of_all(peers, bad)  # and every file is in its place
+    if bad:
+        return bad
+    holder = min(rank for rank, numbers in enumerate(held) if 0 in numbers)
+    common, found = None, {}
+    for number in {*needs[peers.rank], *([0] if holder == peers.rank else [])}:
+        state, problem = _read_piece(ctx, kept, labels[number])
+        if problem is not None:
+            bad[nodes[peers.rank], labels[number]] = problem
+        if state is not None:
+            found[number] = state
+    bad = _of_all(peers, bad)
+    if bad:
+        return bad
+    if holder == peers.rank:
+        common = {**found[0], "shards": None}
+    shards = _cut(kept, {number: found[number] for number in needs[peers.rank]}, of)
+    return Pieces(shards, holder, common)
+
+
+def _of_all(peers: Peers, bad: dict[tuple[str, Label], str]) -> dict[tuple[str, Label], str]:
+    return {key: problem for each in peers.gather(bad) for key, problem in each.items()}
+
+
+def _read_piece(
+    ctx: WorkerContext, kept: RunState, label: Label
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return a piece on this node, or why it cannot be used."""
+    state, problem = _read(ctx, kept, label)
+    if state is not None and state.get("shards") is None:
+        return None, "it is of a model that is not sharded"
+    return state, problem
+
+
+def _cut(kept: RunState, pieces: Mapping[int, Mapping[str, Any]], of: int) -> dict[str, Any]:
+    """Return this rank's rows from those of pieces of another group."""
+    assert kept.piece is not None
+    rows = next(iter(pieces.values()))["rows"]
+    shards = {number: piece["shards"] for number, piece in pieces.items()}
+    return cut_anew(rows, shards, of, kept.piece)
+
+
+def durable_shards(
+    ctx: WorkerContext, peers: Peers, kept: RunState, restored: Restored
+) -> dict[str, torch.Tensor] | None:
+    """Return this rank's rows of a checkpoint, from the pieces that it needs; None for a new run.
+    A collective: an error of one rank is raised by all."""
+    assert kept.piece is not None
+    found: dict[str, torch.Tensor] | None = None
+    error: Exception | None = None
+    if restored.source == "fork":
+        raise BadTask(
+            "resume_from cannot start a sharded model yet; resume the run itself, or start another"
+        )
+    if restored.checkpoint is not None:
+        try:
+            manifest = ctx.checkpoints.manifest(restored.checkpoint)
+            if not (of := num_pieces(manifest)):
+                raise BadTask(
+                    f"checkpoint {manifest.name} is of a model that is not sharded; start a new run"
+                )
+            numbers = needed(kept.rows.values(), of, kept.piece)
+            found = _cut(kept, load_pieces(ctx.run_dir, manifest, numbers), of)
+        except Exception as exc:
+            error = exc
+    if errors := [each for each in peers.gather(error) if each is not None]:
+        raise errors[0]
+    return found
 
 
 # ---------------------------------------------------------------- broadcast

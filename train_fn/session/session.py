@@ -41,6 +41,7 @@ from train_fn.errors import PeersGone, Replaced, StepNotWhole, TrainError
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.report import SAMPLES_ALONE, Reporter, Speed
 from train_fn.session.restore import KeptLabel, Restored, broadcast, find_newest
+from train_fn.snapshots.holdings import Exchange, Holdings
 from train_fn.snapshots.publisher import OVERHEAD_BYTES, Publisher, leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state.run_state import RunState
@@ -48,6 +49,8 @@ from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.nccl import fails_by_itself
 from train_fn.step.peers import Peers, end_process_group
 
+HEAR_S = 0.05
+"""The longest time between two exchanges of ranks that save the last checkpoint by pieces."""
 CLAIM_S = 30.0
 """Longest wait until the event of an attempt's beginning is durable."""
 
@@ -62,6 +65,8 @@ class Session:
     publisher: Publisher
     restored: Restored
     """Where the attempt begins."""
+    holdings: Holdings | None = None
+    """What ranks keep of each other, if the model is sharded."""
 
     def __init__(self, ctx: WorkerContext, state: RunState, peers: Peers | None = None) -> None:
         self.ctx, self.state = ctx, state
@@ -89,14 +94,36 @@ class Session:
         if ctx.world_rank == 0:
             # Before anything is read that older attempts leave.
             claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
-        self.restored, found = find_newest(ctx, peers, state, adopt_origin, kept)
+        if state.piece is not None:
+            self.holdings = Holdings(ctx, peers)
+        try:
+            self._restore(adopt_origin, before_load, kept)
+        except BaseException:
+            if self.holdings is not None:
+                self.holdings.let_go()
+            raise
+
+    def _restore(
+        self,
+        adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+        before_load: Callable[[Restored], None],
+        kept: KeptLabel | None,
+    ) -> None:
+        ctx, peers, state = self.ctx, self.peers, self.state
+        self.restored, found = find_newest(ctx, peers, state, adopt_origin, kept, self.holdings)
         restored = self.restored
         before_load(restored)
         is_mapped = restored.source == "snapshot" and found is not None
         has_it = restored.is_kept and found is not None
         if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
             found = state.state_dict()
-        found = broadcast(peers, found, restored.holder)
+        if self.holdings is not None:
+            shards = restored.shards or state.state_dict()["shards"]
+            common = None if found is None else {**found, "shards": None}
+            found = {**broadcast(peers, common, restored.holder), "shards": shards}
+            self.restored = dataclasses.replace(restored, shards=None)
+        else:
+            found = broadcast(peers, found, restored.holder)
         if not has_it:
             state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
         snapshot_store(ctx).remove_after(state.step)
@@ -127,13 +154,24 @@ class Session:
     # -- begin
 
     def open(
-        self, complete: Callable[[], object] = lambda: None, speed: Speed = SAMPLES_ALONE
+        self,
+        complete: Callable[[], object] = lambda: None,
+        speed: Speed = SAMPLES_ALONE,
+        exchange: Exchange | None = None,
     ) -> None:
         """Build what reports, saves and publishes the steps. What may fail comes before what starts
-        threads."""
-        copies = BoundaryCopies(self.state)
+        threads.
+
+        Args:
+            exchange: by which the ranks of a sharded model say what they hold.
+        """
+        copies, holdings = BoundaryCopies(self.state), self.holdings
         self.reporter = Reporter(self.ctx, self.state, complete, speed)
-        self.saver = Saver(self.ctx, self.state, copies)
+        collect = holdings.saves.collect if holdings is not None else None
+        self.saver = Saver(self.ctx, self.state, copies, collect)
+        if holdings is not None:
+            assert exchange is not None
+            holdings.open(copies, exchange)
         self.publisher = Publisher(self.ctx, self.state, copies, insures=self.restored.is_kept)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
@@ -178,7 +216,12 @@ class Session:
             publishes: a snapshot is due; None to let the publisher decide.
         """
         self.saver.offer(due=is_due, is_best=is_best)
-        self.publisher.offer(due=publishes)
+        if self.holdings is None:
+            self.publisher.offer(due=publishes)
+            return
+        if is_due:
+            self.holdings.hold()
+        self.holdings.publish()
 
     # -- finish
 
@@ -214,11 +257,14 @@ class Session:
         self.reporter.close()
         self.saver.close()
         close()
+        if self.holdings is not None:
+            self.holdings.close()
         if error is not None:
             logger.warning(
                 "stopped without a final checkpoint; the state stays on this node: %s", error
             )
-            leave_snapshot(self.ctx, self.state.state_dict())
+            if self.holdings is None:
+                leave_snapshot(self.ctx, self.state.state_dict())
         else:
             snapshot_store(self.ctx).remove_all()
 
@@ -228,13 +274,17 @@ class Session:
         """Commit the present state as the final checkpoint. Return why it was not committed (only
         for a run that pauses because its saves fail), and the step of a committed checkpoint that
         is newer than step ``reported``; 0 for none."""
-        peers, saver = self.peers, self.saver
+        peers, saver, holdings = self.peers, self.saver, self.holdings
+        if holdings is not None:
+            holdings.hold()
         saving = saver.begin_last(
             is_best=is_best, patience_s=FINAL_PATIENCE_S if stop is None else STOP_PATIENCE_S
         )
         # The ranks meet again and again: a save may take longer than a collective may.
-        while not peers.share(saver.has_ended(saving, MEET_S), 0):
-            pass
+        within_s = MEET_S if holdings is None else HEAR_S
+        while not peers.share(saver.has_ended(saving, within_s), 0):
+            if holdings is not None:
+                holdings.meet()
         error = saving.exception()
         is_unsaved = error is not None and stop is not None and saver.stop is not None
         outcome = error, is_unsaved, saver.newest_committed(reported)

@@ -11,25 +11,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
 from everstep.wire.events import EventKind
-from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.manifest import FileEntry, Manifest
 from storage.checkpoints.reader import RestorePoint, voided_by
 from storage.checkpoints.retention import attempt_starts
 from storage.checkpoints.store import CheckpointStore
+from storage.checkpoints.writer import write_beside
 from storage.errors import CheckpointExists
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_control import Distrust, struck_by
 from storage.run_dir import CheckpointName, RunDir
-from train_fn.checkpoints.commit import manifest_facts, write_files
+from train_fn.checkpoints.commit import manifest_facts, piece_contents, write_files
+from train_fn.checkpoints.torch_file import save
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
 from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in
+from train_fn.state.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Elected:
 
     offer: Offer | None
     rejected: tuple[Rejection, ...]
+    offers: tuple[Offer, ...] = ()
+    """All offers of the state: those of every piece of it, and equal ones of several ranks."""
 
 
 def elect(offers: list[Offer], submission: int) -> Elected:
@@ -65,7 +71,8 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     If snapshots of the same step and attempt differ, none of them is trusted. At the same step, a
     later attempt's snapshots win over an earlier one's, since that attempt resumed from a state
     that the ranks had agreed on. Snapshots of a newer submission are ignored, since it has replaced
-    this one.
+    this one. A state in pieces counts if every one of its pieces is somewhere; pieces of two
+    attempts never mix.
     """
     rejected: list[Rejection] = []
     usable: list[Offer] = []
@@ -79,21 +86,33 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     while usable:
         newest = max((offer.label.step, offer.label.origin) for offer in usable)
         peers = [offer for offer in usable if (offer.label.step, offer.label.origin) == newest]
-        digests = {offer.label.digest for offer in peers}
-        if len(digests) == 1:
+        digests: dict[Piece, set[str | None]] = {}
+        for offer in peers:
+            digests.setdefault(offer.label.piece, set()).add(offer.label.digest)
+        alike = [offer for offer in peers if len(digests[offer.label.piece]) == 1]
+        if alike and are_whole([offer.label for offer in alike]):
             return Elected(
-                min(peers, key=lambda offer: (not offer.in_process, offer.rank, offer.label.rank)),
+                min(alike, key=lambda offer: (not offer.in_process, offer.rank, offer.label.rank)),
                 tuple(rejected),
+                tuple(alike),
             )
         rejected += [
             Rejection(
                 snapshot_name(label),
                 f"differs from the other snapshots of step {label.step}; digest {label.digest}",
             )
-            for label in dict.fromkeys(offer.label for offer in peers)
+            for label in dict.fromkeys(offer.label for offer in peers if offer not in alike)
         ]
         usable = [offer for offer in usable if offer not in peers]
     return Elected(None, tuple(rejected))
+
+
+def are_whole(labels: Sequence[Label]) -> bool:
+    """Return whether these pieces of one state are all of it."""
+    pieces = {label.piece for label in labels}
+    return {piece.number for piece in pieces} == set(range(labels[0].pieces)) and len(
+        {piece.of for piece in pieces}
+    ) == 1
 
 
 def in_lineage(
@@ -139,7 +158,8 @@ def trusted(
 
 def snapshot_name(label: Label) -> str:
     """Return the name of a snapshot in events."""
-    return f"snapshot of step {label.step} by rank {label.rank} of attempt {label.attempt}"
+    piece = f"{label.piece} of the " if label.pieces > 1 else ""
+    return f"{piece}snapshot of step {label.step} by rank {label.rank} of attempt {label.attempt}"
 
 
 # ---------------------------------------------------------------- last save
@@ -174,9 +194,10 @@ class Unreadable:
     """A snapshot that does not match its label."""
 
     problem: str
+    offer: Offer
 
 
-Commit = Callable[[Offer], Manifest | Unreadable]
+Commit = Callable[[Elected], Manifest | Unreadable]
 
 
 def save_last(
@@ -192,16 +213,16 @@ def save_last(
     try:
         left, _ = trusted(offers, run_dir.distrusted())
         starts, durable = attempt_starts(run_dir), newest_durable(run_dir)
-        while (
-            offer := elect(in_lineage(left, starts)[0], submission).offer
-        ) is not None and offer.label.step > durable:
-            step, found = offer.label.step, commit(offer)
+        while True:
+            elected = elect(in_lineage(left, starts)[0], submission)
+            if elected.offer is None or elected.offer.label.step <= durable:
+                return unreadable
+            step, found = elected.offer.label.step, commit(elected)
             if isinstance(found, Manifest):
                 return LastSave(step, found)
             logger.warning("the last save of step %d: %s", step, found.problem)
             unreadable = unreadable or LastSave(step, problem=found.problem)
-            left.remove(offer)
-        return unreadable
+            left.remove(found.offer)
     except Exception as exc:
         logger.warning("the last save of step %d failed", step, exc_info=exc)
         return LastSave(step, problem=f"{type(exc).__name__}: {exc}")
@@ -216,7 +237,13 @@ def save_own(
         run_dir,
         store.submission,
         offers,
-        lambda offer: commit_snapshot(run_dir, spec, store, offer.label, world_size),
+        lambda elected: commit_elected(
+            run_dir,
+            store.submission,
+            elected,
+            lambda offer: commit_snapshot(run_dir, spec, store, offer, world_size),
+            lambda offer, directory: write_piece(run_dir, store, offer, directory),
+        ),
     )
 
 
@@ -226,16 +253,76 @@ def newest_durable(run_dir: RunDir) -> int:
     return lineage[-1].step if lineage else 0
 
 
+def commit_elected(
+    run_dir: RunDir,
+    submission: int,
+    elected: Elected,
+    commit_whole: Callable[[Offer], Manifest | Unreadable],
+    write: Callable[[Offer, str], WrittenPiece | Unreadable],
+) -> Manifest | Unreadable:
+    """Commit an elected state as a checkpoint of a submission. Raises StorageError.
+
+    Args:
+        commit_whole: does so where a snapshot is all of it.
+        write: writes a piece to the directory of the checkpoint, where the piece is.
+    """
+    assert elected.offer is not None
+    if elected.offer.label.pieces == 1:
+        return commit_whole(elected.offer)
+    label = elected.offer.label
+    pieces = {offer.label.rank: offer for offer in reversed(elected.offers)}
+    checkpoints, facts = CheckpointStore(run_dir), dict[str, Any]()
+    try:
+        with checkpoints.begin(label.step, submission, label.attempt) as writer:
+            for number in sorted(pieces):
+                written = write(pieces[number], writer.directory)
+                if isinstance(written, Unreadable):
+                    return written
+                facts.update(written.facts)
+                for name, entry in written.entries.items():
+                    writer.adopt(name, entry)
+            return writer.commit(world_size=label.pieces, **facts)
+    except CheckpointExists as exc:
+        return checkpoints.manifest(exc.name)
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """What the node of a piece has written to a checkpoint's directory."""
+
+    entries: Mapping[str, FileEntry]
+    facts: Mapping[str, Any]
+    """Those of the manifest, from the first piece."""
+
+
+def write_piece(
+    run_dir: RunDir, store: SnapshotStore, offer: Offer, directory: str
+) -> WrittenPiece | Unreadable:
+    """Write a piece on this node to the directory of a checkpoint that was begun, and with the
+    first one what all pieces have in common. Raises StorageError."""
+    try:
+        state = store.read(offer.label)
+    except Exception as exc:
+        return Unreadable(f"{snapshot_name(offer.label)} cannot be read: {exc}", offer)
+    is_first = offer.label.rank == 0
+    contents = piece_contents(state, with_common=is_first)
+    entries = {
+        name: write_beside(run_dir, directory, name, partial(save, content))
+        for name, content in contents.items()
+    }
+    return WrittenPiece(entries, manifest_facts(state) if is_first else {})
+
+
 def commit_snapshot(
-    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, label: Label, world_size: int
+    run_dir: RunDir, spec: RunSpec, store: SnapshotStore, offer: Offer, world_size: int
 ) -> Manifest | Unreadable:
     """Commit a snapshot of this node as a checkpoint of the store's submission. Raises
     StorageError."""
     try:
-        state = store.read(label)
+        state = store.read(offer.label)
     except Exception as exc:
-        return Unreadable(f"the snapshot cannot be read: {exc}")
-    return commit_state(run_dir, spec, store.submission, label.attempt, world_size, state)
+        return Unreadable(f"the snapshot cannot be read: {exc}", offer)
+    return commit_state(run_dir, spec, store.submission, offer.label.attempt, world_size, state)
 
 
 def commit_state(

@@ -77,7 +77,8 @@ class Publisher:
         insures: bool = False,
     ) -> None:
         self._ctx, self._state, self._copies = ctx, state, copies
-        self._active = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
+        is_published = ctx.world_rank == 0 and snapshots_of(ctx) == "published"
+        self._active = is_published and state.piece is None  # ``holdings.py`` keeps those
         self._cadence = Cadence(COST_RATIO)
         self._lock = threading.Condition()
         self._waiting: BoundaryCopy | None = None

@@ -13,16 +13,17 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
-from train_fn.snapshots.state_file import read_state, write_state
+from train_fn.snapshots.state_file import read_state, write_all, write_state
+from train_fn.state.pieces import WHOLE, Piece
 
 KEPT_FREE = 0.1
 """Fraction of shared memory that snapshots leave free."""
@@ -44,10 +45,17 @@ class Label:
     storage: str | None = None
     """URI of the storage that holds the run's directory, for a later process that checks whether
     the state still counts."""
+    pieces: int = 1
+    """Pieces that make up the state. If there are several, this is the one of number ``rank``."""
 
     @property
     def origin(self) -> Origin:
         return self.submission, self.attempt
+
+    @property
+    def piece(self) -> Piece:
+        """Return which piece of the state it is."""
+        return WHOLE if self.pieces == 1 else Piece(self.rank, self.pieces)
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,9 @@ class SnapshotStore:
     directory: Path
     submission: int
 
-    def write(self, label: Label, state: dict[str, Any]) -> None:
-        """Publish ``state``, then its label. A label without a digest gets that of the state.
+    def write(self, label: Label, state: dict[str, Any]) -> Label:
+        """Publish ``state``, then its label, and return that. A label without a digest gets that of
+        the state.
 
         Raises what ``write_state`` does.
         """
@@ -67,6 +76,25 @@ class SnapshotStore:
         with _published(self._state_path(label)) as draft:
             written = write_state(draft, state)
         label = replace(label, digest=label.digest or written)
+        self._write_label_or_remove(label)
+        return label
+
+    def take_in(self, label: Label, blocks: Iterable[bytes]) -> None:
+        """Publish the file of a state that comes from another node, then its label. Raises OSError,
+        and ValueError if the state does not match its label."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _published(self._state_path(label)) as draft:
+            with draft.open("wb", buffering=0) as file:
+                for block in blocks:
+                    write_all(file, block)
+            _require_state_of(label, *read_state(draft))
+        self._write_label_or_remove(label)
+
+    def open(self, label: Label) -> BinaryIO:
+        """Return the file of a label's state. Raises OSError."""
+        return self._state_path(label).open("rb")
+
+    def _write_label_or_remove(self, label: Label) -> None:
         try:
             self.write_label(label)
         except BaseException:  # without its label nobody finds the state, which fills the memory
@@ -87,11 +115,7 @@ class SnapshotStore:
         """Return the state of a label, on the CPU. Its tensors are views of the file, which may be
         removed meanwhile. Raises OSError, and ValueError if the state does not match its label."""
         state, found = read_state(self._state_path(label))
-        if state["step"] != label.step or found != label.digest:
-            raise ValueError(
-                f"the snapshot of step {label.step} by rank {label.rank} does not have the digest "
-                "of its label"
-            )
+        _require_state_of(label, state, found)
         return state
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
@@ -108,7 +132,7 @@ class SnapshotStore:
         kept = states[-keep:] if keep else []
         for label in older:
             if label not in kept:
-                self._remove(label)
+                self.remove(label)
 
     def remove_after(self, step: int) -> None:
         """Remove states beyond ``step``, which the ranks agreed on: they were rejected.
@@ -122,7 +146,7 @@ class SnapshotStore:
                 path.unlink(missing_ok=True)
         for label in self.labels():
             if label.step > step or label.problem:
-                self._remove(label)
+                self.remove(label)
 
     def remove_all(self) -> None:
         """Remove the run's snapshots from this machine when the run ends, also those of other nodes
@@ -156,7 +180,8 @@ class SnapshotStore:
         usage = shutil.disk_usage(shared_memory_root())
         return int(usage.free - usage.total * KEPT_FREE)
 
-    def _remove(self, label: Label) -> None:
+    def remove(self, label: Label) -> None:
+        """Remove a state and its label."""
         self._label_path(label).unlink(missing_ok=True)
         self._state_path(label).unlink(missing_ok=True)
 
@@ -165,6 +190,16 @@ class SnapshotStore:
 
     def _state_path(self, label: Label) -> Path:
         return self.directory / _file_name(label)
+
+
+def _require_state_of(label: Label, state: Mapping[str, Any], digest: str) -> None:
+    """Raise ValueError if a state is not that of its label."""
+    of_piece = tuple(state["piece"]) if state.get("piece") else WHOLE
+    if (state["step"], digest, of_piece) != (label.step, label.digest, label.piece):
+        raise ValueError(
+            f"the snapshot of step {label.step} by rank {label.rank} does not have the digest "
+            "of its label"
+        )
 
 
 @contextmanager

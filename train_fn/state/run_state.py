@@ -17,6 +17,7 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from train_fn.samples.ledger import Ledger
+from train_fn.state.pieces import Piece
 from train_fn.state.tensor_tree import (
     TensorShape,
     copy_to_cpu,
@@ -64,6 +65,11 @@ class RunState(ABC):
         self.parent: str | None = None
         """Newest committed checkpoint that this rank knows this state to descend from."""
         self.tail = EventTail()
+        self.piece: Piece | None = None
+        """The piece that this rank holds of a state that is sharded; None for a state that every
+        rank holds whole."""
+        self.rows: dict[str, int] = {}
+        """Rows of each sharded weight, over all pieces."""
         self.complete = False
         """Whether a run can resume from this state. It must be restored, and no commit may have
         stopped halfway."""

@@ -326,7 +326,8 @@ def digest(state: dict[str, Any]) -> str:
     hashed = hashlib.sha256(f"{state['step']} {state['ledger']} {state['fingerprint']}".encode())
     for name in ("model", "optimizer", "scaler", "ema"):
         hashed.update(_text(state[name], name))
-    for name in ("unsaved", "task", "scheduler", "chain"):  # which older states do not have
+    # which older states do not have
+    for name in ("unsaved", "task", "scheduler", "chain", "piece", "shards"):
         if state.get(name):
             hashed.update(_text(state[name], name))
     return hashed.hexdigest()

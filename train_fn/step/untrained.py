@@ -53,10 +53,15 @@ class TensorPlace:
 
 def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[TensorPlace]:
     """Return the places of all tensors that are not in ``trained`` and share no memory with it.
+    Tensors that are sharded over ranks are left out: they have no memory of their own.
 
     Each tensor appears once, in the order of ``named_modules``.
     """
-    taken = {parameter.untyped_storage().data_ptr() for parameter in trained}
+    taken = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in trained
+        if not hasattr(parameter, "device_mesh")
+    }
     seen: set[int] = set()
     places = []
     for prefix, module in model.named_modules():
@@ -67,6 +72,7 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
                     or id(tensor) in seen
                     or is_lazy(tensor)
                     or tensor.layout is not torch.strided
+                    or hasattr(tensor, "device_mesh")
                 ):
                     continue
                 seen.add(id(tensor))

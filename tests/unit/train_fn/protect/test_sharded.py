@@ -1,0 +1,170 @@
+"""Models that ``fully_shard`` has sharded: what es.protect refuses of them, by name, and what it
+keeps of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from train_fn.errors import BadTask, NonFiniteWeights
+from train_fn.protect.arguments import LoopParts, check_torn, parts_of
+from train_fn.protect.loop_state import LoopState
+from train_fn.state.pieces import Piece
+from train_fn.state.tensor_tree import copy_to_cpu, leaves
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """This process is rank 0 of two, and nothing that it sends arrives."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+
+def sharded(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    model = network()
+    return fully_shard(model, mesh=mesh or init_device_mesh("cpu", (2,)), **options)
+
+
+def parts(model: nn.Module, extra: Any = None, kind: Any = torch.optim.AdamW) -> LoopParts:
+    return parts_of(model, kind(model.parameters(), lr=0.1), None, extra, may_be_sharded=True)
+
+
+def of_two_dimensions() -> nn.Module:
+    return sharded(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard")))
+
+
+def of_one_rank() -> nn.Module:
+    return sharded(DeviceMesh("cpu", [0]))
+
+
+def along_columns() -> nn.Module:
+    return sharded(shard_placement_fn=lambda value: Shard(1) if value.ndim == 2 else None)
+
+
+def in_part() -> nn.Module:
+    model = network()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (of_two_dimensions, r"0.weight is on a mesh of 2 dimensions: shard it over one"),
+        (of_one_rank, r"0.weight is on ranks \[0\]: use a mesh of all 2 ranks in order"),
+        (along_columns, r"0.weight has the placements .*: shard it along its first dimension"),
+        (in_part, r"1.weight is trained and not sharded: apply fully_shard to the whole model"),
+    ],
+)
+def test_models_are_refused_by_name(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(BadTask, match=message + r".*Or leave es.protect out"):
+        parts(model())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (torch.optim.Adafactor, "Adafactor"),
+        (torch.optim.LBFGS, "LBFGS"),
+        (lambda weights, lr: torch.optim.Muon([w for w in weights if w.ndim == 2], lr), "Muon"),
+    ],
+)
+def test_optimizers_are_refused_by_name(kind: Any, name: str) -> None:
+    with pytest.raises(BadTask, match=f"is a {name}: its state cannot be cut .* Use AdamW"):
+        parts(sharded(), kind=kind)
+
+
+def test_other_parts_are_refused_by_name() -> None:
+    model = sharded()
+    with pytest.raises(BadTask, match=r"extra.scaler is a GradScaler.*; use bf16 by"):
+        parts(model, {"scaler": torch.amp.GradScaler("cpu")})
+    with pytest.raises(BadTask, match=r"extra.ema holds sharded tensors, such as averages"):
+        parts(model, {"ema": model})
+    with pytest.raises(BadTask, match=r"has 2 optimizers: a sharded model takes one"):
+        two = [torch.optim.SGD(each.parameters(), 0.1) for each in model.children()]
+        parts_of(model, two, None, None, may_be_sharded=True)
+    with pytest.raises(BadTask, match=r"is not for sharded models: .* Leave torn out"):
+        check_torn("shadow", parts(model))
+    with pytest.raises(BadTask, match="has sharded parameters: every rank must hold the whole"):
+        parts_of(model, torch.optim.AdamW(model.parameters()), None, None)
+
+
+def test_an_optimizer_with_state_of_other_shapes_is_refused_at_the_first_commit() -> None:
+    model = sharded()
+    state = LoopState(parts(model))
+    [optimizer] = state.parts.optimizers.values()
+    optimizer.state[next(model.parameters())]["factors"] = torch.zeros(5)
+    with pytest.raises(BadTask, match="keeps 'factors', which has 5 elements on each rank"):
+        state.state_dict()
+
+
+def trained() -> tuple[nn.Module, LoopState]:
+    model = sharded()
+    state = LoopState(parts(model))
+    state._copies.begin()
+    state.note_parts()
+    for value in model.parameters():
+        value.grad = torch.ones_like(value)
+    [optimizer] = state.parts.optimizers.values()
+    optimizer.step()
+    return model, state
+
+
+def test_a_piece_holds_this_rank_s_rows_and_loads_again() -> None:
+    _, state = trained()
+    found = copy_to_cpu(state.state_dict())
+    assert found["piece"] == (0, 2) and state.piece == Piece(0, 2)
+    assert found["rows"]["model/1.bias"] == 3 and found["model"] == {}
+    shapes = {name: tuple(value.shape) for name, value in found["shards"].items()}
+    assert shapes["model/1.weight"] == shapes["optimizer//2/exp_avg"] == (2, 6)
+    assert len(shapes) == 3 * 4
+    other = LoopState(parts(sharded()))
+    other.load_state_dict(found)
+    again = copy_to_cpu(other.state_dict())
+    for (name, value), (other_name, second) in zip(leaves(found), leaves(again), strict=True):
+        assert name == other_name
+        assert torch.equal(value, second) if isinstance(value, torch.Tensor) else value == second
+
+
+def test_a_state_of_another_kind_or_shape_is_refused() -> None:
+    _, state = trained()
+    found = copy_to_cpu(state.state_dict())
+    with pytest.raises(BadTask, match=r"was sharded, and this one is not sharded; build it as"):
+        LoopState(parts(network())).load_state_dict(found)
+    whole = copy_to_cpu(LoopState(parts(network())).state_dict())
+    with pytest.raises(BadTask, match="was not sharded, and this one is sharded; build it as"):
+        LoopState(parts(sharded())).load_state_dict(whole)
+    found["shards"]["model/1.weight"] = torch.zeros(2, 5)
+    with pytest.raises(BadTask, match=r"resume differs in 1.weight; build the same model"):
+        LoopState(parts(sharded())).load_state_dict(found)
+
+
+def test_a_piece_with_weights_that_are_not_finite_is_not_kept() -> None:
+    _, state = trained()
+    found = state.state_dict()
+    found["shards"]["model/0.bias"][0] = float("nan")
+    with pytest.raises(NonFiniteWeights, match=r"0\.bias"):
+        state.require_sound(found)
+
+
+def test_a_change_of_local_rows_is_seen() -> None:
+    model, state = trained()
+    state.note_parts()
+    assert state.changed() == []
+    with torch.no_grad():
+        next(model.parameters()).to_local().add_(1)
+    assert state.weights_have_changed()

@@ -1,0 +1,229 @@
+"""What ``es.protect`` takes of a model that FSDP2's ``fully_shard`` has sharded: which part of it
+this rank has, and what is refused.
+
+The state of such a model is one dict of what all ranks have in common, and in it ``shards``: this
+rank's rows of every sharded tensor, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from train_fn.errors import BadTask
+from train_fn.state.pieces import Piece, rows_of
+from train_fn.state.tensor_tree import leaves
+
+_UNKNOWN = ("Adafactor", "LBFGS", "Muon", "ZeroRedundancyOptimizer")
+"""Optimizers whose state has other shapes than the weights, or that meet other ranks in a step."""
+WAY_OUT = (
+    "Or leave es.protect out and report checkpoints by ray.train.report, as "
+    "examples/own_train_fn_fsdp does"
+)
+
+
+def is_sharded(models: Mapping[str, nn.Module]) -> bool:
+    """Return whether some parameter of these models is sharded."""
+    return any(
+        isinstance(each, DTensor) for model in models.values() for each in model.parameters()
+    )
+
+
+def piece_of(
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    others: Mapping[str, Any],
+) -> Piece:
+    """Return which piece of the models this rank holds. Raises BadTask for what cannot be kept in
+    pieces."""
+    piece = Piece(dist.get_rank(), dist.get_world_size())
+    held = {
+        id(each) for one in optimizers.values() for g in one.param_groups for each in g["params"]
+    }
+    for prefix, model in models.items():
+        for name, value in model.named_parameters():
+            problem = _problem_of(value, piece, is_trained=value.requires_grad or id(value) in held)
+            if problem is not None:
+                raise BadTask(f"es.protect(model=…): {prefix}{name} {problem}. {WAY_OUT}")
+    if len(optimizers) != 1:
+        raise BadTask(
+            f"es.protect(optimizer=…) has {len(optimizers)} optimizers: a sharded model takes one, "
+            "which may have several parameter groups"
+        )
+    for name in sorted({type(each).__name__ for each in optimizers.values()} & {*_UNKNOWN}):
+        raise BadTask(
+            f"es.protect(optimizer=…) is a {name}: its state cannot be cut as the weights are. Use "
+            f"AdamW, Adam or SGD. {WAY_OUT}"
+        )
+    for name, part in others.items():
+        if isinstance(part, torch.amp.GradScaler):
+            raise BadTask(
+                f"es.protect: {name} is a GradScaler, and a sharded model takes none; use bf16 by "
+                "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            )
+        if any(isinstance(leaf, DTensor) for _, leaf in leaves(part.state_dict())):
+            raise BadTask(
+                f"es.protect: {name} holds sharded tensors, such as averages of weights; only the "
+                "model and its optimizer may. Leave it out"
+            )
+    return piece
+
+
+def _problem_of(value: torch.Tensor, piece: Piece, *, is_trained: bool) -> str | None:
+    """Return why a weight cannot be kept in pieces; None if it can."""
+    if not isinstance(value, DTensor):
+        if is_trained:
+            return "is trained and not sharded: apply fully_shard to the whole model, too"
+        return None
+    mesh = value.device_mesh
+    if mesh.ndim != 1:
+        return f"is on a mesh of {mesh.ndim} dimensions: shard it over one, by one of all ranks"
+    if mesh.mesh.tolist() != list(range(piece.of)):
+        return f"is on ranks {mesh.mesh.tolist()}: use a mesh of all {piece.of} ranks in order"
+    if tuple(value.placements) != (Shard(0),):
+        return f"has the placements {value.placements}: shard it along its first dimension"
+    first, end = rows_of(value.shape[0], piece)
+    if value.to_local().shape[0] != end - first:
+        return f"has {value.to_local().shape[0]} rows on rank {piece.number}, not {end - first}"
+    return None
+
+
+# ---------------------------------------------------------------- state
+
+WEIGHT, MOMENT = "model/", "optimizer/"
+"""Begin the names of shards."""
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor: all of one that is not sharded."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
+
+
+def localized(tree: Any) -> Any:
+    """Return nested dicts with this rank's part in place of each sharded tensor."""
+    if isinstance(tree, dict):
+        return {name: localized(value) for name, value in tree.items()}
+    return local(tree) if isinstance(tree, DTensor) else tree
+
+
+def rows_in(models: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return how many rows each sharded weight has over all ranks, by the name of its shard."""
+    return {
+        f"{WEIGHT}{prefix}{name}": value.shape[0]
+        for prefix, model in models.items()
+        for name, value in model.state_dict().items()
+        if isinstance(value, DTensor)
+    }
+
+
+def apart(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """Return a state whose sharded tensors are taken out and become ``shards``, and ``rows`` says
+    how many each has over all ranks. Raises BadTask for values that cannot be kept in pieces."""
+    shards: dict[str, torch.Tensor] = {}
+    rows: dict[str, int] = {}
+    model = {}
+    for name, value in state["model"].items():
+        if isinstance(value, DTensor):
+            shards[f"{WEIGHT}{name}"], rows[f"{WEIGHT}{name}"] = local(value), value.shape[0]
+        else:
+            model[name] = value
+    optimizers = {}
+    for at, optimizer in state["optimizer"].items():
+        kept: dict[Any, dict[str, Any]] = {}
+        for number, values in optimizer["state"].items():
+            kept[number] = {}
+            for key, value in values.items():
+                if isinstance(value, DTensor):
+                    name = f"{MOMENT}{at}/{number}/{key}"
+                    if tuple(value.placements) != (Shard(0),):
+                        raise BadTask(_unlike(key, f"has the placements {value.placements}"))
+                    shards[name], rows[name] = local(value), value.shape[0]
+                elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                    raise BadTask(_unlike(key, f"has {value.numel()} elements on each rank"))
+                else:
+                    kept[number][key] = value
+        optimizers[at] = {**optimizer, "state": kept}
+    return {
+        **state,
+        "model": model,
+        "optimizer": optimizers,
+        "piece": tuple(piece),
+        "rows": rows,
+        "shards": shards,
+    }
+
+
+def _unlike(key: str, problem: str) -> str:
+    return (
+        f"es.protect(optimizer=…) keeps {key!r}, which {problem} and is not sharded as its weight "
+        "is. Use AdamW, Adam or SGD"
+    )
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, prefix: str, plain: Mapping[str, Any], shards: Mapping[str, torch.Tensor]
+) -> None:
+    """Load what ``apart`` took of a model. Raises BadTask for one of another shape."""
+    own = model.state_dict()
+    mine = {name: value for name, value in own.items() if isinstance(value, DTensor)}
+    saved = {
+        name.removeprefix(f"{WEIGHT}{prefix}"): value
+        for name, value in shards.items()
+        if name.startswith(f"{WEIGHT}{prefix}")
+    }
+    differing = sorted((saved.keys() ^ mine.keys()) | (plain.keys() ^ (own.keys() - mine.keys())))
+    differing += [
+        name for name in mine.keys() & saved.keys() if local(mine[name]).shape != saved[name].shape
+    ]
+    if differing:
+        raise BadTask(
+            f"the model of the state to resume differs in {', '.join(differing[:5])}; build the "
+            "same model, or start a new run"
+        )
+    model.load_state_dict(dict(plain), strict=False)
+    for name, value in mine.items():
+        local(value).copy_(saved[name])
+
+
+def whole_optimizer(
+    at: str,
+    optimizer: torch.optim.Optimizer,
+    plain: Mapping[str, Any],
+    shards: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return an optimizer's ``state_dict`` from what ``apart`` took of it."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    state: dict[Any, dict[str, Any]] = {
+        number: dict(values) for number, values in plain["state"].items()
+    }
+    for name, value in shards.items():
+        if not name.startswith(f"{MOMENT}{at}/"):
+            continue
+        number, _, key = name.removeprefix(f"{MOMENT}{at}/").partition("/")
+        weight = weights[int(number)]
+        state.setdefault(int(number), {})[key] = DTensor.from_local(
+            value.to(weight.device, copy=True),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=torch.Size((weight.shape[0], *value.shape[1:])),
+            stride=weight.stride(),
+        )
+    return {**plain, "state": state}
+
+
+def sharded_in(models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the sharded parameters of these models."""
+    for model in models.values():
+        for value in model.parameters():
+            if isinstance(value, DTensor):
+                yield value

@@ -1,0 +1,445 @@
+"""What the ranks of a sharded model keep of each other: every rank's piece of the newest states, on
+its own node and on that of its heir.
+
+A rank copies its piece after each step. Beside the next step, a thread writes the copy to the
+node's shared memory and sends it to the heir, a rank of another node. Before the next optimizer
+step all ranks meet at a gate. To come there says: my piece of the newest state is on my node, and
+so are those of which I am the heir. Who passes knows that the state survives any one node, and only
+then is its step reported. Older pieces are removed then, so a death always leaves one state whole.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import psutil
+
+from everstep.doctor.nodes import GLOO_VARIABLE
+from everstep.wire.events import EventKind
+from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
+from train_fn.checkpoints.sharded import PieceSaves
+from train_fn.context import WorkerContext
+from train_fn.errors import PeersGone, StepNotWhole
+from train_fn.snapshots.publisher import shortage, snapshots_of
+from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
+from train_fn.state.pieces import Move, heirs
+from train_fn.step.peers import Peers
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 60.0
+"""A peer whose piece is awaited and that sends no byte for so long counts as gone."""
+_LOOK_S = 0.5
+_ROW_BYTES = 1024
+"""What a rank says at a gate."""
+
+_Key = tuple[tuple[int, int], int, int]
+"""Origin, step and number of a piece."""
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives every rank's bytes, of one size, to all, by rank. A collective."""
+
+
+class Holdings:
+    """One rank's part in keeping the pieces of an attempt.
+
+    A collective: all ranks make it at once, before they restore.
+    """
+
+    def __init__(self, ctx: WorkerContext, peers: Peers) -> None:
+        self._ctx, self._peers = ctx, peers
+        self._store = snapshot_store(ctx)
+        self.nodes: list[str] = peers.gather(ctx.node_id)
+        by_rank = heirs(self.nodes)
+        self._heir = by_rank[peers.rank]
+        self._wards = [rank for rank, heir in enumerate(by_rank) if heir == peers.rank]
+        self._changed = threading.Condition()
+        self._arrived: dict[_Key, str | None] = {}
+        """Pieces that have come from other nodes, and why one could not be kept."""
+        self._gone: set[int] = set()
+        self._moved_at = time.monotonic()
+        self._links = (
+            PieceLinks(ctx, peers, self._take_in, self._lose) if by_rank[0] is not None else None
+        )
+        self._jobs: queue.Queue[BoundaryCopy | None] = queue.Queue()
+        self._newest: Label | None = None
+        """The newest state whose piece was copied."""
+        self._written: dict[_Key, str | None] = {}
+        """The same for this rank's own."""
+        self._is_closed = False
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        self.saves = PieceSaves(ctx)
+
+    def open(self, copies: BoundaryCopies, exchange: Exchange) -> None:
+        """Begin to keep states. What may fail has come before."""
+        self._copies, self._exchange = copies, exchange
+        self._thread = threading.Thread(target=self._run, name="piece-keeper", daemon=True)
+        self._thread.start()
+
+    # -- before an attempt's first step
+
+    def bring(self, wanted: Iterable[Move], labels: Mapping[int, Label]) -> list[tuple[Move, str]]:
+        """Bring pieces of an earlier state to the nodes that need them. Return those that did not
+        reach this node, and why. Raises PeersGone.
+
+        Args:
+            labels: the state's label for each piece.
+        """
+        wanted = list(wanted)
+        assert self._links is not None or not wanted
+        for move in wanted:
+            if move.source == self._peers.rank and self._links is not None:
+                try:
+                    self._links.send(move.target, labels[move.number])
+                except OSError as exc:
+                    self._lose(move.target, exc)
+        failed = []
+        for move in wanted:
+            if move.target == self._peers.rank:
+                problem = self._wait_for(labels[move.number], move.source)
+                if problem is not None:
+                    failed.append((move, problem))
+        return failed
+
+    # -- between two steps
+
+    def publish(self) -> None:
+        """Copy this rank's piece of the present state. A thread keeps it here and at the heir.
+        Called by the training thread, when the ranks have agreed on the step."""
+        copy = self._copies.take()
+        self._newest = self._label(copy.step)
+        self._jobs.put(copy)
+
+    def pass_gate(self) -> None:
+        """Wait until all ranks hold what they should of the newest state. A collective.
+
+        Raises PeersGone if a peer has left, StepNotWhole if the ranks are at different steps.
+        """
+        newest = self._newest
+        assert newest is not None
+        problem = self._wait_for(newest, None)
+        for ward in self._wards:
+            problem = problem or self._wait_for(replace(newest, rank=ward), ward)
+        rows = self._meet({"step": newest.step, "attempt": newest.attempt, "problem": problem})
+        for rank, row in enumerate(rows):
+            if (row["step"], row["attempt"]) != (newest.step, newest.attempt):
+                raise StepNotWhole(
+                    newest.step,
+                    f"rank {rank} has kept step {row['step']} of attempt {row['attempt']}",
+                )
+        problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
+        if not problems:
+            self._store.remove_older(newest, keep=0)
+        else:  # part of it only: make room for the next one, and keep what is whole
+            for label in self._store.labels():
+                if (label.origin, label.step) == (newest.origin, newest.step):
+                    self._store.remove(label)
+        self._forget(newest)
+        self._report(newest.step, problems[0] if problems else None)
+
+    def meet(self) -> None:
+        """Exchange news of a checkpoint that is being saved. A collective."""
+        self._meet({})
+
+    def hold(self) -> None:
+        """Keep a copy of the present state for a checkpoint of it. Called on every rank."""
+        if self._peers.rank:
+            self.saves.hold(self._copies.take(), self._copies.release)
+
+    # -- the end
+
+    def let_go(self) -> None:
+        """Free the peers that wait for this rank."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._links is not None:
+            self._links.close()
+        self.saves.close()
+
+    def close(self) -> int | None:
+        """End the thread, once the newest piece is on this node. Return that state's step, if it
+        is."""
+        self.let_go()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+        newest = self._newest
+        kept = newest is not None and self._written.get(_key(newest), "") is None
+        return newest.step if newest is not None and kept else None
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while (copy := self._jobs.get()) is not None:
+            label, problem = self._write(copy)
+            self._copies.release(copy)
+            with self._changed:
+                self._written[_key(label)] = problem
+                self._changed.notify_all()
+            if self._links is not None and self._heir is not None and not self._is_closed:
+                try:
+                    self._links.send(self._heir, label)
+                except OSError as exc:
+                    self._lose(self._heir, exc)
+
+    def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
+        label = self._label(copy.step)
+        problem = shortage(self._store, copy.state)
+        try:
+            if problem is None:
+                return self._store.write(label, copy.state), None
+        except OSError as exc:
+            problem = f"the piece could not be written: {exc}"
+        except Exception as exc:
+            logger.exception("the piece of step %d could not be kept", copy.step)
+            problem = f"{type(exc).__name__}: {exc}"
+        return replace(label, problem=problem), problem
+
+    def _label(self, step: int) -> Label:
+        ctx = self._ctx
+        return Label(
+            ctx.submission,
+            ctx.attempt,
+            step,
+            ctx.world_rank,
+            digest=None,
+            problem=None,
+            storage=ctx.run_dir.storage.uri,
+            pieces=ctx.world_size,
+        )
+
+    # -- what arrives
+
+    def _take_in(self, label: Label, size: int, blocks: Iterable[bytes]) -> None:
+        """Keep a piece of another node on this one."""
+        problem = label.problem
+        if problem is None:
+            problem = take_in(self._store, label, size, self._noticed(blocks))
+        with self._changed:
+            self._arrived[_key(label)] = problem
+            self._changed.notify_all()
+
+    def _noticed(self, blocks: Iterable[bytes]) -> Iterable[bytes]:
+        for block in blocks:
+            self._moved_at = time.monotonic()
+            yield block
+
+    def _lose(self, rank: int, exc: Exception) -> None:
+        """Note that a connection to a peer has ended."""
+        logger.debug("the connection to rank %d ended: %s", rank, exc)
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
+
+    def _wait_for(self, label: Label, source: int | None) -> str | None:
+        """Wait until a piece is on this node. Return why it cannot be; None if it is.
+
+        Args:
+            source: the rank that sends it; None for this rank's own.
+        """
+        key = _key(label)
+        there = self._written if source is None else self._arrived
+        with self._changed:
+            self._moved_at = time.monotonic()
+            while key not in there:
+                is_silent = time.monotonic() - self._moved_at > SILENT_S and source is not None
+                if source in self._gone or self._is_closed or is_silent:
+                    raise PeersGone(
+                        f"rank {source} is gone, or silent, and its piece of step {label.step} "
+                        "did not arrive"
+                    )
+                if self._ctx.is_abandoned():
+                    raise PeersGone("this attempt was given up; another one follows")
+                self._changed.wait(_LOOK_S)
+            return there[key]
+
+    def _forget(self, newest: Label) -> None:
+        for there in (self._written, self._arrived):
+            for key in [each for each in there if each < _key(newest)[:2]]:
+                del there[key]
+
+    def _meet(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        said = json.dumps({**row, **self.saves.said()}).encode()
+        if len(said) > _ROW_BYTES and row.get("problem"):
+            return self._meet({**row, "problem": row["problem"][: _ROW_BYTES // 4]})
+        assert len(said) <= _ROW_BYTES, said
+        rows = [json.loads(each) for each in self._exchange(said.ljust(_ROW_BYTES))]
+        self.saves.heard(rows)
+        return rows
+
+    def _report(self, step: int, problem: str | None) -> None:
+        """Report it when pieces begin, or cease, to be kept."""
+        if (problem is None) == (self._problem is None):
+            return
+        self._problem = problem
+        if self._peers.rank == 0:
+            kept = snapshots_of(self._ctx) if problem is None else "none"
+            logger.warning("pieces of step %d: %s", step, problem or "kept again")
+            self._ctx.journal.emit(
+                EventKind.SNAPSHOTS, {"step": step, "snapshots": kept, "problem": problem}
+            )
+
+
+def _key(label: Label) -> _Key:
+    return label.origin, label.step, label.rank
+
+
+def take_in(store: SnapshotStore, label: Label, size: int, blocks: Iterable[bytes]) -> str | None:
+    """Keep the file of a snapshot that comes from another node. Return why that cannot be done, or
+    None. All blocks are read in any case."""
+    if size > store.free_bytes():
+        for _ in blocks:
+            pass
+        return f"{size} bytes do not fit the {max(0, store.free_bytes())} of shared memory left"
+    try:
+        store.take_in(label, blocks)
+    except Exception as exc:
+        for _ in blocks:
+            pass
+        return f"it did not arrive whole: {exc}"
+    return None
+
+
+# ---------------------------------------------------------------- links
+
+# Files of snapshots, from rank to rank.
+#
+# Not by gloo's messages: if a peer dies in the middle of one, its receiver waits for the whole
+# timeout. A socket ends at once, and closing it frees whoever waits.
+
+_WORD_BYTES = 32
+_HELLO = struct.Struct(f"<{_WORD_BYTES}sI")
+"""The word that only the ranks of an attempt know, and the sender's rank."""
+_HEAD = struct.Struct("<IQ")
+"""Bytes of the label that follows, and of the file after it."""
+_MOST_LABEL_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+
+
+class _Peer(NamedTuple):
+    host: str
+    port: int
+
+
+class PieceLinks:
+    """Send files of this node's snapshots to other ranks, and take in theirs. A collective to
+    make."""
+
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        peers: Peers,
+        take_in: Callable[[Label, int, Iterable[bytes]], None],
+        lose: Callable[[int, Exception], None],
+    ) -> None:
+        self._rank, self._store = peers.rank, snapshot_store(ctx)
+        self._take_in, self._lose = take_in, lose
+        self._word: bytes = peers.share(secrets.token_bytes(_WORD_BYTES), 0)
+        host = own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family, backlog=128)
+        self._places = peers.gather(_Peer(host, self._server.getsockname()[1]))
+        self._made: dict[int, socket.socket] = {}
+        self._all = [self._server]
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="piece-links", daemon=True).start()
+
+    def send(self, rank: int, label: Label) -> None:
+        """Send a snapshot of this node, or the label alone if it says why there is none. One thread
+        at a time. Raises OSError."""
+        try:
+            file = None if label.problem else self._store.open(label)
+        except OSError as exc:
+            label, file = replace(label, problem=f"it cannot be read: {exc}"), None
+        said = json.dumps(asdict(label)).encode()
+        size = os.fstat(file.fileno()).st_size if file is not None else 0
+        connection = self._to(rank)
+        connection.sendall(_HEAD.pack(len(said), size) + said)
+        if file is not None:
+            with file:
+                connection.sendfile(file)
+
+    def close(self) -> None:
+        """End all connections, and every thread that waits for one."""
+        self._is_closed = True
+        for each in list(self._all):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _to(self, rank: int) -> socket.socket:
+        if rank not in self._made:
+            place = self._places[rank]
+            made = socket.create_connection((place.host, place.port), timeout=SILENT_S)
+            self._all.append(made)
+            made.sendall(_HELLO.pack(self._word, self._rank))
+            self._made[rank] = made
+        return self._made[rank]
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            self._all.append(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="piece-link", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Take in what one peer sends, until it ends."""
+        rank = None
+        try:
+            word, said = _HELLO.unpack(_exactly(connection, _HELLO.size))
+            if not hmac.compare_digest(word, self._word):
+                connection.close()  # a stranger
+                return
+            rank = said
+            while True:
+                length, size = _HEAD.unpack(_exactly(connection, _HEAD.size))
+                if length > _MOST_LABEL_BYTES:
+                    raise ConnectionError(f"a label of {length} bytes")
+                label = Label(**json.loads(_exactly(connection, length)))
+                self._take_in(label, size, _blocks(connection, size))
+        except (OSError, ValueError, TypeError) as exc:
+            if rank is not None:
+                self._lose(rank, exc)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = b"".join(_blocks(connection, size))
+    return found
+
+
+def _blocks(connection: socket.socket, size: int) -> Iterable[bytes]:
+    """Yield so many bytes as they come. Raises ConnectionError if the peer ends before."""
+    while size:
+        block = connection.recv(min(size, _BLOCK_BYTES))
+        if not block:
+            raise ConnectionError("the peer has closed the connection")
+        size -= len(block)
+        yield block
+
+
+def own_address() -> str:
+    """Return the address of this node at which gloo listens, too."""
+    interface = os.environ.get(GLOO_VARIABLE, "").partition(",")[0]
+    for entry in psutil.net_if_addrs().get(interface, ()):
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address:
+            return entry.address
+    return socket.gethostbyname(socket.gethostname())
