@@ -1,11 +1,11 @@
-"""``es.loader`` of a DataLoader: it goes on at the very batch, by its own state or by its place in
-the epoch.
+"""``es.loader`` of a DataLoader: it goes on at the very batch, by its place in the epoch.
 
 The order of an epoch depends on the run's seed and the epoch alone: all generators that a sampler
 may draw from are seeded before the epoch's first batch, on all ranks alike, or on each by its rank
 if the loop seeds its ranks differently. That includes generators that samplers own. So a place in
 an epoch is two numbers. A loader is replayed by its own iterator; torch's own class skips
-without loading. The last batch is read again and compared.
+without loading. The last batch is read again and compared. A state that a loader has of its own is
+not used: it is that of one rank, which others may not share.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _ORDER = 7
 """Purpose of the seed of an epoch's order."""
 _OWN = 9
 """Purpose of the seeds of generators that samplers own."""
-_FINISHED = "_iterator_finished"
-"""In the state of torchdata's StatefulDataLoader: the epoch has ended."""
+_TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
 _DISPATCHER = "DataLoaderDispatcher"
 """Accelerate's loader that reads on rank 0 for all ranks. Its own skipping counts the batches that
 rank 0 reads, not those of a rank."""
@@ -91,13 +90,11 @@ class Followed(Resumed, Protocol):
 class FollowedLoader:
     """A user's DataLoader whose place is part of the state: pass it as ``es.protect(extra=…)``.
 
-    It is a plain DataLoader, one that Accelerate prepared, or one with ``state_dict`` and
-    ``load_state_dict``.
+    It is a plain DataLoader, one that Accelerate prepared, or one of any other kind.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._is_stateful = is_stateful(loader)
         self.epoch = 0
         """The epoch of the newest batch."""
         self._num_batches = 0
@@ -105,13 +102,6 @@ class FollowedLoader:
         self._world_size = 0
         self._length = _length(loader)
         """Batches of an epoch that the state was trained on; None if that is not known."""
-        self._known: dict[str, Any] | None = None
-        """The state of a stateful loader to go on from."""
-        self._place: dict[str, Any] | None = None
-        """The state of a stateful loader before it read a batch that no step has begun with; None
-        while there is none."""
-        self._has_read = False
-        """Whether this process reads from the loader."""
         self._by_rank: bool | None = None
         """Whether each rank has an order of its own; None before that is decided."""
         self._draws_by_rank: bool | None = None
@@ -157,7 +147,6 @@ class FollowedLoader:
             "num_batches": self._num_batches,
             "world_size": self._world_size,
             "length": _length(self._loader),
-            "loader": self._place_of_loader(),
             "kind": type(self._loader).__qualname__,
             "by_rank": self._by_rank,
             "draws_by_rank": self._draws_by_rank,
@@ -165,22 +154,10 @@ class FollowedLoader:
             "marks": self._taken.marks if self._taken is not None else None,
         }
 
-    def _place_of_loader(self) -> dict[str, Any] | None:
-        """Return a stateful loader's own state after the newest batch. The step before is saved
-        once the next batch is read, and a state may be saved before anything is read from it."""
-        if not self._is_stateful or self._place is not None:
-            return self._place
-        if self._known is not None or not self._has_read:
-            return self._known  # asking a loader for its state would make its iterator
-        found: dict[str, Any] = self._loader.state_dict()
-        return found
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that batch."""
         self.epoch, self._num_batches = state["epoch"], state["num_batches"]
         self._world_size, self._length = state["world_size"], state.get("length")
-        # A run that was forked may have a loader of another kind: it goes on by its place.
-        self._known = state["loader"] if self._is_stateful else None
         self._by_rank, self._draws_by_rank = state["by_rank"], state["draws_by_rank"]
         # Only a loader of the same kind has the same order.
         is_alike = state.get("kind") == type(self._loader).__qualname__
@@ -231,16 +208,14 @@ class FollowedLoader:
             rest = iter(self._rest_of_epoch(state))
             while True:
                 self._draw(state, self._num_batches)
-                self._place = self._place_of_loader()
                 if (batch := next(rest, _END)) is _END:
-                    self._place = None
                     break
                 if steps is not None and state.step_number >= steps:
                     return
                 is_empty = False
                 state.begin_step()
                 self._num_batches += 1
-                self._place, self._taken = None, Taken(batch)
+                self._taken = Taken(batch)
                 if seeded != state.step_number:
                     # The loader may have drawn; what the step draws depends on its number alone.
                     seeded = state.step_number
@@ -267,8 +242,7 @@ class FollowedLoader:
                 "back as it was, begin from a checkpoint of an epoch's end, or start a new run"
             )
         if self._num_batches:
-            self.epoch, self._num_batches, self._known = self.epoch + 1, 0, None
-            self._expected = None
+            self.epoch, self._num_batches, self._expected = self.epoch + 1, 0, None
         self._length = length
 
     def _move_to(self, world_size: int, rank: int) -> None:
@@ -279,7 +253,6 @@ class FollowedLoader:
         if self._world_size not in (0, world_size) and self._num_batches:
             done = self._num_batches * self._world_size
             self._num_batches, repeated = divmod(done, world_size)
-            self._known = None
             logger.warning(
                 "the number of ranks changed from %d to %d: the loader goes on after %d batches "
                 "of each rank; up to %d batches are used again",
@@ -291,23 +264,11 @@ class FollowedLoader:
         self._world_size = world_size
 
     def _rest_of_epoch(self, state: Followed) -> Iterator[Any]:
-        known, self._known = self._known, None
         expected, self._expected = self._expected, None
         loader, num_done = self._loader, self._num_batches
-        is_over = num_done == self._most or (known is not None and known.get(_FINISHED))
-        if num_done and is_over:
+        if num_done and num_done == self._most:
             return
-        self._has_read = True
-        if known is not None:
-            self._order(state)
-            loader.load_state_dict(known)
-            if not num_done:
-                # The last epoch ended there, and loading that brought back its order, once the
-                # loader has its iterator: asking for its state makes it.
-                loader.state_dict()
-                self._order(state)
-            yield from loader
-        elif num_done and expected is not None:
+        if num_done and expected is not None:
             mine = expected if self._is_mine else None
             yield from ReadAgain(
                 loader,
@@ -466,13 +427,6 @@ def is_loader(value: Any) -> bool:
     return isinstance(value, DataLoader) or hasattr(value, "base_dataloader")
 
 
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader restores its place itself."""
-    # Accelerate's loaders have the methods whether or not what they hold has a state.
-    inner = getattr(loader, "base_dataloader", loader)
-    return hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
-
-
 def set_order(loader: Any, seed: int, epoch: int, stream: int = 0, stream_of_own: int = 0) -> None:
     """Make the order of an epoch depend on ``seed`` and ``epoch`` alone, on all ranks alike; or on
     ``stream``, too, if that is not 0.
@@ -563,9 +517,13 @@ def _is_of_accelerate(loader: Any) -> bool:
 
 def skips(loader: Any) -> bool:
     """Return whether batches can be left out without loading them: those of torch's own class
-    follow from the sampler's alone, and Accelerate knows how."""
+    follow from the sampler's alone, as do those of torchdata's, and Accelerate knows how."""
+    kind = type(loader)
+    is_plain = kind is DataLoader or (
+        kind.__module__ == _TORCHDATA and not hasattr(loader.dataset, "state_dict")
+    )
     return _is_of_accelerate(loader) or (
-        type(loader) is DataLoader
+        is_plain
         and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
     )

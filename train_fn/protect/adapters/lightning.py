@@ -35,7 +35,6 @@ from train_fn.protect.followed import (
     BegunElsewhere,
     after_batches,
     divides,
-    is_stateful,
     samplers_of,
     set_order,
 )
@@ -46,6 +45,8 @@ from train_fn.state.tensor_tree import put_together, take_apart
 
 __all__ = ["Protect"]
 
+_LOADERS = "combined_loader"
+"""In the state of Lightning's loop: what loaders with ``state_dict`` say of their places."""
 _MOST_AHEAD = 4
 """Newest batches of a loader that are known. Lightning reads one ahead if it has no length."""
 
@@ -171,9 +172,7 @@ class Protect(Callback):  # type: ignore[misc]
         own = [digest_of(own_generators(samplers_of(each), of_samplers=True)) for each in loaders]
         differ = [len(set(of_ranks)) > 1 for of_ranks in zip(*state.gather(own), strict=True)]
         combined.flattened = self._place.loaders = [
-            loader
-            if is_stateful(loader)
-            else FollowingLoader(
+            FollowingLoader(
                 loader,
                 number,
                 self._place,
@@ -299,7 +298,7 @@ class LightningPlace:
         self._trainer, self._protect = trainer, protect
         self._noted: dict[str, Any] = {}
         self.batches = NotedBatches()
-        self.loaders: list[Any] = []
+        self.loaders: list[FollowingLoader] = []
         """Those that follow the run, once they do."""
 
     @property
@@ -322,11 +321,7 @@ class LightningPlace:
         trainer = self._trainer
         if state is not None:
             num_done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            taken = [
-                each.taken(num_done) if isinstance(each, FollowingLoader) else None
-                for each in self.loaders
-            ]
-            self.batches.note(taken, state)
+            self.batches.note([each.taken(num_done) for each in self.loaders], state)
         kept: dict[str, Any] = {}
         for callback in self._callbacks():
             callback.on_save_checkpoint(trainer, trainer.lightning_module, kept)
@@ -334,7 +329,7 @@ class LightningPlace:
         data = trainer.datamodule
         tensors: list[torch.Tensor] = []
         present = {
-            "loop": trainer.fit_loop.state_dict(),
+            "loop": _without_loaders(trainer.fit_loop.state_dict()),
             "precision": trainer.precision_plugin.state_dict(),
             "data": data.state_dict() if data is not None else {},
             "callbacks": {each.state_key: each.state_dict() for each in self._callbacks()},
@@ -381,6 +376,13 @@ class LightningPlace:
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callbacks if each is not self._protect]
+
+
+def _without_loaders(loop: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the states that loaders have of their own: those of one rank. They go on by their
+    place."""
+    fit = {name: value for name, value in loop["state_dict"].items() if name != _LOADERS}
+    return {**loop, "state_dict": fit}
 
 
 def _enter_once_more(fit: Any) -> None:

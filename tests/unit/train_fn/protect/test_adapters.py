@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
@@ -472,6 +473,13 @@ class Sampled(transformers.Trainer):  # type: ignore[misc]
         return OwnDraws()
 
 
+class Stateful(transformers.Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        return StatefulDataLoader(
+            self.train_dataset, batch_size=8, shuffle=True, collate_fn=self.data_collator
+        )
+
+
 Seen = list[list[float]]
 
 
@@ -517,7 +525,7 @@ def train_lightning(run_id: str, data: Any, dies: int | None = None, **options: 
         enable_model_summary=False,
         callbacks=[es.lightning.Protect(run_id=run_id)],
     )
-    loader = DataLoader(
+    loader = options.get("loader", DataLoader)(
         data,
         batch_size=8,
         shuffle=None if sampler or isinstance(data, IterableDataset) else True,
@@ -596,6 +604,23 @@ def test_a_sampler_with_a_generator_of_its_own_goes_on_in_a_trainer(
     with pytest.raises(LookupError):
         train("broken", rows(), dies, **options)
     assert train("broken", rows(), **options) == whole[dies:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata
+@TRAINERS
+@pytest.mark.parametrize("dies", [2, 3, 5])
+def test_a_loader_with_a_state_of_its_own_goes_on_in_a_trainer(
+    train: Callable[..., Seen], who: str, part: str, dies: int
+) -> None:
+    options = {"kind": Stateful, "loader": StatefulDataLoader}
+    whole = train("whole", rows(), **options)
+    for run_id in ("same", "other"):
+        with pytest.raises(LookupError):
+            train(run_id, rows(), dies, **options)
+    assert train("same", rows(), **options) == whole[dies:]
+    if dies % 3:  # within an epoch
+        with pytest.raises(DataChanged, match=part):
+            train("other", rows(offset=1), **options)
 
 
 def test_lightning_s_adapter_does_without_the_library_of_the_other() -> None:

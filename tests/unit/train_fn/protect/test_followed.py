@@ -22,6 +22,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep.train as es
 from train_fn import own_loop
@@ -88,8 +89,6 @@ def iterable() -> DataLoader[Any]:
 
 
 def stateful() -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     return StatefulDataLoader(numbers(), batch_size=4, shuffle=True)
 
 
@@ -504,6 +503,51 @@ def test_generators_that_samplers_own_by_rank_come_through_a_restart_of_any_rank
         second = FollowedLoader(make())
         second.load_state_dict(first.state_dict())
         assert read(second, loop_of(rank, 3), 2 * PER_EPOCH - 3) == whole[rank][3:]
+
+
+class OfRank(IterableDataset[int]):
+    """Every second sample, and its own place among them."""
+
+    def __init__(self, rank: int) -> None:
+        self.first = self.at = rank
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 40:
+            self.at += 2
+            yield self.at - 2
+        self.at = self.first
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # in torchdata
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("done", [1, 3, PER_EPOCH, PER_EPOCH + 2])
+def test_what_a_loader_says_of_one_rank_s_place_is_not_that_of_the_others(
+    is_stream: bool, done: int
+) -> None:
+    def made(rank: int) -> FollowedLoader:
+        data: Any = OfRank(rank) if is_stream else numbers()
+        shuffle = None if is_stream else True
+        return FollowedLoader(StatefulDataLoader(data, batch_size=4, shuffle=shuffle))
+
+    def loop_of(rank: int, step: int = 0) -> Loop:
+        loop = Loop(rank=rank, world_size=2)
+        loop.seeds_differ, loop.step_number = True, step
+        return loop
+
+    whole = [read(made(rank), loop_of(rank), 2 * PER_EPOCH) for rank in range(2)]
+    assert not {*map(str, whole[0])} & {*map(str, whole[1])}
+    first = made(0)
+    read(first, loop_of(0), done)
+    for rank in range(2):
+        second = made(rank)
+        second.load_state_dict(first.state_dict())
+        assert read(second, loop_of(rank, done), 2 * PER_EPOCH - done) == whole[rank][done:]
 
 
 def test_generators_that_samplers_own_are_compared_by_their_states() -> None:
