@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.cli.terminal import Exit, Said, command, terminal
 from everstep.client.client import Client
 from everstep.doctor.findings import (
     check_findings,
@@ -31,31 +31,21 @@ ReasonOption = Annotated[
 ]
 
 
-@command
-def cordon(
-    node: NodeArgument,
-    reason: ReasonOption = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+@command()
+def cordon(node: NodeArgument, reason: ReasonOption = None) -> Said:
     """Place no new ranks on a node; its current ranks stay."""
     nodes = terminal().client().nodes
-    _print_node(nodes.cordon(nodes.find(node).id, reason=reason))
+    return _now(nodes.cordon(nodes.find(node).id, reason=reason))
 
 
-@command
-def uncordon(
-    node: NodeArgument,
-    reason: ReasonOption = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+@command()
+def uncordon(node: NodeArgument, reason: ReasonOption = None) -> Said:
     """Allow ranks on a cordoned or draining node again."""
     nodes = terminal().client().nodes
-    _print_node(nodes.uncordon(nodes.find(node).id, reason=reason))
+    return _now(nodes.uncordon(nodes.find(node).id, reason=reason))
 
 
-@command
+@command()
 def drain(
     node: NodeArgument,
     deadline: Annotated[
@@ -71,9 +61,7 @@ def drain(
             help="Wait until every rank has left; exit code 1 if the deadline passes first.",
         ),
     ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Make ranks save, leave a node and move to other nodes, without losing a step."""
     nodes = terminal().client().nodes
     drained = nodes.drain(nodes.find(node).id, deadline_s=deadline, reason=reason)
@@ -84,15 +72,12 @@ def drain(
                 f"{', '.join(drained.runs)}"
             )
         drained = nodes.wait_drained(drained.id, deadline)
-    _print_node(drained)
+    return _now(drained)
 
 
-def _print_node(node: Node) -> None:
-    if terminal().as_json:
-        terminal().json(node)
-        return
+def _now(node: Node) -> Said:
     runs = f", with ranks of {', '.join(node.runs)}" if node.runs else ""
-    terminal().line(f"{node.id} {printable(node.hostname)} is {node.state}{runs}")
+    return Said(node, [f"{node.id} {printable(node.hostname)} is {node.state}{runs}"])
 
 
 # ---------------------------------------------------------------- node watcher
@@ -100,7 +85,7 @@ def _print_node(node: Node) -> None:
 # The command `node-watcher`: Kubernetes's notices as cordons and drains.
 
 
-@command
+@command(options=("url",))
 def node_watcher(
     namespace: Annotated[
         str | None,
@@ -127,7 +112,6 @@ def node_watcher(
     ca_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate of the authority of --api.")
     ] = None,
-    url: UrlOption = None,
 ) -> None:
     """Cordon and drain Ray's nodes as Kubernetes announces of its own: cordons, taints, evictions,
     spot notices. Runs until it is stopped."""
@@ -164,7 +148,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _SIGNS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 
 
-@command
+@command()
 def doctor(
     all_reduce: Annotated[
         float,
@@ -173,8 +157,6 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1.0, help="Maximum time to wait for the nodes.")
     ] = 240.0,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Check service, nodes, versions, storage, ports, clocks and network, and say what to fix.
     Needs an admin token.

@@ -9,10 +9,8 @@ import typer
 
 from everstep.cli.terminal import (
     Exit,
-    JsonOption,
     RunArgument,
     Terminal,
-    UrlOption,
     command,
     terminal,
 )
@@ -22,7 +20,7 @@ from everstep.text import failure, words
 from everstep.wire.drills import Drill, DrillKind, DrillParity, DrillReport, DrillState
 
 
-@command
+@command()
 def drill(
     run_id: RunArgument,
     kind: Annotated[
@@ -41,8 +39,6 @@ def drill(
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait.")
     ] = 600.0,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Inject a failure into a live run, once its ranks train. Exit code 1 if it did not recover, or
     its loss did not continue in parity."""
@@ -157,7 +153,7 @@ def _samples(found: DrillParity) -> str | None:
 # The command that trains steps of a run again, and says whether they are equal.
 
 
-@command
+@command()
 def replay(
     run_id: RunArgument,
     from_step: Annotated[
@@ -179,8 +175,6 @@ def replay(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait."),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Train steps of a run again, in a run of its own, and compare every step. Exit code 1 unless
     all are equal."""

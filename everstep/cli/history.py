@@ -5,18 +5,18 @@ from __future__ import annotations
 import webbrowser
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from everstep.cli.terminal import (
+    Columns,
     Exit,
-    JsonOption,
     RunArgument,
     RunsArgument,
+    Said,
     Terminal,
-    UrlOption,
     command,
     run_ids,
     terminal,
@@ -32,13 +32,14 @@ from everstep.text.words import differences
 from everstep.wire import Checkpoint, ReasonCode, Run, RunStatus
 from everstep.wire.drills import StackReport
 from everstep.wire.events import EventKind
+from everstep.wire.figures import EpochSamples, Samples
 
 
 def _kinds(incomplete: str) -> list[str]:
     return [kind for kind in EventKind if kind.startswith(incomplete)]
 
 
-@command
+@command()
 def logs(
     run_id: RunArgument,
     follow: Annotated[
@@ -48,8 +49,6 @@ def logs(
     attempt: Annotated[
         int | None, typer.Option(min=0, help="Only lines of this attempt; 0 is the driver.")
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Print the log of all ranks and the driver, over all attempts."""
     out = terminal()
@@ -66,7 +65,7 @@ def logs(
             out.line(f"{stamp} {source:<7} {line.level.upper():<7} {text}", style=style)
 
 
-@command
+@command()
 def events(
     run_id: RunArgument,
     follow: Annotated[
@@ -80,8 +79,6 @@ def events(
             autocompletion=_kinds,
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Print what happened in a run, oldest first; with --json every event, without it those that
     have words."""
@@ -103,15 +100,13 @@ def events(
             out.line(f"{item.at.astimezone():%Y-%m-%d %H:%M:%S}  {text}", style=style)
 
 
-@command
+@command()
 def why(
     run_id: RunArgument,
     lines: Annotated[
         int,
         typer.Option(min=0, max=200, help="Number of last log lines of the first failing rank."),
     ] = 10,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Explain the failures of a run: cause, evidence, action and cost; show current stragglers, and
     what a run waits for that does not train."""
@@ -180,25 +175,9 @@ def _standing_still(run: RunHandle) -> StackReport | None:
     return newest
 
 
-@command
-def metrics(
-    run_id: RunArgument,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics; default all.")
-    ] = None,
-    max_points: Annotated[
-        int, typer.Option(min=4, max=10_000, help="Maximum number of points per metric.")
-    ] = 500,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
-    """Show the metrics of a run; with --json every point as step, unix seconds, value."""
-    series = terminal().client().runs.get(run_id).metrics(*(names or []), max_points=max_points)
-    if terminal().as_json:
-        terminal().json({"series": series})
-        return
+def _show_metrics(found: dict[str, Any]) -> None:
     rows: list[tuple[object, ...]] = []
-    for name, points in sorted(series.items()):
+    for name, points in sorted(found["series"].items()):
         finite = [(value, step) for step, _, value in points if value is not None]
         if not points:
             rows.append((name, None, None, None, None))
@@ -216,25 +195,47 @@ def metrics(
     )
 
 
-@command
-def samples(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show for each finished epoch how often its samples were used, over the committed lineage."""
-    found = terminal().client().runs.get(run_id).samples()
-    if terminal().as_json:
-        terminal().json(found)
-        return
-    headers = ("epoch", "samples", "used once", "duplicates", "missing", "digest")
-    rows = [
-        (each.epoch, each.samples, each.used_once, each.duplicates, each.missing, each.digest[:16])
-        for each in found.epochs
-    ]
-    terminal().table(headers, rows, empty="no epoch has ended yet")
+@command(_show_metrics)
+def metrics(
+    run_id: RunArgument,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]…", help="Only these metrics; default all.")
+    ] = None,
+    max_points: Annotated[
+        int, typer.Option(min=4, max=10_000, help="Maximum number of points per metric.")
+    ] = 500,
+) -> dict[str, Any]:
+    """Show the metrics of a run; with --json every point as step, unix seconds, value."""
+    run = terminal().client().runs.get(run_id)
+    return {"series": run.metrics(*(names or []), max_points=max_points)}
+
+
+def _show_samples(found: Samples) -> None:
+    show_epochs = Columns[EpochSamples](
+        ("epoch", "samples", "used once", "duplicates", "missing", "digest"),
+        lambda each: (
+            each.epoch,
+            each.samples,
+            each.used_once,
+            each.duplicates,
+            each.missing,
+            each.digest[:16],
+        ),
+        empty="no epoch has ended yet",
+    )
+    show_epochs(found.epochs)
     if found.origin is not None:
         origin = found.origin
         terminal().note(
             f"starts at step {origin.step} of {origin.run_id} ({origin.checkpoint}), which used "
             f"{origin.samples} samples of epoch {origin.epoch}"
         )
+
+
+@command(_show_samples)
+def samples(run_id: RunArgument) -> Samples:
+    """Show for each finished epoch how often its samples were used, over the committed lineage."""
+    return terminal().client().runs.get(run_id).samples()
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -246,57 +247,48 @@ WhichArgument = Annotated[
 ]
 
 
-@command
-def checkpoints(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """List the checkpoints of a run, oldest first."""
-    found = terminal().client().runs.get(run_id).checkpoints()
-    if terminal().as_json:
-        terminal().json(found)
-        return
-    headers = ("step", "epoch", "state", "size", "committed", "metrics", "digest")
-    terminal().table(
-        headers,
-        [
-            (
-                each.step,
-                each.epoch,
-                each.state,
-                words.size(each.size_bytes),
-                words.ago(each.committed_at),
-                words.numbers(each.metrics) or None,
-                each.digest[:16],
-            )
-            for each in found
-        ],
+@command(
+    Columns[Checkpoint](
+        ("step", "epoch", "state", "size", "committed", "metrics", "digest"),
+        lambda each: (
+            each.step,
+            each.epoch,
+            each.state,
+            words.size(each.size_bytes),
+            words.ago(each.committed_at),
+            words.numbers(each.metrics) or None,
+            each.digest[:16],
+        ),
         empty="no checkpoints yet",
         text=("metrics", "committed"),
         dispensable=("digest", "metrics", "epoch"),
     )
+)
+def checkpoints(run_id: RunArgument) -> list[Checkpoint]:
+    """List the checkpoints of a run, oldest first."""
+    return terminal().client().runs.get(run_id).checkpoints()
 
 
-@command
-def verify(
-    run_id: RunArgument,
-    which: WhichArgument = "latest",
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+def _show_verified(found: Checkpoint) -> None:
+    if found.state == "corrupt":
+        terminal().line(f"{found.name} is corrupt: {found.problem}", style="bold red")
+        return
+    terminal().line(
+        f"{found.name} is sound: {words.size(found.size_bytes)}, sizes and digests of all files "
+        "match"
+    )
+
+
+@command(
+    _show_verified,
+    ends=lambda found: Exit.FAILED if found.state == "corrupt" else Exit.SUCCEEDED,
+)
+def verify(run_id: RunArgument, which: WhichArgument = "latest") -> Checkpoint:
     """Have the service verify every file of a checkpoint. Exit code 1 if one is corrupt."""
-    checkpoint = terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
-    if terminal().as_json:
-        terminal().json(checkpoint)
-    elif checkpoint.state == "corrupt":
-        terminal().line(f"{checkpoint.name} is corrupt: {checkpoint.problem}", style="bold red")
-    else:
-        terminal().line(
-            f"{checkpoint.name} is sound: {words.size(checkpoint.size_bytes)}, sizes and digests "
-            "of all files match"
-        )
-    if checkpoint.state == "corrupt":
-        raise typer.Exit(Exit.FAILED)
+    return terminal().client().runs.get(run_id).verify_checkpoint(_which(which))
 
 
-@command
+@command()
 def download(
     run_id: RunArgument,
     which: WhichArgument = "latest",
@@ -306,9 +298,7 @@ def download(
             metavar="[DIRECTORY]", help="Target directory; default ./RUN-STEP.", show_default=False
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Download a checkpoint. All files are verified before any appears in the directory."""
     out = terminal()
     named = _which(which)
@@ -316,21 +306,19 @@ def download(
     checkpoint = run.checkpoint(named)
     target = directory or Path(f"{run_id}-{checkpoint.step}")
     _download(out, run, checkpoint, target)
-    if out.as_json:
-        out.json({"directory": str(target.absolute()), "checkpoint": checkpoint})
-    else:
-        out.line(str(target))
-        out.note(f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified")
-        if any(target.glob("piece-*-of-*.pt")):
-            out.note(
-                "the model is sharded: python -m train_fn.checkpoints.sharded "
-                f"{target} joins its pieces into model.safetensors"
-            )
-        if leaves_out_frozen(target):
-            out.note(
-                "model.pt holds trained parameters and buffers, not the frozen ones: build the "
-                "model as the task does, then model.load_state_dict(weights, strict=False)"
-            )
+    notes = [f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified"]
+    if any(target.glob("piece-*-of-*.pt")):
+        notes.append(
+            f"the model is sharded: python -m train_fn.checkpoints.sharded {target} joins its "
+            "pieces into model.safetensors"
+        )
+    if leaves_out_frozen(target):
+        notes.append(
+            "model.pt holds trained parameters and buffers, not the frozen ones: build the model "
+            "as the task does, then model.load_state_dict(weights, strict=False)"
+        )
+    value = {"directory": str(target.absolute()), "checkpoint": checkpoint}
+    return Said(value, [str(target)], notes)
 
 
 def _which(text: str) -> Which:
@@ -372,8 +360,8 @@ OpenedArgument = Annotated[
 ]
 
 
-@command
-def compare(run_ids: RunsArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def compare(run_ids: RunsArgument) -> None:
     """Show runs side by side: how they did, and where their specs differ."""
     out = terminal()
     ids = list(dict.fromkeys(run_ids))
@@ -423,11 +411,9 @@ def _metric(run: Run, name: str) -> str | None:
     return words.number(run.metrics[name]) if name in run.metrics else None
 
 
-@command
+@command()
 def open_page(
     run_id: OpenedArgument = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Open the page of a run in a browser, and print its address."""
     out = terminal()

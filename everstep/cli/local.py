@@ -16,13 +16,12 @@ from everstep.cli.submit import ARGV, SCHEMA_FILE, schema_line, write_schema, wr
 from everstep.cli.terminal import (
     CodeOption,
     Exit,
-    JsonOption,
+    Said,
     ScriptOption,
     SetOption,
     SpecArgument,
     TaskOption,
     TrainFnOption,
-    UrlOption,
     command,
     terminal,
 )
@@ -52,7 +51,7 @@ def imported_for_training(module: str) -> Any:
     return importlib.import_module(module)
 
 
-@command
+@command()
 def run(
     spec: SpecArgument = None,
     local: Annotated[
@@ -84,8 +83,6 @@ def run(
     debugger: Annotated[
         bool, typer.Option("--pdb", help="Open the Python debugger if training raises.")
     ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Train a spec in this process, for debugging: the loop, data and checkpoints of a run, on one
     rank and without loader processes."""
@@ -117,7 +114,7 @@ def run(
 
 
 @init.command("task")
-@command
+@command()
 def init_task(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the package, for example my_task.")
@@ -126,38 +123,25 @@ def init_task(
         Path,
         typer.Option("--in", metavar="DIRECTORY", help="Directory in which to create its folder."),
     ] = Path(),
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Write a working task to start from: model, data, loss, a test, and a spec to submit."""
     folder = write_skeleton(name, directory)
     files = sorted(str(path) for path in folder.rglob("*") if path.is_file())
-    if terminal().as_json:
-        terminal().json({"directory": str(folder), "files": files})
-        return
-    for path in files:
-        terminal().line(path)
-    terminal().note(
-        f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it"
-    )
+    note = f"try it: cd {folder} && python -m pytest -q; README.md there says how to submit it"
+    return Said({"directory": str(folder), "files": files}, files, [note])
 
 
 @init.command("schema")
-@command
+@command()
 def init_schema(
     path: Annotated[
         Path, typer.Argument(metavar="[FILE]", help="File to write or replace.")
     ] = Path(SCHEMA_FILE),
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Write the JSON schema of a spec, with which an editor completes and checks YAML."""
     write_schema(path)
-    if terminal().as_json:
-        terminal().json({"file": str(path)})
-        return
-    terminal().line(str(path))
-    terminal().note(f"begin a spec beside it with: {schema_line(path.name)}")
+    note = f"begin a spec beside it with: {schema_line(path.name)}"
+    return Said({"file": str(path)}, [str(path)], [note])
 
 
 # ---------------------------------------------------------------- specs
@@ -167,15 +151,13 @@ def init_schema(
 _KINDS = tuple(Catalog.model_fields)
 
 
-@command
+@command()
 def validate(
     spec: SpecArgument = None,
     overrides: SetOption = None,
     code: CodeOption = None,
     task: TaskOption = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Check a spec on this machine, without a service. Print every fault and exit with 2.
 
     With --json, print the spec with every default filled in. `everstep submit --dry-run` also asks
@@ -183,13 +165,10 @@ def validate(
     """
     raw, _ = with_code(None if spec is None else read_spec(spec), code, task)
     parsed = parse_spec(apply_overrides(raw, overrides or []))
-    if terminal().as_json:
-        terminal().json(parsed)
-    else:
-        terminal().line(f"{spec or parsed.name} is valid")
+    return Said(parsed, [f"{spec or parsed.name} is valid"])
 
 
-@command
+@command()
 def catalog(
     kind: Annotated[
         str | None,
@@ -202,8 +181,6 @@ def catalog(
             ],
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """List what a spec can name: tasks, models, data sets, optimizers and schedules, with their
     arguments. Needs no service."""
@@ -315,7 +292,7 @@ _EXITS = {"equal": 0, "different": 1, "impossible": 2}
 _WIDTH = 48
 
 
-@command
+@command()
 def rehearse(
     context: typer.Context,
     spec: SpecArgument = None,
@@ -337,8 +314,6 @@ def rehearse(
             "epoch ends within the steps.",
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Train a few steps of your code on this machine, kill its ranks in several ways, and compare
     every step with a training that nobody disturbed. Exit code 0 if all is equal, 1 if something

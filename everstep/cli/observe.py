@@ -16,12 +16,11 @@ from typing import Annotated
 import typer
 
 from everstep.cli.terminal import (
+    Columns,
     Exit,
-    JsonOption,
     RunArgument,
     RunsArgument,
     Terminal,
-    UrlOption,
     command,
     terminal,
 )
@@ -31,12 +30,13 @@ from everstep.text import events as event_words
 from everstep.text import words
 from everstep.wire import GoodputBuckets
 from everstep.wire.drills import MOST_STEPS, Profile, ProfileState
+from everstep.wire.figures import GpuUse, RankTimes, StragglerReport
 
 _STACK_LINES = 8
 """Lines of each rank's stack that are shown unless one rank is asked for, the innermost."""
 
 
-@command
+@command()
 def goodput(
     run_id: Annotated[
         str | None,
@@ -45,8 +45,6 @@ def goodput(
         ),
     ] = None,
     project: Annotated[str | None, typer.Option(help="Only runs of this project.")] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Show how a run, or all runs of each project, spent their wall time."""
     out = terminal()
@@ -94,58 +92,50 @@ def _rows(buckets: GoodputBuckets, wall_s: float) -> list[tuple[object, ...]]:
     ]
 
 
-@command
-def stragglers(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show each rank's step time and its wait for the others, stragglers, and GPU utilisation."""
-    out = terminal()
-    report = out.client().runs.get(run_id).stragglers()
-    if out.as_json:
-        out.json(report)
-        return
-    out.table(
+def _show_stragglers(report: StragglerReport) -> None:
+    show_ranks = Columns[RankTimes](
         ("rank", "node", "micro-batches", "own time", "waits", "skew"),
-        [
-            (
-                each.rank,
-                each.node_id[:8],
-                each.micro_batches,
-                f"{each.own_s * 1e3:.1f} ms",
-                f"{each.wait_s * 1e3:.1f} ms",
-                each.skew,
-            )
-            for each in report.ranks
-        ],
+        lambda each: (
+            each.rank,
+            each.node_id[:8],
+            each.micro_batches,
+            f"{each.own_s * 1e3:.1f} ms",
+            f"{each.wait_s * 1e3:.1f} ms",
+            each.skew,
+        ),
         empty="no times yet: they appear after some seconds of training on at least two ranks",
     )
+    show_ranks(report.ranks)
     if report.gpus:
-        out.table(
+        show_gpus = Columns[GpuUse](
             ("rank", "node", "GPU", "busy", "memory", "own tensors"),
-            [
-                (
-                    each.rank,
-                    each.node_id[:8],
-                    each.name,
-                    None if each.busy is None else f"{each.busy:.0%}",
-                    f"{words.size(each.used_bytes)} of {words.size(each.total_bytes)}",
-                    words.size(each.allocated_bytes),
-                )
-                for each in report.gpus
-            ],
-            empty="",
+            lambda each: (
+                each.rank,
+                each.node_id[:8],
+                each.name,
+                None if each.busy is None else f"{each.busy:.0%}",
+                f"{words.size(each.used_bytes)} of {words.size(each.total_bytes)}",
+                words.size(each.allocated_bytes),
+            ),
             text=("GPU", "memory", "own tensors"),
         )
+        show_gpus(report.gpus)
     for line in event_words.stragglers(report):
-        out.line(line)
+        terminal().line(line)
 
 
-@command
+@command(_show_stragglers)
+def stragglers(run_id: RunArgument) -> StragglerReport:
+    """Show each rank's step time and its wait for the others, stragglers, and GPU utilisation."""
+    return terminal().client().runs.get(run_id).stragglers()
+
+
+@command()
 def stacks(
     run_id: RunArgument,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Show the whole stack of this rank only.")
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Show what every rank does now: in words, and where its code is. Ranks are not interrupted."""
     out = terminal()
@@ -164,7 +154,7 @@ def stacks(
             out.line(f"  {line}")
 
 
-@command
+@command()
 def profile(
     run_id: RunArgument,
     rank: Annotated[int, typer.Option(min=0, help="Rank to profile.")] = 0,
@@ -187,8 +177,6 @@ def profile(
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait.")
     ] = 600.0,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Profile some steps of a training rank, and show the time of its all-reduces. Open the trace
     at https://ui.perfetto.dev."""
@@ -244,7 +232,7 @@ def _show_profile(out: Terminal, found: Profile, path: Path) -> None:
 REFRESH_S = 10.0
 
 
-@command
+@command()
 def tensorboard(
     run_ids: RunsArgument,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 6006,
@@ -257,8 +245,6 @@ def tensorboard(
             help="Only download the files there, and start nothing.",
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Show runs in TensorBoard: download their files, start it, follow runs that train."""
     out = terminal()

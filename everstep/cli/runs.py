@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterable
@@ -23,12 +24,12 @@ from rich.table import Column
 from rich.text import Text
 
 from everstep.cli.terminal import (
+    Columns,
     Exit,
-    JsonOption,
     RunArgument,
     RunsArgument,
+    Said,
     Terminal,
-    UrlOption,
     command,
     exit_code_of_status,
     statuses,
@@ -44,7 +45,29 @@ from everstep.wire import Event, Run, RunStatus
 from everstep.wire.events import EventKind
 
 
-@command
+@command(
+    Columns[Run](
+        (
+            *("id", "name", "status", "step", "left", "ranks", "loss"),
+            *("created", "owner", "reason"),
+        ),
+        lambda run: (
+            run.id,
+            run.name,
+            run.status,
+            words.progress(run),
+            words.time_left(run),
+            run.world_size,
+            words.number(run.metrics["loss"]) if "loss" in run.metrics else None,
+            words.ago(run.created_at),
+            run.owner,
+            run.reason.code if run.reason else None,
+        ),
+        empty="no runs",
+        text=("name", "owner", "reason"),
+        dispensable=("reason", "owner", "created", "ranks", "loss", "left", "step"),
+    )
+)
 def runs(
     status: Annotated[
         list[str] | None,
@@ -75,52 +98,12 @@ def runs(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, help="Maximum number of runs.")
     ] = 50,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> list[Run]:
     """List runs, newest first."""
     found = (
         terminal().client().runs.list(status=status, project=project, name=name, tag=tag, sort=sort)
     )
-    shown = [run.run for run, _ in zip(found, range(limit), strict=False)]
-    if terminal().as_json:
-        terminal().json(shown)
-        return
-    headers = (
-        *("id", "name", "status", "step", "left", "ranks", "loss"),
-        *("created", "owner", "reason"),
-    )
-    terminal().table(
-        headers,
-        [
-            (
-                run.id,
-                run.name,
-                run.status,
-                words.progress(run),
-                words.time_left(run),
-                run.world_size,
-                words.number(run.metrics["loss"]) if "loss" in run.metrics else None,
-                words.ago(run.created_at),
-                run.owner,
-                run.reason.code if run.reason else None,
-            )
-            for run in shown
-        ],
-        empty="no runs",
-        text=("name", "owner", "reason"),
-        dispensable=("reason", "owner", "created", "ranks", "loss", "left", "step"),
-    )
-
-
-@command
-def show(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show one run."""
-    run = terminal().client().runs.get(run_id).run
-    if terminal().as_json:
-        terminal().json(run)
-    else:
-        terminal().fields(_fields(run))
+    return [run.run for run in itertools.islice(found, limit)]
 
 
 def _fields(run: Run) -> list[tuple[str, object]]:
@@ -193,8 +176,18 @@ def _fields(run: Run) -> list[tuple[str, object]]:
     ]
 
 
-@command
-def watch(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+def _show(run: Run) -> None:
+    terminal().fields(_fields(run))
+
+
+@command(_show)
+def show(run_id: RunArgument) -> Run:
+    """Show one run."""
+    return terminal().client().runs.get(run_id).run
+
+
+@command()
+def watch(run_id: RunArgument) -> None:
     """Show a run until it ends. Exit code 0 for SUCCEEDED, 1 for FAILED or CANCELLED."""
     watch_to_the_end(terminal().client().runs.get(run_id))
 
@@ -218,25 +211,29 @@ def watch_to_the_end(run: RunHandle) -> None:
         raise typer.Exit(code)
 
 
-@command
-def cancel(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def cancel(run_id: RunArgument) -> Said:
     """Stop a run for good, after a last checkpoint."""
-    _print_request(terminal().client().runs.get(run_id).cancel())
+    return _now(terminal().client().runs.get(run_id).cancel().run)
 
 
-@command
-def pause(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def pause(run_id: RunArgument) -> Said:
     """Stop a run after a checkpoint, and release its resources."""
-    _print_request(terminal().client().runs.get(run_id).pause())
+    return _now(terminal().client().runs.get(run_id).pause().run)
 
 
-@command
-def resume(run_id: RunArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def resume(run_id: RunArgument) -> Said:
     """Queue a paused run again; it continues from its last checkpoint."""
-    _print_request(terminal().client().runs.get(run_id).resume())
+    return _now(terminal().client().runs.get(run_id).resume().run)
 
 
-@command
+def _now(run: Run) -> Said:
+    return Said(run, [f"{run.id} {printable(run.name)} is {run.status}"])
+
+
+@command()
 def note(
     run_id: RunArgument,
     text: Annotated[
@@ -249,28 +246,20 @@ def note(
         ),
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the notes.")] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Print, replace or remove the notes of a run."""
     if clear and text is not None:
         raise UsageError("give either a text or --clear, not both")
-    out, run = terminal(), terminal().client().runs.get(run_id)
+    run = terminal().client().runs.get(run_id)
     if clear or text is not None:
         run.set_notes(None if clear else sys.stdin.read() if text == "-" else text)
-    if out.as_json:
-        out.json(run.run)
-    elif run.notes:
-        for line in printable_lines(run.notes).split("\n"):
-            out.line(line)
+    return Said(run.run, printable_lines(run.notes).split("\n") if run.notes else ())
 
 
-@command
+@command()
 def delete(
     run_ids: RunsArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """Delete runs that have ended, with their checkpoints, logs and history. This cannot be
     undone."""
@@ -280,10 +269,7 @@ def delete(
         _confirm_delete(out, found)
     for run in found:
         run.delete()
-        if out.as_json:
-            out.json({"deleted": run.id})
-        else:
-            out.line(f"{run.id} {printable(run.name)} is deleted")
+        Said({"deleted": run.id}, [f"{run.id} {printable(run.name)} is deleted"]).print()
 
 
 def _confirm_delete(out: Terminal, runs: list[RunHandle]) -> None:
@@ -294,13 +280,6 @@ def _confirm_delete(out: Terminal, runs: list[RunHandle]) -> None:
         out.line(f"{run.id} {run.name} {run.status}, {words.progress(run.run)} steps")
     what = "this run" if len(runs) == 1 else f"these {len(runs)} runs"
     typer.confirm(f"Delete {what} with every checkpoint and log?", abort=True, err=True)
-
-
-def _print_request(run: RunHandle) -> None:
-    if terminal().as_json:
-        terminal().json(run.run)
-    else:
-        terminal().line(f"{run.id} {printable(run.name)} is {run.status}")
 
 
 # ---------------------------------------------------------------- watch

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from everstep.cli.terminal import Exit, JsonOption, UrlOption, command, terminal
+from everstep.cli.terminal import Columns, Exit, Said, command, terminal
 from everstep.client.address import (
     LogIn,
     checked_token,
@@ -35,7 +35,8 @@ from everstep.options.serve import (
     is_switch,
 )
 from everstep.text import words
-from everstep.wire import Node
+from everstep.wire import ClusterInfo, Node
+from everstep.wire.cluster import StorageStatus
 
 SERVER_MODULES = (
     "service.process.serve",
@@ -97,9 +98,9 @@ def _takes_serve_flags(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@command
+@command(options=("json_",))
 @_takes_serve_flags
-def serve(json_: JsonOption = False, **flags: FlagValue | None) -> None:
+def serve(**flags: FlagValue | None) -> None:
     """Run the service, by default with a Ray cluster of its own on this machine (EVERSTEP_HOME,
     default ~/.everstep)."""
     require_server()
@@ -113,15 +114,8 @@ def serve(json_: JsonOption = False, **flags: FlagValue | None) -> None:
     os.execve(sys.executable, [sys.executable, "-m", "service.process.serve"], environ)
 
 
-@command
-def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show the nodes of the Ray cluster and the runs on them."""
+def _show_cluster(info: ClusterInfo) -> None:
     out = terminal()
-    client = out.client()
-    info = client.cluster()
-    if out.as_json:
-        out.json(info)
-        return
     if not info.available:
         out.note("Ray does not respond; this may be out of date")
     out.fields(
@@ -129,31 +123,34 @@ def cluster(json_: JsonOption = False, url: UrlOption = None) -> None:
             ("Ray", info.ray_version),
             ("address", info.address),
             # Ray's own address needs a token that only the service has
-            ("dashboard", f"{client.url}/ray/" if info.dashboard_url else None),
+            ("dashboard", f"{out.client().url}/ray/" if info.dashboard_url else None),
         ]
     )
     hosts = Counter((node.hostname, node.ip) for node in info.nodes if node.state != "DEAD")
-    headers = ("node", "host", "ip", "state", "used", "runs", "marked")
-    out.table(
-        headers,
-        [
-            (
-                node.id[:12],
-                node.hostname + (" (head)" if node.is_head else ""),
-                node.ip,
-                node.state,
-                _resources(node, has_own_host=hosts[node.hostname, node.ip] < 2),
-                ", ".join(node.runs) or None,
-                _mark(node),
-            )
-            for node in info.nodes
-        ],
+    show_nodes = Columns[Node](
+        ("node", "host", "ip", "state", "used", "runs", "marked"),
+        lambda node: (
+            node.id[:12],
+            node.hostname + (" (head)" if node.is_head else ""),
+            node.ip,
+            node.state,
+            _resources(node, has_own_host=hosts[node.hostname, node.ip] < 2),
+            ", ".join(node.runs) or None,
+            _mark(node),
+        ),
         empty="no nodes",
         text=("host", "used", "runs", "marked"),
         dispensable=("ip", "used", "marked"),
     )
+    show_nodes(info.nodes)
     for at in info.coming_back:
         out.note(f"a missing node is started again at {at.astimezone():%H:%M:%S}")
+
+
+@command(_show_cluster)
+def cluster() -> ClusterInfo:
+    """Show the nodes of the Ray cluster and the runs on them."""
+    return terminal().client().cluster()
 
 
 def _mark(node: Node) -> str | None:
@@ -182,7 +179,7 @@ def _resources(node: Node, *, has_own_host: bool) -> str:
     return ", ".join(parts) or "none"
 
 
-@command
+@command(options=("json_",))
 def demo(
     keep: Annotated[
         bool,
@@ -197,7 +194,6 @@ def demo(
     out: Annotated[
         str, typer.Option(metavar="DIRECTORY", help="Directory for the trained model.")
     ] = "out/demo",
-    json_: JsonOption = False,
 ) -> None:
     """Train on three local nodes, kill one of them, and watch the run continue."""
     from everstep.cli.demo import run_demo
@@ -235,7 +231,7 @@ StorageOption = Annotated[
 ]
 
 
-@command
+@command(options=("json_",))
 def backup(
     directory: DirectoryArgument,
     database: DatabaseOption = None,
@@ -254,7 +250,6 @@ def backup(
             ),
         ),
     ] = None,
-    json_: JsonOption = False,
 ) -> None:
     """Copy database and storage to a new directory. Run it on the service's machine; the service
     may keep running."""
@@ -268,12 +263,11 @@ def backup(
     )
 
 
-@command
+@command(options=("json_",))
 def restore(
     directory: DirectoryArgument,
     database: DatabaseOption = None,
     storage: StorageOption = None,
-    json_: JsonOption = False,
 ) -> None:
     """Restore a backup into an empty EVERSTEP_HOME (or --database and --storage), before `everstep
     serve` is started there."""
@@ -305,15 +299,8 @@ storage = typer.Typer(
 )
 
 
-@storage.command("show")
-@command
-def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
-    """Show whether the storage belongs to the service's database."""
+def _show_storage(found: StorageStatus) -> None:
     out = terminal()
-    found = out.client().storage.status()
-    if out.as_json:
-        out.json(found)
-        return
     out.fields(
         [
             ("storage", found.uri),
@@ -332,23 +319,27 @@ def show_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
         )
 
 
+@storage.command("show")
+@command(_show_storage)
+def show_storage() -> StorageStatus:
+    """Show whether the storage belongs to the service's database."""
+    return terminal().client().storage.status()
+
+
 @storage.command("adopt")
-@command
-def adopt_storage(json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def adopt_storage() -> Said:
     """Continue with the storage that is there now, without data that it lacks. Read docs/runbook.md
     first."""
-    out = terminal()
-    done = out.client().storage.adopt()
-    if out.as_json:
-        out.json(done)
-        return
-    out.line(
+    done = terminal().client().storage.adopt()
+    lines = [
         f"the service now uses storage {done.storage_id} (before: {done.previous_id or 'none'})"
-    )
+    ]
     if done.caught_up:
-        out.line(f"runs with newer submissions in the storage: {', '.join(done.caught_up)}")
+        lines.append(f"runs with newer submissions in the storage: {', '.join(done.caught_up)}")
     if done.lost:
-        out.line(f"runs whose data the storage lacks: {', '.join(done.lost)}")
+        lines.append(f"runs whose data the storage lacks: {', '.join(done.lost)}")
+    return Said(done, lines)
 
 
 # ---------------------------------------------------------------- log in
@@ -359,15 +350,13 @@ LOCAL = "local"
 """Name of the service on this machine, which needs no log-in."""
 
 
-@command
+@command()
 def login(
     service: Annotated[str, typer.Argument(metavar="URL", help="URL of the service.")],
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the log-in; default the host.")
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Log in to a service: keep its URL and your token for the following commands and the SDK.
 
     The token is asked for, or read as one line of standard input.
@@ -385,37 +374,32 @@ def login(
     with Client(address, token, max_tries=2) as client:
         next(iter(client.runs.list()), None)  # raises AuthError for a token that is not valid
     path = write_contexts(read_contexts().with_log_in(chosen, LogIn(address, token)))
-    if out.as_json:
-        out.json({"name": chosen, "url": address})
-    else:
-        out.line(f"logged in to {address} as {chosen}")
-        out.note(f"the token is in {path}, which only you can read")
+    return Said(
+        {"name": chosen, "url": address},
+        [f"logged in to {address} as {chosen}"],
+        [f"the token is in {path}, which only you can read"],
+    )
 
 
-@command
+@command()
 def logout(
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="Name of the log-in; default the one in use."),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said | None:
     """Forget a log-in on this machine. The token itself stays valid; `everstep token revoke` ends
     it."""
     known = read_contexts()
     chosen = name or known.current
     if chosen is None:
         terminal().note("not logged in")
-        return
+        return None
     write_contexts(known.without(chosen))
-    if terminal().as_json:
-        terminal().json({"name": chosen})
-    else:
-        terminal().line(f"forgot {chosen}")
+    return Said({"name": chosen}, [f"forgot {chosen}"])
 
 
-@command
+@command()
 def context(
     name: Annotated[
         str | None,
@@ -423,8 +407,6 @@ def context(
             metavar="[NAME]", help=f"Log-in to use from now on; {LOCAL} for this machine's service."
         ),
     ] = None,
-    json_: JsonOption = False,
-    url: UrlOption = None,
 ) -> None:
     """List the log-ins, or use another one."""
     out, known = terminal(), read_contexts()

@@ -17,17 +17,15 @@ from typer.core import TyperCommand
 from everstep.cli.runs import watch_to_the_end
 from everstep.cli.terminal import (
     CodeOption,
-    JsonOption,
+    Said,
     ScriptOption,
     SetOption,
     SpecArgument,
     TaskOption,
     TrainFnOption,
-    UrlOption,
     command,
     terminal,
 )
-from everstep.client.client import Client
 from everstep.code import rehearse_command, with_code
 from everstep.errors import UsageError
 from everstep.spec.overrides import apply_overrides
@@ -48,7 +46,7 @@ class SubmitCommand(TyperCommand):
         return super().parse_args(ctx, args[:end])
 
 
-@command
+@command()
 def submit(
     context: typer.Context,
     spec: SpecArgument = None,
@@ -76,9 +74,7 @@ def submit(
             "same: the service checks it, too.",
         ),
     ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said | None:
     """Submit a run. For an invalid spec, print every fault and exit with 2."""
     raw, archive = with_code(
         None if spec is None else read_spec(spec),
@@ -94,27 +90,16 @@ def submit(
     if archive is not None:
         client.code.upload_packed(archive, project=parsed.project, create_project=create_project)
     if dry_run:
-        _check(client, parsed, create_project=create_project)
-        return
+        resolved = client.runs.validate(parsed, create_project=create_project)
+        return Said(resolved, [f"{resolved.name} is valid; nothing was submitted"])
     run = client.runs.create(parsed, idempotency_key, create_project=create_project)
     _note_best_mode(raw, parsed)
     _note_rehearsal(parsed, spec, code, overrides or [])
     if watch:
         watch_to_the_end(run)
-    elif terminal().as_json:
-        terminal().json(run.run)
-    else:
-        terminal().line(run.id)
-        terminal().note(f"{run.name} is {run.status}; `everstep watch {run.id}` shows it")
-
-
-def _check(client: Client, spec: RunSpec, *, create_project: bool) -> None:
-    """Let the service check a spec. Raise InvalidSpec with every fault."""
-    resolved = client.runs.validate(spec, create_project=create_project)
-    if terminal().as_json:
-        terminal().json(resolved)
-    else:
-        terminal().line(f"{resolved.name} is valid; nothing was submitted")
+        return None
+    note = f"{run.name} is {run.status}; `everstep watch {run.id}` shows it"
+    return Said(run.run, [run.id], [note])
 
 
 def _note_best_mode(raw: dict[str, Any], spec: RunSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ from typer.core import TyperGroup
 from everstep.cli.local import grid_of, random_of
 from everstep.cli.terminal import (
     CodeOption,
+    Columns,
     Exit,
-    JsonOption,
+    Said,
     SetOption,
     SpecArgument,
     TaskOption,
-    UrlOption,
     command,
     sweep_ids,
     terminal,
@@ -74,7 +75,7 @@ def states_of_runs(progress: SweepProgress) -> str:
 # The command that submits a sweep: `everstep sweep SPEC.yaml --metric METRIC --grid …`.
 
 
-@command
+@command()
 def submit(
     spec: SpecArgument = None,
     metric: Annotated[
@@ -148,9 +149,7 @@ def submit(
             "nothing. Code is uploaded all the same: the service checks it, too.",
         ),
     ] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said | None:
     """Submit a sweep. Every run is checked first; a fault names the value that it comes from."""
     if not metric:
         raise UsageError("--metric is required: the metric to compare runs by, as in their curves")
@@ -172,32 +171,30 @@ def submit(
         "name": name,
     }
     if dry_run:
-        _show_checked(client.sweeps.validate(raw, **asked, create_project=create_project))
-        return
+        return _checked(client.sweeps.validate(raw, **asked, create_project=create_project))
     made = client.sweeps.create(
         raw, **asked, idempotency_key=idempotency_key, create_project=create_project
     )
     if watch:
         watch_to_the_end(made)
-    elif terminal().as_json:
-        terminal().json(made.sweep)
-    else:
-        terminal().line(made.id)
-        total = words.count(made.progress.total, "run")
-        terminal().note(f"{made.name} has {total}; `everstep sweep show {made.id}` shows them")
+        return None
+    note = (
+        f"{made.name} has {words.count(made.progress.total, 'run')}; "
+        f"`everstep sweep show {made.id}` shows them"
+    )
+    return Said(made.sweep, [made.id], [note])
 
 
-def _show_checked(sweep: SweepSpec) -> None:
-    """Print the runs of a sweep that was not submitted."""
+def _checked(sweep: SweepSpec) -> Said:
+    """Print the values of each run of a sweep that was not submitted."""
     params = params_of(sweep)
-    if terminal().as_json:
-        terminal().json({**sweep.model_dump(mode="json"), "runs": params})
-        return
-    rows = [(number, words_of(values)) for number, values in enumerate(params)]
-    terminal().table(("number", "values"), rows, empty="no runs", text=("values",))
+    if not terminal().as_json:
+        rows = [(number, words_of(values)) for number, values in enumerate(params)]
+        terminal().table(("number", "values"), rows, empty="no runs", text=("values",))
     drawn = f"; add --seed {sweep.seed} to submit these" if sweep.random else ""
     count = words.count(len(params), "run")
-    terminal().note(f"{sweep.name} is valid, with {count}; nothing was submitted{drawn}")
+    note = f"{sweep.name} is valid, with {count}; nothing was submitted{drawn}"
+    return Said({**sweep.model_dump(mode="json"), "runs": params}, notes=[note])
 
 
 def _scheduler(name: str, min_steps: int | None, reduction_factor: int | None) -> dict[str, Any]:
@@ -240,55 +237,49 @@ sweep.command(_SUBMIT)(submit)
 
 
 @sweep.command()
-@command
-def show(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def show(sweep_id: SweepArgument) -> Said:
     """Show one sweep with its runs, the best first."""
     found = terminal().client().sweeps.get(sweep_id)
     runs = found.runs()
-    if terminal().as_json:
-        terminal().json({**found.sweep.model_dump(mode="json"), "runs": runs})
-        return
-    terminal().fields(_fields(found.sweep))
-    terminal().line()
-    headers = ("number", "run", "status", "step", found.metric, "at step", "values")
-    terminal().table(
-        headers,
-        [_row(run) for run in best_first(runs, found.mode)],
-        empty="no runs",
-        text=("values",),
-        dispensable=("at step", "number", "step"),
-    )
+    if not terminal().as_json:
+        terminal().fields(_fields(found.sweep))
+        terminal().line()
+        show_runs = Columns[SweepRun](
+            ("number", "run", "status", "step", found.metric, "at step", "values"),
+            _row,
+            empty="no runs",
+            text=("values",),
+            dispensable=("at step", "number", "step"),
+        )
+        show_runs(best_first(runs, found.mode))
+    return Said({**found.sweep.model_dump(mode="json"), "runs": runs})
 
 
 @sweep.command()
-@command
-def watch(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def watch(sweep_id: SweepArgument) -> None:
     """Show a sweep until it ends. Exit code 0 for SUCCEEDED, 1 for FAILED or CANCELLED."""
     watch_to_the_end(terminal().client().sweeps.get(sweep_id))
 
 
 @sweep.command()
-@command
-def cancel(sweep_id: SweepArgument, json_: JsonOption = False, url: UrlOption = None) -> None:
+@command()
+def cancel(sweep_id: SweepArgument) -> Said:
     """Submit no further run, and cancel those that have not ended."""
-    stopped = terminal().client().sweeps.get(sweep_id).cancel()
-    if terminal().as_json:
-        terminal().json(stopped.sweep)
-    else:
-        terminal().line(f"{stopped.id} {printable(stopped.name)} is {stopped.status}")
+    stopped = terminal().client().sweeps.get(sweep_id).cancel().sweep
+    return Said(stopped, [f"{stopped.id} {printable(stopped.name)} is {stopped.status}"])
 
 
 @sweep.command()
-@command
+@command()
 def delete(
     sweep_id: SweepArgument,
     runs: Annotated[
         bool, typer.Option("--runs", help="Delete its runs, too, with every checkpoint and log.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> Said:
     """Delete a sweep that has ended. Its runs stay, unless --runs is given."""
     out = terminal()
     found = out.client().sweeps.get(sweep_id)
@@ -298,13 +289,27 @@ def delete(
         what = f" and its {words.count(found.progress.total, 'run')}" if runs else ""
         typer.confirm(f"Delete sweep {found.name}{what}?", abort=True, err=True)
     found.delete(runs=runs)
-    if out.as_json:
-        out.json({"deleted": found.id})
-    else:
-        out.line(f"{found.id} {printable(found.name)} is deleted")
+    return Said({"deleted": found.id}, [f"{found.id} {printable(found.name)} is deleted"])
 
 
-@command
+@command(
+    Columns[Sweep](
+        ("id", "name", "status", "runs", "metric", "best", "best run", "created"),
+        lambda each: (
+            each.id,
+            each.name,
+            each.status,
+            f"{each.progress.ended}/{each.progress.total}",
+            each.metric,
+            None if each.best is None else words.number(each.best.value),
+            None if each.best is None else each.best.run_id,
+            words.ago(each.created_at),
+        ),
+        empty="no sweeps",
+        text=("name",),
+        dispensable=("created", "metric", "best run"),
+    )
+)
 def sweeps(
     status: Annotated[
         list[str] | None,
@@ -316,31 +321,10 @@ def sweeps(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, help="Maximum number of sweeps.")
     ] = 50,
-    json_: JsonOption = False,
-    url: UrlOption = None,
-) -> None:
+) -> list[Sweep]:
     """List sweeps, newest first."""
     found = terminal().client().sweeps.list(status=status, project=project)
-    shown = [each.sweep for each, _ in zip(found, range(limit), strict=False)]
-    if terminal().as_json:
-        terminal().json(shown)
-        return
-    rows = [
-        (
-            each.id,
-            each.name,
-            each.status,
-            f"{each.progress.ended}/{each.progress.total}",
-            each.metric,
-            None if each.best is None else words.number(each.best.value),
-            None if each.best is None else each.best.run_id,
-            words.ago(each.created_at),
-        )
-        for each in shown
-    ]
-    headers = ("id", "name", "status", "runs", "metric", "best", "best run", "created")
-    dispensable = ("created", "metric", "best run")
-    terminal().table(headers, rows, empty="no sweeps", text=("name",), dispensable=dispensable)
+    return [each.sweep for each in itertools.islice(found, limit)]
 
 
 def _fields(found: Sweep) -> list[tuple[str, object]]:

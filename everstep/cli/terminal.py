@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, cast
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 from pydantic import BaseModel
@@ -37,7 +39,7 @@ from everstep.errors import (
 from everstep.spec.plain_text import json_line, printable, printable_lines
 from everstep.wire import RunStatus
 
-P = ParamSpec("P")
+T = TypeVar("T")
 CLI_TRIES = 4
 _LEAST_CHARS = 12
 """Width down to which a column of text may be squeezed."""
@@ -249,35 +251,126 @@ def terminal() -> Terminal:
     return _CURRENT.get()
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command: errors become a message and an exit code, and global options may follow its
-    name."""
+@dataclass(frozen=True)
+class Said:
+    """What a command did: a value for ``--json``, lines, and notes beside them."""
 
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        terminal().as_json |= bool(kwargs.get("json_"))
-        terminal().url = cast(str | None, kwargs.get("url")) or terminal().url
-        try:
-            function(*args, **kwargs)
-        except EverstepError as exc:
-            details: dict[str, Any] = {"code": exc.code, "status": exc.status}
-            if isinstance(exc, InvalidSpec):
-                details["errors"] = [
-                    {"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors
-                ]
-            raise terminal().fail(_message(exc), exit_code_of(exc), details) from exc
-        except KeyboardInterrupt as exc:
-            raise typer.Exit(Exit.INTERRUPTED) from exc
-        except BrokenPipeError as exc:
-            # The reader closed the pipe. Python flushes stdout once more at exit: let that succeed.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(Exit.SUCCEEDED) from exc
-        except OSError as exc:
-            raise terminal().fail(
-                f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED
-            ) from exc
+    value: Any = None
+    lines: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
-    return guarded
+    def print(self) -> None:
+        """Print the value or the lines and notes."""
+        out = terminal()
+        if not out.as_json:
+            for line in self.lines:
+                out.line(line)
+            for note in self.notes:
+                out.note(note)
+        elif self.value is not None:
+            out.json(self.value)
+
+
+@dataclass(frozen=True)
+class Columns(Generic[T]):
+    """How what a command found is shown as a table, a row for each; see ``Terminal.table``."""
+
+    headers: Sequence[str]
+    row: Callable[[T], Sequence[object]]
+    empty: str = ""
+    text: Collection[str] = ()
+    dispensable: Sequence[str] = ()
+
+    def __call__(self, found: Iterable[T]) -> None:
+        """Print the table."""
+        terminal().table(
+            self.headers,
+            map(self.row, found),
+            self.empty,
+            text=self.text,
+            dispensable=self.dispensable,
+        )
+
+
+def command(
+    show: Callable[[T], None] | None = None,
+    *,
+    options: tuple[str, ...] = ("json_", "url"),
+    ends: Callable[[T], Exit] = lambda _found: Exit.SUCCEEDED,
+) -> Callable[[Callable[..., T | Said | None]], Callable[..., None]]:
+    """Make a command of a function that returns what it found.
+
+    ``--json`` prints that as JSON, an iterator one value a line. Else ``show`` prints it. Errors
+    become a message and an exit code.
+
+    Args:
+        show: prints what was found; a command that returns Said or None has none.
+        options: of every command, may follow its name.
+        ends: returns the exit code for what was found.
+    """
+
+    def decorate(function: Callable[..., T | Said | None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            given = {name: kwargs.pop(name) for name in options}
+            terminal().as_json |= bool(given.get("json_"))
+            terminal().url = given.get("url") or terminal().url
+            with _errors_to_exit_codes():
+                found = function(*args, **kwargs)
+                if isinstance(found, Said):
+                    found.print()
+                elif found is not None:
+                    _print(found, show)
+                    if code := ends(found):
+                        raise typer.Exit(code)
+
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        added = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for name, default, annotation in _EVERYWHERE
+            if name in options
+        ]
+        parameters = [*own, *added]
+        guarded.__annotations__ = {each.name: each.annotation for each in parameters}
+        guarded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return guarded
+
+    return decorate
+
+
+def _print(found: T, show: Callable[[T], None] | None) -> None:
+    if not terminal().as_json:
+        if show is not None:
+            show(found)
+    elif isinstance(found, Iterator):
+        for each in list(found):  # all of it is there before the first line is printed
+            terminal().json(each)
+    else:
+        terminal().json(found)
+
+
+@contextmanager
+def _errors_to_exit_codes() -> Iterator[None]:
+    """Print an error as a message, and end with its exit code."""
+    try:
+        yield
+    except EverstepError as exc:
+        details: dict[str, Any] = {"code": exc.code, "status": exc.status}
+        if isinstance(exc, InvalidSpec):
+            details["errors"] = [{"loc": list(fault.loc), "msg": fault.msg} for fault in exc.errors]
+        raise terminal().fail(_message(exc), exit_code_of(exc), details) from exc
+    except KeyboardInterrupt as exc:
+        raise typer.Exit(Exit.INTERRUPTED) from exc
+    except BrokenPipeError as exc:
+        # The reader closed the pipe. Python flushes stdout once more at exit: let that succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.SUCCEEDED) from exc
+    except OSError as exc:
+        raise terminal().fail(
+            f"{exc.filename or 'this machine'}: {exc.strerror or exc}", Exit.FAILED
+        ) from exc
 
 
 def _message(error: EverstepError) -> str:
@@ -411,3 +504,5 @@ UrlOption = Annotated[
         help="URL of the service; default EVERSTEP_URL, else this machine.",
     ),
 ]
+_EVERYWHERE = (("json_", False, JsonOption), ("url", None, UrlOption))
+"""Options of every command: the parameter, its default and its type."""
