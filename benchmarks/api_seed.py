@@ -92,7 +92,7 @@ def _checkpoint(step: int, at: float) -> dict[str, Any]:
     return {
         "step": step,
         "submission": 1,
-        "name": f"step-{step:09d}.s001",
+        "name": f"step-{step:09d}.s001.a001",
         "committed_at": at + 50,
         "size_bytes": 10**6,
     }

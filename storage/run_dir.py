@@ -165,7 +165,7 @@ ATTEMPT_LOGS = re.compile(r"s([0-9]{3,})-a([0-9]{3,})")
 RANK_LOG = re.compile(r"(?:rank-([0-9]+)|driver)(?:\.([0-9]+))?(\.jsonl)?")
 
 
-_CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})(?:\.a([0-9]{3,}))?")
+_CHECKPOINT = re.compile(r"step-([0-9]{9,})\.s([0-9]{3,})\.a([0-9]{3,})")
 
 
 @dataclass(frozen=True, order=True)
@@ -192,13 +192,11 @@ class CheckpointName:
 
     step: int
     submission: int
-    attempt: int = 0
-    """Attempt that writes it; 0 in names of older versions (``step-000000150.s002``), which have
-    only the submission."""
+    attempt: int
+    """Attempt that writes it."""
 
     def __str__(self) -> str:
-        attempt = f".a{self.attempt:03d}" if self.attempt else ""
-        return f"step-{self.step:09d}.s{self.submission:03d}{attempt}"
+        return f"step-{self.step:09d}.s{self.submission:03d}.a{self.attempt:03d}"
 
     @property
     def origin(self) -> Origin:
@@ -208,5 +206,5 @@ class CheckpointName:
     def parse(name: str) -> CheckpointName | None:
         """Parse a name. Return None if it is not a checkpoint's, or not in canonical form."""
         match = _CHECKPOINT.fullmatch(name)
-        found = CheckpointName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+        found = CheckpointName(int(match[1]), int(match[2]), int(match[3])) if match else None
         return found if str(found) == name else None

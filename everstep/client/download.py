@@ -138,7 +138,7 @@ def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None)
             f"the archive contains no {MANIFEST}: it is not a complete checkpoint"
         )
     promised = _promised_files(staged / MANIFEST, found[MANIFEST][0], digest)
-    for name, (size_bytes, digest_of, promised_digest) in promised.items():
+    for name, (size_bytes, promised_digest) in promised.items():
         if name not in found:
             raise CorruptDownload(f"{name} is missing from the archive")
         found_bytes, found_digest = found[name]
@@ -146,12 +146,9 @@ def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None)
             raise CorruptDownload(
                 f"{name} has {found_bytes} bytes, but the manifest states {size_bytes}"
             )
-        if digest_of == "sha256":
-            with (staged / name).open("rb") as file:
-                found_digest = hashlib.file_digest(file, "sha256").hexdigest()
         if found_digest != promised_digest:
             raise CorruptDownload(
-                f"{name} has {digest_of} {found_digest}, but the manifest states {promised_digest}"
+                f"{name} has blake3 {found_digest}, but the manifest states {promised_digest}"
             )
     unexpected = sorted(found.keys() - promised.keys() - {MANIFEST})
     if unexpected:
@@ -160,9 +157,8 @@ def _verify(staged: Path, found: dict[str, tuple[int, str]], digest: str | None)
 
 def _promised_files(
     manifest: Path, size_bytes: int, digest: str | None
-) -> dict[str, tuple[int, str, str]]:
-    """Return size, kind of digest (``sha256`` in old manifests) and digest of each file in the
-    manifest.
+) -> dict[str, tuple[int, str]]:
+    """Return size and BLAKE3 of each file in the manifest.
 
     The manifest's own digest, over its canonical JSON without ``digest``, is verified.
     """
@@ -174,10 +170,10 @@ def _promised_files(
     try:
         raw: dict[str, Any] = json.loads(manifest.read_bytes())
         stated = raw.pop("digest", None)
-        promised = {}
-        for name, entry in raw["files"].items():
-            kind = "blake3" if "blake3" in entry else "sha256"
-            promised[str(name)] = (int(entry["size_bytes"]), kind, str(entry[kind]))
+        promised = {
+            str(name): (int(entry["size_bytes"]), str(entry["blake3"]))
+            for name, entry in raw["files"].items()
+        }
         canonical = json.dumps(raw, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptDownload(f"{MANIFEST} is not a manifest: {exc!r}") from exc

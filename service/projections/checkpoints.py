@@ -72,7 +72,8 @@ def checkpoints(
 
 def stands(item: Mapping[str, Any], restored: EventRow) -> bool:
     """Return whether a checkpoint is still valid after a restore."""
-    name = CheckpointName.parse(item["name"]) or CheckpointName(item["step"], item["submission"])
+    name = CheckpointName.parse(item["name"])
+    name = name or CheckpointName(item["step"], item["submission"], 0)  # a user's function named it
     point = restore_point(restored.data)
     return voided_by(name, {(restored.submission, restored.attempt): point}) is None
 

@@ -27,8 +27,7 @@ from service.db.tokens import LASTS_S, sha256_of
 from service.model.run_rows import RunRow
 
 COOKIE: Final = "everstep_session"
-"""Name of the cookie on a plain connection, as on this machine. In older versions it contained a
-token."""
+"""Name of the cookie on a plain connection, as on this machine."""
 SECURE_COOKIE: Final = f"__Host-{COOKIE}"
 CSRF_FIELD: Final = "csrf"
 _SALT_BYTES: Final = 16
@@ -114,7 +113,7 @@ async def begin_session(
 
 
 def log_out_of_browser(request: Request, response: Response) -> None:
-    """Delete the cookie, and that of older versions, which contained a token."""
+    """Delete the cookie, and that of a plain connection."""
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
     if is_secure(request):
         response.delete_cookie(SECURE_COOKIE, path="/", secure=True, httponly=True, samesite="lax")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import blake3 as blake3_module
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
-    model_validator,
 )
 
 from everstep.spec import plain_text
@@ -25,10 +24,8 @@ from everstep.wire import base
 from storage.errors import CorruptFile
 from storage.run_dir import CheckpointName
 
-SCHEMA_VERSION = 3
-"""Version 1 had SHA-256 digests of files; 1 and 2 had neither ``writer`` nor the attempt in the
-checkpoint's name."""
-_ATTEMPT_IN_NAME = 3
+SCHEMA_VERSION: Final = 3
+"""That of Everstep 0.1.0, the first release."""
 MANIFEST = "manifest.json"
 
 MAX_MANIFEST_BYTES = 8 << 20
@@ -54,7 +51,7 @@ class _Frozen(BaseModel):
 
 
 class Hash(Protocol):
-    """Hashes a file's bytes in order. Both kinds release the interpreter lock."""
+    """Hashes a file's bytes in order, and releases the interpreter lock meanwhile."""
 
     def update(self, data: Any, /) -> object: ...
 
@@ -62,47 +59,23 @@ class Hash(Protocol):
 
 
 def new_hash() -> Hash:
-    """Return the hash for new files: BLAKE3, which is as fast as memory. SHA-256 would be slower
-    than a disk."""
+    """Return the hash of a file: BLAKE3, which is as fast as memory. SHA-256 would be slower than
+    a disk."""
     return blake3_module.blake3()
 
 
 class FileEntry(_Frozen):
-    """Size and digest of a file: ``blake3``, or ``sha256`` in manifests of schema version 1."""
+    """Size and digest of a file."""
 
     size_bytes: Annotated[int, Field(ge=0)]
-    blake3: HexDigest | None = None
-    sha256: HexDigest | None = None
-
-    def new_hash(self) -> Hash:
-        """Return a hash of the same kind as ``digest``."""
-        return new_hash() if self.blake3 else hashlib.sha256()
-
-    @property
-    def digest(self) -> str:
-        return f"blake3 {self.blake3}" if self.blake3 else f"sha256 {self.sha256}"
-
-    def digest_of(self, hashed: Hash) -> str:
-        """Return the digest to compare with ``digest``. ``hashed`` is from ``new_hash`` and has
-        hashed the whole file."""
-        return f"{'blake3' if self.blake3 else 'sha256'} {hashed.hexdigest()}"
-
-    @model_validator(mode="after")
-    def _one_digest(self) -> Self:
-        if (self.blake3 is None) == (self.sha256 is None):
-            raise ValueError("a file has one digest, blake3 or sha256")
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_the_other(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
+    blake3: HexDigest
 
 
 class Manifest(_Frozen):
     """What a committed checkpoint contains: its state's position, and size and digest of every
     file."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     run_id: str
     step: Annotated[int, Field(ge=0)]
     """Optimizer steps done."""
@@ -130,18 +103,11 @@ class Manifest(_Frozen):
     @property
     def name(self) -> str:
         """Return the checkpoint's directory below ``checkpoints/``."""
-        return str(
-            CheckpointName(
-                self.step,
-                self.submission,
-                self.attempt if self.schema_version >= _ATTEMPT_IN_NAME else 0,
-            )
-        )
+        return str(CheckpointName(self.step, self.submission, self.attempt))
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that are None and that manifests of older versions do not have: neither
-        does their digest."""
+        """Leave out fields that are None: they are no part of the digest either."""
         return {
             name: value
             for name, value in handler(self).items()

@@ -18,6 +18,7 @@ from storage.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    new_hash,
     parse_manifest,
 )
 from storage.checkpoints.tar_stream import Archive, file_blocks
@@ -213,7 +214,7 @@ class VerifiedFile(io.RawIOBase):
             relpath,
             entry,
         )
-        self._hash = entry.new_hash()
+        self._hash = new_hash()
         self._at = 0
         """Offset of the reader."""
         self._hashed_bytes = 0
@@ -284,8 +285,8 @@ class VerifiedFile(io.RawIOBase):
             if self._problem is not None:
                 raise self._problem from exc  # readers in C++ only report that a read failed
             self._hash_up_to(self._entry.size_bytes)
-            if (found := self._entry.digest_of(self._hash)) != self._entry.digest:
-                raise self._corrupt(self._entry.digest, found) from exc
+            if (found := self._hash.hexdigest()) != self._entry.blake3:
+                raise self._corrupt(f"blake3 {self._entry.blake3}", f"blake3 {found}") from exc
         finally:
             self.close()
 
@@ -397,11 +398,8 @@ def voided_by(
 
 
 def is_newer(origin: Origin, name: CheckpointName) -> bool:
-    """Return whether an attempt comes after the one that wrote a state.
-
-    A name from an older version has no attempt; then no attempt of its own submission is newer.
-    """
-    return origin > name.origin if name.attempt else origin[0] > name.submission
+    """Return whether an attempt comes after the one that wrote a state."""
+    return origin > name.origin
 
 
 def is_better(value: float, best: float | None, mode: Literal["min", "max"]) -> bool:
@@ -426,8 +424,8 @@ def best_of(found: Iterable[S], metric: str, mode: Literal["min", "max"]) -> S |
 
 
 def origin_of(checkpoint: Scored) -> Origin:
-    """Return the submission and attempt that wrote a checkpoint. The attempt is 0 if the name has
-    none: from an older version, or a user's function."""
+    """Return the submission and attempt that wrote a checkpoint. The attempt is 0 if a user's
+    function named it."""
     parsed = CheckpointName.parse(checkpoint.name)
     return parsed.origin if parsed else (checkpoint.submission, 0)
 

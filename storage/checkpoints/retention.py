@@ -278,7 +278,6 @@ class CheckpointHold:
         if now - self._renewed_at >= _RENEW_S:
             self._renewed_at = now
             self._num_renewals += 1
-            # Ranks of older versions compare "until" with their own clock.
             content = {"until": time.time() + HOLD_S, "renewals": self._num_renewals}
             with suppress(StorageError):
                 self._files.write(self._path, json.dumps(content).encode())

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from storage.checkpoints.manifest import MANIFEST, Manifest
+from storage.checkpoints.manifest import MANIFEST, Manifest, new_hash
 from storage.errors import CorruptCheckpoint, mapped
 from storage.files.protocol import Files
 
@@ -90,7 +90,7 @@ def file_blocks(
     """
     entry = manifest.files[relpath]
     path = f"{directory}/{relpath}"
-    hashed, size_bytes = entry.new_hash(), offset
+    hashed, size_bytes = new_hash(), offset
     with files.open_read(path, offset) as stream:
         while True:
             with mapped("read", files.path(path)):
@@ -106,8 +106,8 @@ def file_blocks(
     if size_bytes != entry.size_bytes:
         found = "fewer" if offset else f"{size_bytes} bytes"
         raise CorruptCheckpoint(manifest.name, relpath, f"{entry.size_bytes} bytes", found)
-    if not offset and (found := entry.digest_of(hashed)) != entry.digest:
-        raise CorruptCheckpoint(manifest.name, relpath, entry.digest, found)
+    if not offset and (found := hashed.hexdigest()) != entry.blake3:
+        raise CorruptCheckpoint(manifest.name, relpath, f"blake3 {entry.blake3}", f"blake3 {found}")
 
 
 def _header(manifest: Manifest, name: str, size_bytes: int) -> bytes:

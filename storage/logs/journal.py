@@ -70,11 +70,11 @@ def read_journal(
                 break
             for line in lines:
                 try:
-                    is_whole = has_checksum(line.data)
+                    check_line(line.data)
                     is_wanted = wanted is None or any(
                         kind in line.data[:KIND_BYTES] for kind in wanted
                     )
-                    event = decode(line, is_whole) if is_wanted or not is_whole else None
+                    event = decode(line) if is_wanted else None
                 except (CorruptFile, ValueError) as exc:
                     if not past_damage:
                         raise not_an_event(run_dir, submission, line, exc) from exc
@@ -229,22 +229,17 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def decode(line: TimedLine, is_whole: bool) -> JournalEvent | None:
-    """Return the event in a line; None for a mark. Raises ValueError for anything else.
+def decode(line: TimedLine) -> JournalEvent | None:
+    """Return the event in a line whose checksum matches; None for a mark. Raises ValueError for
+    anything else.
 
     Text that cannot be stored or sent on (lone surrogates, as in some error messages) is escaped.
-
-    Args:
-        is_whole: whether it has a matching checksum; lines of older versions have none.
     """
     if is_mark(line.data):
-        if not is_whole:
-            plain_text.parse_json(line.data)  # two lines that ran together start like a mark
         return None
     try:
         raw = plain_text.loads(line.data)
-        if (raw.pop(FIELD, None) is not None) != is_whole:
-            raise ValueError("its checksum is damaged")
+        del raw[FIELD]
         event = JournalEvent(**{**raw, "kind": EventKind(raw["kind"])})
         _check_types(event)
         return event
@@ -342,12 +337,10 @@ def with_checksum(line: bytes) -> bytes:
     return b'%s,"crc":"%08x"}' % (line[:-1], zlib.crc32(line))
 
 
-def has_checksum(line: bytes) -> bool:
-    """Return whether the line has a checksum; lines of older versions have none. Raises ValueError
-    for a wrong one."""
+def check_line(line: bytes) -> None:
+    """Raise ValueError unless the line ends with the checksum of what is before it."""
     found = _SUFFIX.search(line, max(0, len(line) - CHECKSUM_BYTES - 1))
     if found is None:
-        return False
+        raise ValueError("it has no checksum")
     if zlib.crc32(b"}", zlib.crc32(line[: found.start()])) != int(found[1], 16):
         raise ValueError("its checksum does not match")
-    return True

@@ -12,12 +12,11 @@ from storage.errors import StorageError
 from storage.logs.growing_log import LogWriter, open_log
 from storage.logs.journal import (
     JournalEvent,
+    check_line,
     dump,
     encode,
-    has_checksum,
     is_mark,
     is_rank,
-    read_journal,
     with_checksum,
 )
 from storage.run_dir import RunDir
@@ -124,24 +123,12 @@ class JournalWriter:
             self._run_dir.files, self._run_dir.journal_stem(self._submission), durable=True
         )
         try:
-            self._written, self._unmarked_bytes, knows_attempt = _recover(log)
-            if not knows_attempt:
-                self._written.attempt = self._newest_attempt()
+            self._written, self._unmarked_bytes = _recover(log)
         except BaseException:
             log.close()
             raise
         self._log = log
         return log
-
-    def _newest_attempt(self) -> int:
-        """Return the newest attempt of a journal whose marks do not contain it (older versions)."""
-        newest, cursor = self._written.attempt, None
-        kinds = (EventKind.ATTEMPT_STARTED, EventKind.RESTORED)
-        while True:
-            events, cursor = read_journal(self._run_dir, self._submission, cursor, kinds=kinds)
-            if not events:
-                return newest
-            newest = max(newest, *(event.attempt for event in events))
 
     def _forget_log(self) -> None:
         """Close the log after a failed append: its state is recovered when it is opened again."""
@@ -149,23 +136,21 @@ class JournalWriter:
             self.close()
 
 
-def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
-    """Return a log's state, the bytes since its last mark, and whether that mark contains the
-    newest attempt.
+def _recover(log: LogWriter) -> tuple[_Written, int]:
+    """Return a log's state, and the bytes since its last mark.
 
     Damaged lines at the end, which a crash of the machine leaves, are cut off. Damaged lines before
     events stay, and readers report them.
     """
-    state, num_bytes, knows_attempt, end = _Written(), 0, True, 0
+    state, num_bytes, end = _Written(), 0, 0
     lines = log.tail(is_mark)
     for index, line in enumerate(lines):
         try:
-            has_checksum(line)
+            check_line(line)
             parsed = plain_text.parse_json(line)
             if is_mark(line):
                 mark = parsed["mark"]
-                knows_attempt = "attempt" in mark
-                state = _Written(mark["n"], dict(mark["sources"]), mark.get("attempt", 0))
+                state = _Written(mark["n"], dict(mark["sources"]), mark["attempt"])
                 end = index + 1
                 continue
             if parsed["n"] <= state.last_n:
@@ -178,4 +163,4 @@ def _recover(log: LogWriter) -> tuple[_Written, int, bool]:
         num_bytes += len(line)
     if spoilt := lines[end:]:
         log.cut(sum(len(line) + 1 for line in spoilt))
-    return state, num_bytes, knows_attempt
+    return state, num_bytes

@@ -225,7 +225,7 @@ def test_a_snapshot_from_before_a_detour_is_no_part_of_the_run(tmp_path: Path) -
         "step": 10,
         "epoch": 0,
         "source": "checkpoint",
-        "checkpoint": "step-000000010.s001",
+        "checkpoint": "step-000000010.s001.a001",
         "rejected": [],
     }
     with JournalWriter(run_dir, 1) as journal:

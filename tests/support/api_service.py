@@ -139,7 +139,7 @@ class Journal:
             EventKind.CHECKPOINT_COMMITTED,
             step=step,
             epoch=step // 10,
-            name=f"step-{step:09d}.s{self.submission:03d}",
+            name=f"step-{step:09d}.s{self.submission:03d}.a001",
             size_bytes=1000 + step,
             digest="ab" * 32,
             metrics=metrics,

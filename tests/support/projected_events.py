@@ -31,7 +31,7 @@ WORKERS = [{"rank": 0, "node_id": "n1", "node_ip": "10.0.0.1", "pid": 7}]
 
 
 def committed(step: int, submission: int = 1, at: float = NOON) -> EventRow:
-    name = f"step-{step:09d}.s{submission:03d}"
+    name = f"step-{step:09d}.s{submission:03d}.a001"
     return event(
         EventKind.CHECKPOINT_COMMITTED,
         at=at,

@@ -37,18 +37,7 @@ def manifest_of(files: dict[str, bytes], **fields: Any) -> bytes:
         name: {"size_bytes": len(data), "blake3": blake3(data).hexdigest()}
         for name, data in files.items()
     }
-    value = {"schema_version": 2, "step": 150, "files": entries, **fields}
-    return canonical({**value, "digest": hashlib.sha256(canonical(value)).hexdigest()})
-
-
-def old_manifest_of(files: dict[str, bytes]) -> bytes:
-    """As it was written with schema version 1."""
-    value = json.loads(manifest_of(files, schema_version=1))
-    del value["digest"]
-    value["files"] = {
-        name: {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in files.items()
-    }
+    value = {"schema_version": 3, "step": 150, "files": entries, **fields}
     return canonical({**value, "digest": hashlib.sha256(canonical(value)).hexdigest()})
 
 
@@ -104,20 +93,6 @@ def test_what_arrives_is_what_was_promised(target: Path, chunk: int) -> None:
     receive(TAR, target, chunk=chunk)
     assert content(target) == {"manifest.json": MANIFEST, **FILES}
     assert [path.name for path in target.parent.iterdir()] == ["checkpoint"]
-
-
-def test_a_checkpoint_of_schema_version_1_is_verified_by_its_own_digests(target: Path) -> None:
-    manifest = old_manifest_of(FILES)
-    receive(tar_of({"manifest.json": manifest, **FILES}), target, digest_of(manifest))
-    assert (target / "model.pt").read_bytes() == FILES["model.pt"]
-    with pytest.raises(
-        CorruptDownload, match=r"train_state\.pt has sha256 [0-9a-f]{64}, but the manifest states"
-    ):
-        receive(
-            tar_of({"manifest.json": manifest, **FILES, "train_state.pt": b"stale"}),
-            target,
-            digest_of(manifest),
-        )
 
 
 def test_every_byte_is_told(target: Path) -> None:

@@ -88,7 +88,7 @@ async def test_best_without_a_metric_says_what_to_do(api: ApiService) -> None:
 
 
 @pytest.mark.parametrize(
-    "which", ["newest", "-1", "1.5", "9" * 20, "%E0%A5%A7", "step-000000010.s001"]
+    "which", ["newest", "-1", "1.5", "9" * 20, "%E0%A5%A7", "step-000000010.s001.a001"]
 )
 async def test_what_names_no_checkpoint(api: ApiService, which: str) -> None:
     run_id = await api.create()

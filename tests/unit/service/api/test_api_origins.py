@@ -163,7 +163,7 @@ async def test_the_checkpoint_is_held_until_the_fork_has_its_own(api: ApiService
     api.apply(
         child,
         [
-            *own.start(10, source="fork", checkpoint=f"{run_id}/step-000000010.s001"),
+            *own.start(10, source="fork", checkpoint=f"{run_id}/step-000000010.s001.a001"),
             own.steps(11),
             own.checkpoint(10),
         ],
@@ -188,13 +188,13 @@ async def test_a_fork_s_account_says_where_it_begins(api: ApiService) -> None:
     own = Journal(at=api.clock.now)
     origin = {
         "run_id": run_id,
-        "checkpoint": "step-000000020.s001",
+        "checkpoint": "step-000000020.s001.a001",
         "step": 20,
         "epoch": 2,
         "samples": 0,
         "digest": "ab",
     }
-    name = f"{run_id}/step-000000020.s001"
+    name = f"{run_id}/step-000000020.s001.a001"
     api.apply(
         child, [*own.start(20, source="fork", checkpoint=name, origin=origin), own.steps(21, 22)]
     )

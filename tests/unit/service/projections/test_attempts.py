@@ -26,7 +26,7 @@ def test_attempts_with_their_ends() -> None:
                 step=10,
                 epoch=1,
                 source="checkpoint",
-                checkpoint="step-000000010.s001",
+                checkpoint="step-000000010.s001.a001",
             ),
             event(EventKind.SUBMISSION_STARTED, at=NOON + 9, submission=2),
             event(
@@ -44,7 +44,7 @@ def test_attempts_with_their_ends() -> None:
         (2, 1, 10, None, "control_plane"),
         (3, 2, None, None, None),
     ]
-    assert found[1].restored_from == "step-000000010.s001"
+    assert found[1].restored_from == "step-000000010.s001.a001"
     assert [(a.ended_at.timestamp() if a.ended_at else None) for a in found] == [
         NOON + 5,
         NOON + 9,

@@ -18,18 +18,18 @@ def test_checkpoints_of_the_lineage() -> None:
         committed(10),
         committed(20),
         committed(30),
-        event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001"),
+        event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001"),
         event(EventKind.RESTORED, submission=2, step=20, epoch=0, source="checkpoint"),
         committed(30, 2),
     ]
     found = checkpoints.checkpoints(history, {})
     assert [(item.name, item.state) for item in found] == [
-        ("step-000000010.s001", "deleted"),
-        ("step-000000020.s001", "committed"),
-        ("step-000000030.s002", "committed"),
+        ("step-000000010.s001.a001", "deleted"),
+        ("step-000000020.s001.a001", "committed"),
+        ("step-000000030.s002.a001", "committed"),
     ]
     newest = checkpoints.newest(found)
-    assert newest is not None and newest.name == "step-000000030.s002"
+    assert newest is not None and newest.name == "step-000000030.s002.a001"
     best = checkpoints.best(found, "val_accuracy", "max")
     assert best is not None and best.step == 30
     worst = checkpoints.best(found, "accuracy", "min")
@@ -107,18 +107,18 @@ def test_checks_and_rejections_show() -> None:
         step=0,
         epoch=0,
         source="fresh",
-        rejected=[{"name": "step-000000010.s001", "problem": "size"}],
+        rejected=[{"name": "step-000000010.s001.a001", "problem": "size"}],
     )
     [found] = checkpoints.checkpoints([committed(10), rejected], {})
     assert (found.state, found.problem) == ("corrupt", "size")
-    sound = CheckpointCheck("step-000000010.s001", NOON + 9, None)
+    sound = CheckpointCheck("step-000000010.s001.a001", NOON + 9, None)
     [found] = checkpoints.checkpoints([committed(10), rejected], {sound.name: sound})
     assert (found.state, found.problem, found.verified_at) == (
         "committed",
         None,
         datetime.fromtimestamp(NOON + 9, UTC),
     )
-    broken = CheckpointCheck("step-000000010.s001", NOON + 1, "digest")
+    broken = CheckpointCheck("step-000000010.s001.a001", NOON + 1, "digest")
     [found] = checkpoints.checkpoints([committed(10)], {broken.name: broken})
     assert (found.state, found.problem) == ("corrupt", "digest")
     [again] = checkpoints.checkpoints(

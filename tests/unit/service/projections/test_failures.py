@@ -15,7 +15,10 @@ from tests.support.projected_events import committed, event, run_row
 
 def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> None:
     rejected = [
-        {"name": "step-000000020.s001", "problem": "model.pt: expected 7 bytes, found 5 bytes"},
+        {
+            "name": "step-000000020.s001.a001",
+            "problem": "model.pt: expected 7 bytes, found 5 bytes",
+        },
         {"name": "snapshot of step 25 by rank 0 of attempt 1", "problem": "cannot be read"},
     ]
     found = attempts.failures(
@@ -26,7 +29,7 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
                 attempt=2,
                 step=10,
                 source="checkpoint",
-                checkpoint="step-000000010.s001",
+                checkpoint="step-000000010.s001.a001",
                 rejected=rejected,
             ),
             event(EventKind.RECOVERED, attempt=2, recovery_s=1.5, steps_lost=15),
@@ -37,7 +40,7 @@ def test_a_checkpoint_that_a_restore_passed_over_is_a_failure_of_storage() -> No
         ("storage", 20, None),
     ]
     assert found[1].exception == rejected[0]["problem"]
-    assert found[1].action == "continued from step 10 (step-000000010.s001)"
+    assert found[1].action == "continued from step 10 (step-000000010.s001.a001)"
     assert found[1].budget is None
 
 

@@ -169,7 +169,7 @@ def test_the_latest_checkpoint_is_of_the_lineage() -> None:
         run = replace(run, **project(run, row).columns)
     assert run.latest_checkpoint is not None and run.latest_checkpoint["step"] == 30
     deleted = project(
-        run, event(EventKind.CHECKPOINT_DELETED, step=30, name="step-000000030.s001")
+        run, event(EventKind.CHECKPOINT_DELETED, step=30, name="step-000000030.s001.a001")
     ).columns
     assert deleted["latest_checkpoint"]["step"] == 20
     back = project(
@@ -178,7 +178,7 @@ def test_the_latest_checkpoint_is_of_the_lineage() -> None:
     assert back["latest_checkpoint"]["step"] == 20, (
         "step 30 is of an older submission and beyond the restore"
     )
-    rejected = [{"name": "step-000000030.s001", "problem": "size"}]
+    rejected = [{"name": "step-000000030.s001.a001", "problem": "size"}]
     same = project(
         run, event(EventKind.RESTORED, step=20, epoch=0, source="checkpoint", rejected=rejected)
     ).columns
@@ -215,7 +215,11 @@ def test_an_evaluation_beyond_a_restore_is_no_longer_the_best() -> None:
 
 def test_of_two_checkpoints_of_one_step_the_later_attempts_is_the_latest() -> None:
     run = run_row()
-    for name in ("step-000000030.s001.a1000", "step-000000030.s001.a999", "step-000000030.s001"):
+    for name in (
+        "step-000000030.s001.a1000",
+        "step-000000030.s001.a999",
+        "step-000000030.s001.a001",
+    ):
         row = committed(30)
         run = replace(run, **project(run, replace(row, data=row.data | {"name": name})).columns)
     assert run.latest_checkpoint is not None

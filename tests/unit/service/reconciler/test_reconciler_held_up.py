@@ -158,7 +158,7 @@ WELL = {
     EventKind.CHECKPOINT_COMMITTED: {
         "step": 7,
         "epoch": 0,
-        "name": "step-000000007.s001",
+        "name": "step-000000007.s001.a001",
         "size_bytes": 1,
         "metrics": {},
     },

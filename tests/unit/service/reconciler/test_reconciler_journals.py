@@ -119,7 +119,7 @@ async def test_ranks_that_leave_after_their_drivers_death_are_heard(
         "step": 9,
         "epoch": 0,
         "source": "checkpoint",
-        "checkpoint": "step-000000009.s001",
+        "checkpoint": "step-000000009.s001.a001",
         "rejected": [],
     }
     here.write(

@@ -210,17 +210,17 @@ async def test_deleted_checkpoints_are_folded_away_and_the_best_is_marked(
     run_id, journal = await api.running(checkpoint={"best_metric": "accuracy"})
     for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8)):
         api.apply(run_id, [journal.checkpoint(step, accuracy=accuracy)])
-    gone = journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001")
+    gone = journal.event(EventKind.CHECKPOINT_DELETED, step=10, name="step-000000010.s001.a001")
     api.apply(run_id, [gone])
     html = await browser.page(f"/runs/{run_id}/checkpoints")
     shown, folded, behind = html.partition('<details id="deleted"')
     assert folded and "1 deleted checkpoint<" in behind
     assert re.findall(r'<tr id="step-(\d+)">', shown) == ["40", "30", "20"]
-    assert 'id="name-step-000000010.s001"' in behind and "Download" not in behind
+    assert 'id="name-step-000000010.s001.a001"' in behind and "Download" not in behind
     assert html.count("tag best") == 1
     assert "tag best" in shown.partition('<tr id="step-20">')[2]
     for step in (20, 30, 40):
-        name = f"step-{step:09d}.s001"
+        name = f"step-{step:09d}.s001.a001"
         api.apply(run_id, [journal.event(EventKind.CHECKPOINT_DELETED, step=step, name=name)])
     html = await browser.page(f"/runs/{run_id}/checkpoints")
     assert "4 deleted checkpoints" in html and "tag best" not in html

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from storage.checkpoints.manifest import MANIFEST, Manifest, parse_manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageNotFound
 from storage.process_nonce import process_nonce
@@ -53,35 +53,15 @@ def test_a_manifest_of_a_newer_version_is_said_to_be_one(local_dir: RunDir) -> N
         parse_manifest(json.dumps({**raw, "schema_version": 4, "surprise": 1}).encode())
 
 
-def test_a_checkpoint_of_schema_version_1_is_read(local_dir: RunDir) -> None:
-    """Its manifest has SHA-256 of files, and its name no attempt."""
-    store = CheckpointStore(local_dir)
-    manifest, old_name = save(local_dir, 50), "step-000000050.s001"
-    raw = json.loads(manifest.to_bytes())
-    del raw["digest"], raw["writer"]
-    raw["schema_version"] = 1
-    for relpath, entry in raw["files"].items():
-        del entry["blake3"]
-        entry["sha256"] = hashlib.sha256(original(local_dir, manifest.name, relpath)).hexdigest()
-    raw["digest"] = hashlib.sha256(
-        json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
-    data = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
-    assert parse_manifest(data).to_bytes() == data
-    overwrite(local_dir, manifest.name, MANIFEST, data)
-    assert local_dir.files.set_aside(
-        local_dir.checkpoints_path(manifest.name), local_dir.checkpoints_path(old_name)
-    )
-    store.verify(old_name)
-    overwrite(local_dir, old_name, "model.pt", b"weightz 50")
-    with pytest.raises(CorruptCheckpoint, match="sha256"):
-        store.verify(old_name)
-
-
-def test_a_file_has_one_digest() -> None:
-    for digests in ({}, {"blake3": "0" * 64, "sha256": "0" * 64}):
-        with pytest.raises(ValueError, match="one digest"):
-            FileEntry(size_bytes=1, **digests)
+def test_a_manifest_of_a_version_that_was_never_released_is_none(local_dir: RunDir) -> None:
+    raw = json.loads(save(local_dir, 50).to_bytes())
+    sha256 = {"model.pt": {"size_bytes": 1, "sha256": "0" * 64}}
+    for other in ({"schema_version": 2}, {"files": sha256}, {"files": {"model.pt": {}}}):
+        fields = {name: value for name, value in {**raw, **other}.items() if name != "digest"}
+        data = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        fields["digest"] = hashlib.sha256(data.encode()).hexdigest()
+        with pytest.raises(CorruptFile, match="not a manifest"):
+            parse_manifest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b'{"digest": 1}'])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
-import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.wire.events import EventKind
-from storage.checkpoints.manifest import MANIFEST
 from storage.checkpoints.reader import RestorePoint, in_lineage
 from storage.checkpoints.retention import attempt_starts
 from storage.checkpoints.store import CheckpointStore
@@ -215,7 +212,7 @@ def test_nothing_beyond_a_newer_restore_point_counts(
         voided = any(
             (
                 name.submission < submission
-                or (name.submission == submission and 0 < name.attempt < attempt)
+                or (name.submission == submission and name.attempt < attempt)
             )
             and (point.fresh or name.step > point.step)
             for (submission, attempt), point in points.items()
@@ -226,9 +223,6 @@ def test_nothing_beyond_a_newer_restore_point_counts(
 @given(name=NAME)
 def test_a_name_says_all_that_it_is_made_of(name: CheckpointName) -> None:
     assert CheckpointName.parse(str(name)) == name
-    assert str(name).endswith(f".s{name.submission:03d}") == (name.attempt == 0), (
-        "as older versions named it"
-    )
 
 
 def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(
@@ -249,38 +243,3 @@ def test_an_older_attempt_that_commits_after_a_newer_one_restored_is_ignored(
     newest, rejected = store.newest_valid()
     assert (newest, rejected) == (ours, [])
     assert store.read_file(ours.name, "model.pt") == b"the newer one's"
-
-
-OLD_MANIFEST = (
-    b'{"attempt":3,"created_at":"2026-01-01T00:00:00Z","digest":"%s","epoch":0,"files":{"model.pt":{"blake3":"%s","size_bytes":3}},'
-    b'"metrics":{},"parent":null,"run_id":"run_a","sample_digest":null,"schema_version":2,"step":50,"submission":1,"world_size":1}'
-)
-
-
-def test_a_checkpoint_of_an_older_version_is_read_by_its_name_without_an_attempt(
-    run_dir: RunDir,
-) -> None:
-    """Its manifest says an attempt, but its name does not; no attempt of its own submission makes
-    it void, as before."""
-    name, content = "step-000000050.s001", b"old"
-    fields = (
-        OLD_MANIFEST.replace(b'"digest":"%s",', b"") % blake3.blake3(content).hexdigest().encode()
-    )
-    digest = hashlib.sha256(fields).hexdigest().encode()
-    run_dir.files.write(run_dir.checkpoints_path(f"{name}/model.pt"), content)
-    manifest = OLD_MANIFEST % (digest, blake3.blake3(content).hexdigest().encode())
-    run_dir.files.write(run_dir.checkpoints_path(f"{name}/{MANIFEST}"), manifest)
-    record_restored(run_dir, 1, 30, "snapshot", attempt=4)
-    store = CheckpointStore(run_dir)
-    newest, rejected = store.newest_valid()
-    assert newest is not None and (newest.name, newest.attempt, newest.writer, rejected) == (
-        name,
-        3,
-        None,
-        [],
-    )
-    assert newest.to_bytes() == manifest
-    record_restored(run_dir, 2, 30)
-    assert store.lineage() == [], "a newer submission does"
-    save(run_dir, 60, 2, 5)
-    assert store.retain(1, None, (2, 5)) == [name]

@@ -100,7 +100,7 @@ def test_an_identity_file_that_holds_no_id_is_named(any_storage: Storage) -> Non
 
 
 def test_known_travels_as_text() -> None:
-    known = Known("a", 3, "step-000000150.s002")
+    known = Known("a", 3, "step-000000150.s002.a001")
     assert Known.parse(known.to_text()) == known
     assert Known.parse(None) == Known() == Known.parse("")
     assert Known.parse('{"storage": "a", "later": 1}') == Known("a")
@@ -113,10 +113,10 @@ def test_a_storage_with_less_than_is_known_is_refused(run_dir: RunDir) -> None:
     journalled(run_dir, 2, EventKind.SUBMISSION_STARTED)
     check_known(run_dir, Known(journal=2))
     with pytest.raises(StorageMismatch, match="has no checkpoint"):
-        check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002"))
+        check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002.a001"))
     save(run_dir, 400, 2)
     with pytest.raises(StorageMismatch, match="has only checkpoints up to step 400"):
-        check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002"))
+        check_known(run_dir, Known(journal=2, checkpoint="step-000000500.s002.a001"))
     name = save(run_dir, 500, 2).name
     check_known(run_dir, Known(journal=2, checkpoint=name))
 
@@ -151,13 +151,13 @@ def drive(storage: Path, known: Known) -> subprocess.CompletedProcess[str]:
 
 def test_a_driver_that_finds_another_storage_writes_nothing_and_says_so(tmp_path: Path) -> None:
     known, there = new_identity(), new_identity()
-    ended = drive(tmp_path, Known(known, 1, "step-000000500.s001"))
+    ended = drive(tmp_path, Known(known, 1, "step-000000500.s001.a001"))
     assert (
         ended.returncode == EXIT_STORAGE and STORAGE_WORDS in ended.stderr and known in ended.stderr
     )
     assert list(tmp_path.iterdir()) == [], "an unmounted directory stays empty"
     write_identity(open_storage(str(tmp_path)), there)
-    ended = drive(tmp_path, Known(known, 1, "step-000000500.s001"))
+    ended = drive(tmp_path, Known(known, 1, "step-000000500.s001.a001"))
     assert ended.returncode == EXIT_STORAGE and known in ended.stderr and there in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == [IDENTITY_FILE]
 

@@ -175,15 +175,20 @@ def test_submissions_and_deletion(any_storage: Storage) -> None:
 
 
 def test_checkpoint_names() -> None:
-    assert str(CheckpointName(150, 2)) == "step-000000150.s002"
-    for name in (CheckpointName(150, 2), CheckpointName(0, 1), CheckpointName(10**10, 12345)):
+    assert str(CheckpointName(150, 2, 1)) == "step-000000150.s002.a001"
+    for name in (
+        CheckpointName(150, 2, 1),
+        CheckpointName(0, 1, 1),
+        CheckpointName(10**10, 12345, 6789),
+    ):
         assert CheckpointName.parse(str(name)) == name
     for text in (
-        "step-150.s002",
-        "step-000000150.s002.tmp",
-        ".trash-step-000000150.s002",
+        "step-150.s002.a001",
+        "step-000000150.s002",
+        "step-000000150.s002.a001.tmp",
+        ".trash-step-000000150.s002.a001",
         "checkpoint_0",
-        "step-000000150.s002\n",
+        "step-000000150.s002.a001\n",
     ):
         assert CheckpointName.parse(text) is None
 

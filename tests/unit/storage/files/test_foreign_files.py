@@ -172,8 +172,8 @@ def test_no_link_leads_into_another_runs_directory(local_storage: Storage) -> No
         ("control/deadline.json", RunDir.deadline),
         ("control/s001.stop.json", lambda run_dir: run_dir.stop_requested(1)),
         (
-            "checkpoints/step-000000001.s001/manifest.json",
-            lambda run_dir: CheckpointStore(run_dir).manifest("step-000000001.s001"),
+            "checkpoints/step-000000001.s001.a001/manifest.json",
+            lambda run_dir: CheckpointStore(run_dir).manifest("step-000000001.s001.a001"),
         ),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_manifest_that_names_other_files_is_no_manifest(
     path = local(run_dir, f"checkpoints/{manifest.name}/manifest.json")
     raw = json.loads(path.read_bytes())
     del raw["digest"]
-    raw["files"] = {name: {"size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}
+    raw["files"] = {name: {"size_bytes": 2, "blake3": "0" * 64}}
     canonical = json.dumps(raw, sort_keys=True, separators=(",", ":"))
     raw["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     path.write_bytes(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())

@@ -7,7 +7,6 @@ import json
 import os
 import time
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -344,20 +343,6 @@ def test_appending_a_batch_takes_a_few_milliseconds(
             durations.append(time.thread_time() - started)
     assert syncs == 50, "one for each batch"
     assert sorted(durations)[25] < 0.005, "of processor time, beside the one sync"
-
-
-def test_a_mark_of_an_older_version_says_nothing_of_attempts_and_the_journal_does(
-    local_dir: RunDir,
-) -> None:
-    with JournalWriter(local_dir, 1) as writer:
-        writer.append(
-            [replace(event(1, EventKind.ATTEMPT_STARTED, source="controller"), attempt=7)]
-        )
-    with Path(local_dir.files.path("runs/run_a/events/s001.jsonl")).open("ab") as file:
-        file.write(b'{"mark":{"n":1,"sources":{"controller":1}}}\n')
-    with JournalWriter(local_dir, 1) as writer:
-        assert writer.append([replace(event(1, source="rank-0.a006"), attempt=6)]) == []
-        assert len(writer.append([replace(event(1, source="rank-0.a007"), attempt=7)])) == 1
 
 
 def test_lines_are_one_json_object_each(local_storage: Storage) -> None:

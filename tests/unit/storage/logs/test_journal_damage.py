@@ -16,7 +16,7 @@ from service.projections import attempts
 from storage.checkpoints.retention import reported_checkpoints
 from storage.errors import CorruptFile
 from storage.filesystem import open_storage
-from storage.logs.journal import JournalEvent, has_checksum, read_journal, with_checksum
+from storage.logs.journal import JournalEvent, check_line, read_journal, with_checksum
 from storage.logs.journal_writer import JournalWriter
 from storage.run_dir import RunDir
 from tests.support.fake_ray import FakeRay
@@ -63,7 +63,9 @@ def flip(path: Path, line: int, at: int = 40) -> None:
 @given(line=st.binary(max_size=200).map(lambda data: json.dumps({"a": data.hex()}).encode()))
 def test_a_line_with_its_checksum_is_json_that_says_the_same(line: bytes) -> None:
     sealed = with_checksum(line)
-    assert has_checksum(sealed) and not has_checksum(line)
+    check_line(sealed)
+    with pytest.raises(ValueError, match="no checksum"):
+        check_line(line)
     assert {
         name: value for name, value in json.loads(sealed).items() if name != "crc"
     } == json.loads(line)
@@ -91,30 +93,18 @@ def test_no_byte_can_be_changed_into_another_event(place: float, byte: int) -> N
         assert [one.n for one in found] == list(range(1, len(found) + 1))
 
 
-def test_lines_of_older_versions_are_read(local_dir: RunDir) -> None:
+def test_a_line_without_a_checksum_is_damage_even_where_its_kind_is_not_wanted(
+    local_dir: RunDir,
+) -> None:
+    write(local_dir, [event(1), event(2)])
     path = journal_file(local_dir)
-    path.parent.mkdir(parents=True)
-    fields = {
-        "at": 1.0,
-        "kind": "waiting",
-        "submission": 1,
-        "attempt": 0,
-        "source": "driver",
-        "data": {},
-    }
-    lines = [json.dumps({"mark": {"n": 0, "sources": {}}})]
-    lines += [
-        json.dumps({"n": number, "source_n": number, **fields}, separators=(",", ":"))
-        for number in (1, 2)
-    ]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    write(local_dir, [event(3)])
-    assert [one.n for one in read_journal(local_dir, 1)[0]] == [1, 2, 3]
-    flip(path, 1, at=2)
-    assert (
-        next(one.kind for one in read_journal(local_dir, 1, past_damage=True)[0])
-        is EventKind.JOURNAL_DAMAGED
-    )
+    lines = path.read_bytes().split(b"\n")
+    lines[0] = lines[0][: lines[0].rindex(b',"crc"')] + b"}"
+    path.write_bytes(b"\n".join(lines))
+    for kinds in (None, (EventKind.FAILURE, EventKind.JOURNAL_DAMAGED)):
+        found = read_journal(local_dir, 1, past_damage=True, kinds=kinds)[0]
+        assert found[0].kind is EventKind.JOURNAL_DAMAGED and found[0].n == 1
+        assert "no checksum" in str(found[0].data)
 
 
 # ---------------------------------------------------------------- reading on

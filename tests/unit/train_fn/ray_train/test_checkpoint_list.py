@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-NAME = "checkpoints/step-000000010.s001"
+NAME = "checkpoints/step-000000010.s001.a001"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def state(name: str = NAME, version: str = ray.__version__) -> bytes:
     ("content", "kept"),
     [
         (state(), True),
-        (state("checkpoints/step-000000099.s001"), False),
+        (state("checkpoints/step-000000099.s001.a001"), False),
         (state(version="2.59.0"), False),
         (state()[:-9], False),
         (b"", False),
@@ -119,7 +119,7 @@ class Reported:
         self.short.trim()
 
     def path(self, step: int) -> str:
-        return self.run_dir.checkpoints_path(str(CheckpointName(step, 1)))
+        return self.run_dir.checkpoints_path(str(CheckpointName(step, 1, 1)))
 
     @staticmethod
     def steps(manager: CheckpointManager) -> list[int]:
@@ -140,7 +140,7 @@ def test_ray_s_list_stays_as_short_as_what_retention_keeps(tmp_path: Path) -> No
     assert {7, 20, 498, 499, 500} <= set(listed), "what is there is listed"
     repair_snapshot_file(reported.run_dir)  # as before every start of Ray's
     again = reported.opened()
-    assert again.latest_checkpoint_result.checkpoint.path.endswith(f"/{CheckpointName(500, 1)}")
+    assert again.latest_checkpoint_result.checkpoint.path.endswith(f"/{CheckpointName(500, 1, 1)}")
     assert reported.steps(again) == [7, 20, 498, 499, 500]
 
 

@@ -67,7 +67,7 @@ def through_a_file(tree: Any) -> Any:
 
 def test_a_restored_state_goes_on_as_the_original_would() -> None:
     original, restored = make_state(num_steps=3), make_state(seed=1)
-    original.best = BestSoFar("val_accuracy", 0.5, 3, "step-000000003.s001")
+    original.best = BestSoFar("val_accuracy", 0.5, 3, "step-000000003.s001.a001")
     restored.load_state_dict(through_a_file(original.state_dict()))
     assert (restored.step, restored.epoch, restored.k, restored.best) == (3, 0, 3, original.best)
     for state in (original, restored):

@@ -89,7 +89,7 @@ def test_a_copied_journal_tells_of_no_checkpoint_that_was_committed_after_it_was
     served: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(served.storage_uri) / "runs" / "run_a"
-    for name in ("checkpoints/step-000000001.s001", "logs", "profiles"):
+    for name in ("checkpoints/step-000000001.s001.a001", "logs", "profiles"):
         (run / name).mkdir(parents=True)
         (run / name / "file").touch()
     copied: list[str] = []

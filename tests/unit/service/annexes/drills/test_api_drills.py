@@ -268,7 +268,7 @@ async def test_a_killed_driver_s_drill_is_followed_into_the_next_submission(
         10,
         *range(11, 21),
         source="checkpoint",
-        checkpoint="step-000000010.s001",
+        checkpoint="step-000000010.s001.a001",
     )
     [found] = await listed(api, run_id)
     assert (
@@ -277,7 +277,7 @@ async def test_a_killed_driver_s_drill_is_followed_into_the_next_submission(
         and found.report.parity is not None
     )
     assert (
-        found.report.restored_from == "step-000000010.s001"
+        found.report.restored_from == "step-000000010.s001.a001"
         and found.report.parity.in_parity is True
     )
 
@@ -287,7 +287,7 @@ async def test_a_damaged_checkpoint_that_was_not_needed_is_told_from_one_that_wa
 ) -> None:
     run_id, journal = await api.running()
     api.apply(run_id, [journal.steps(*range(2, 12))])
-    newest = "step-000000010.s001"
+    newest = "step-000000010.s001.a001"
     for rejected in ([], [{"name": newest, "problem": "model.pt differs"}]):
         drill = await ask(api, run_id, {"kind": "corrupt_checkpoint"})
         start(api, journal, run_id, drill, node_id=None, pid=None, checkpoint=newest)
@@ -298,7 +298,7 @@ async def test_a_damaged_checkpoint_that_was_not_needed_is_told_from_one_that_wa
             5,
             *range(6, 16),
             source="checkpoint",
-            checkpoint="step-000000005.s001",
+            checkpoint="step-000000005.s001.a001",
             rejected=rejected,
         )
     unneeded, needed = [each.report for each in await listed(api, run_id)]
