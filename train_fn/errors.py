@@ -24,7 +24,7 @@ TrainError
 ├── CheckpointFailed   the final checkpoint could not be committed
 └── StorageNotShared   the run's storage is not the same on all nodes
 
-What kind of failure each of them is stands in ``recovery/error_kinds.py``.
+What kind of failure each of them is stands in ``recovery/evidence.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Recovery decisions, as pure functions: which rank failed first, whether it is dead or hangs, and
 whether, when and at which size the run restarts.
 
-``error_kinds`` classifies an exception, ``verdict`` names the first failing rank, ``decision`` says
-what follows: ``unrecoverable`` has the rules that end a run, ``past_failures`` counts what came
-before. ``failure_event`` reports it. Imports nothing of the loop.
+`evidence` holds what is known of each rank, and classifies an exception. `verdict` names the first
+rank that failed; `hang` finds one that stands still. `decision` says what follows, with a rule for
+each way to end a run; `sizing` says at which size, `staying` which processes live on, `links` which
+nodes do not hear each other. Imports nothing of the loop.
 """

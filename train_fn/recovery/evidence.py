@@ -69,7 +69,7 @@ class RankError:
     memory: str | None = None
     """Summary of its GPU's memory, if that ran out."""
     device: dict[str, Any] | None = None
-    """What its node says of its GPU, after an error of the device (``node/device_evidence.py``)."""
+    """What its node says of its GPU, after an error of the device (``node/device.py``)."""
     unheard: tuple[str, ...] = ()
     """Addresses of hosts from which nothing was heard although the rank waited for them."""
     place: str | None = None

@@ -167,7 +167,7 @@ class Loader:
         if self._copies is not None:
             computing = torch.cuda.current_stream(self._device)
             # Raises what broke the device, before the last micro-batch is freed: torch would end
-            # the process that frees it (``node/broken_device.py``).
+            # the process that frees it (``node/device.py``).
             computing.query()
             computing.wait_stream(self._copies)
             for tensor in tensors_in(loaded.batch):

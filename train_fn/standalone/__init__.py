@@ -1,6 +1,5 @@
 """The training loop without Ray and without the service: under torchrun, or as one process that a
-debugger can step through. `command` is the program, `rank` one rank of it, `local` the process that
-trains alone. Imports the loop.
+debugger can step through. `command` is the program, `rank` one rank of it. Imports the loop.
 
     torchrun --nproc-per-node 2 -m train_fn.standalone SPEC.yaml \\
         --storage /mnt/shared/everstep --run-id digits

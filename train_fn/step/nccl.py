@@ -2,7 +2,7 @@
 they end without a result and without an error.
 
 So the controller, or torch's watchdog after the timeout, aborts the communicator. A rank checks the
-communicator before it uses the result of a collective. ``recovery/environment.py`` keeps torch from
+communicator before it uses the result of a collective. ``recovery/settings.py`` keeps torch from
 ending the process meanwhile, since the process holds the state that the run resumes from.
 
 Only gloo is known to fail by itself. Any other backend is treated like NCCL.

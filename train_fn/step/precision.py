@@ -34,7 +34,7 @@ def build_scaler(precision: Precision, device: torch.device) -> torch.amp.GradSc
 # Choose deterministic kernels if a run asks for them.
 #
 # The environment variables that they need are set when a rank is launched
-# (``recovery/environment.py``).
+# (``recovery/settings.py``).
 
 BITWISE = "bitwise"
 """The same world size on the same hardware gives the same bits, even across restarts."""
