@@ -1,5 +1,5 @@
-"""The backend for ranks over Ray Train: trainer, controller, worker group, placement, and the private
-names of Ray that they touch. The driver imports it; the loop never does.
+"""The backend for ranks over Ray Train: trainer, controller, worker group, placement, and the
+private names of Ray that they touch. The driver imports it; the loop never does.
 
 **A new backend** is a room beside this one. It implements what `rank` does here and
 ``standalone/rank.py`` without Ray, in the simplest way: start a process for each rank, form the
