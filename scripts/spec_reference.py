@@ -38,7 +38,8 @@ task:
 ```
 
 A field that is not listed here is refused, and so is a value outside the bounds. The answer names
-every wrong field at once.
+every wrong field at once. A field whose default is `null` may be set to `null`. A heading of two
+names, such as `optimizer`: `sgd`, is for the section with that `name`.
 `everstep submit SPEC --set train.epochs=5` sets a field on the command line.
 
 An editor with the YAML language server completes and checks a spec that begins with
@@ -188,20 +189,25 @@ def cell(text: str) -> str:
 
 
 def table_of(model: type[BaseModel], schema: Schema, links: dict[str, str]) -> list[str]:
-    """Return the table of a model's fields."""
+    """Return the table of a model's fields; its ``name`` stands in the heading."""
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     choices = []
     for name, of_field in schema["properties"].items():
+        if name == "name" and "const" in of_field:
+            continue  # it stands in the heading
         default = default_of(model.model_fields[name], of_field)
         meaning = of_field.get("description", "")
         if not meaning and name == "name":
-            meaning = f"Chooses {'one of these' if 'enum' in of_field else 'this one'}."
-        cells = [f"`{name}`", type_of(of_field, links), default, meaning]
+            meaning = "Chooses one of these."
+        kind = type_of(of_field, links)
+        if default == "`null`":
+            kind = kind.removesuffix(" or `null`")
+        cells = [f"`{name}`", kind, default, meaning]
         lines.append(f"| {' | '.join(map(cell, cells))} |")
         if len(of_field.get("enum", ())) > LONGEST_CHOICE:
             names = ", ".join(f"`{value}`" for value in of_field["enum"])
             choices += ["", f"`{name}` is one of {names}."]
-    return lines + choices
+    return lines + choices if len(lines) > 2 else ["It has no other field."]
 
 
 def page() -> str:
