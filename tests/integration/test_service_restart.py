@@ -145,13 +145,6 @@ def test_a_kill_between_row_and_job_makes_one_job(mended: ServiceProcess) -> Non
     assert ray_jobs(mended).keys() - jobs_before == expected
 
 
-def _answers(service: ServiceProcess) -> bool:
-    try:
-        return httpx.get(f"{service.url}/healthz", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 @pytest.mark.core
 def test_a_killed_head_and_a_damaged_checkpoint_cost_the_steps_since_the_one_before(
     mended: ServiceProcess,
@@ -203,7 +196,7 @@ def test_a_home_of_an_earlier_version_is_served_and_its_paused_run_goes_on(versi
         assert_every_sample_counted_once(paused, epochs=EPOCHS)
 
 
-def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start(
+def test_a_graceful_stop_leaves_no_process_and_the_next_start_goes_on_and_takes_runs_at_once(
     mended: ServiceProcess,
 ) -> None:
     run_id = api(mended, "POST", "/v1/runs", json=SPEC)["id"]
@@ -234,12 +227,19 @@ def test_a_graceful_stop_leaves_no_process_and_the_run_goes_on_at_the_next_start
     assert not Path(temp_dir).exists()
     assert not (mended.home / "cluster.json").exists() and not (mended.home / "url").exists()
 
-    mended.start()
+    # The next start begins another cluster. The API answers, and takes runs, before that is there.
+    mended.launch()
+    wait_for((mended.home / "url").exists, 120, "the API's start")
+    wait_for(lambda: _answers(mended), 120, "the API's first answer")
+    has_begun = (mended.home / "cluster.json").exists()
+    assert not has_begun or mended.cluster()["state"] == "starting"
     assert mended.token == token
-    wait_for_success(mended, run_id)
-    run = api(mended, "GET", f"/v1/runs/{run_id}")
-    assert run["submission"] == 2
-    assert run["step"] == run["total_steps"]
+    early = api(mended, "POST", "/v1/runs", json={**SPEC, "name": "early"})["id"]
+    assert api(mended, "GET", f"/v1/runs/{early}")["status"] == "QUEUED"
+    for each, submission in ((run_id, 2), (early, 1)):
+        wait_for_success(mended, each)
+        run = api(mended, "GET", f"/v1/runs/{each}")
+        assert (run["submission"], run["step"]) == (submission, run["total_steps"])
 
 
 def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
@@ -263,19 +263,6 @@ def test_a_sigterm_while_the_cluster_starts_leaves_nothing(home: Path) -> None:
     assert found == []
 
 
-def test_the_api_answers_and_takes_runs_before_the_cluster_is_there(
-    fresh: ServiceProcess,
-) -> None:
-    fresh.launch()
-    wait_for(lambda: (fresh.home / "url").exists(), 120, "the API's start")
-    wait_for(lambda: _answers(fresh), 120, "the API's first answer")
-    has_begun = (fresh.home / "cluster.json").exists()
-    assert not has_begun or fresh.cluster()["state"] == "starting"
-    run_id = api(fresh, "POST", "/v1/runs", json={**SPEC, "name": "early"})["id"]
-    assert api(fresh, "GET", f"/v1/runs/{run_id}")["status"] == "QUEUED"
-    wait_for_success(fresh, run_id)
-
-
 def test_a_service_whose_cluster_cannot_start_ends_and_says_where_to_look(home: Path) -> None:
     port = str(free_port())
     ended = serve(home, "--port", port, RAY_gcs_server_port_wait_time_s="not a number")
@@ -283,15 +270,6 @@ def test_a_service_whose_cluster_cannot_start_ends_and_says_where_to_look(home: 
     assert "everstep serve: the embedded Ray cluster did not start; see" in ended.stderr
     assert not (home / "cluster.json").exists() and not (home / "url").exists()
     assert [p for p in psutil.process_iter() if _home_of(p) == str(home)] == []
-
-
-@pytest.fixture
-def fresh() -> Iterator[ServiceProcess]:
-    """A service that the test starts."""
-    made = ServiceProcess(nodes=1)
-    yield made
-    made.stop()
-    made._clean()
 
 
 def _answers(service: ServiceProcess) -> bool:
