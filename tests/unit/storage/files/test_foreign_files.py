@@ -31,7 +31,7 @@ from storage.errors import (
 from storage.filesystem import Storage
 from storage.logs import growing_log, journal
 from storage.logs.growing_log import MAX_LINE_BYTES, LogCursor
-from storage.logs.journal import journal_stamp, may_be_cut, read_journal
+from storage.logs.journal import journal_stamp, may_be_cut, read_journal, with_checksum
 from storage.logs.journal_writer import JournalWriter
 from storage.logs.rank_logs import last_rank_lines, read_rank_logs
 from storage.run_dir import RunDir
@@ -296,11 +296,12 @@ def test_what_is_nested_too_deeply_is_damage(local_storage: Storage) -> None:
             run_dir.deadline()
         journal_path = local(run_dir, "events/s001.jsonl")
         journal_path.parent.mkdir(exist_ok=True)
-        journal_path.write_bytes(
+        line = (
             b'{"n":1,"at":1,"kind":"log","submission":1,"attempt":0,"source":"d","source_n":1,"data":{"x":'
             + deep
-            + b"}}\n"
+            + b"}}"
         )
+        journal_path.write_bytes(with_checksum(line) + b"\n")
         with pytest.raises(CorruptFile, match="nested more than 64 levels"):
             read_journal(run_dir, 1)
         with pytest.raises(CorruptFile):
