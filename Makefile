@@ -82,7 +82,7 @@ gpu: $(STAMP)  ## What only a CUDA device shows, in ten minutes, a line each; th
 	@$(BIN)/python -m tests.gpu $(ARGS)
 	$(BIN)/python -m pytest tests/gpu
 
-check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec and settings, the manifests for Kubernetes
+check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the references of spec, settings and checks, the manifests for Kubernetes
 	@echo "ruff, ruff format, mypy, import-linter"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
@@ -92,14 +92,16 @@ check: $(STAMP)  ## Lint, format, types, layering, the picture of the rooms, the
 	@$(BIN)/python scripts/measure_house.py --check
 	@$(BIN)/python scripts/spec_reference.py --check
 	@$(BIN)/python scripts/settings_reference.py --check
+	@$(BIN)/python scripts/checks_reference.py --check
 	@$(BIN)/python scripts/check_kubernetes.py
 
-format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the references of spec and settings
+format: $(STAMP)  ## Rewrite the code in the house format, the picture of its rooms and the references of spec, settings and checks
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/python scripts/draw_house.py
 	@$(BIN)/python scripts/spec_reference.py
 	@$(BIN)/python scripts/settings_reference.py
+	@$(BIN)/python scripts/checks_reference.py
 
 docs: $(STAMP)  ## The documentation as a site in out/docs; every link, anchor, field and setting must be right
 	@$(BIN)/python scripts/spec_reference.py --check

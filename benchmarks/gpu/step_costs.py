@@ -35,7 +35,7 @@ from train_fn.session.report import Speed, counted_flops, declared, peak_flops_p
 from train_fn.standalone.command import run_local
 from train_fn.state.optim import build_optimizer
 from train_fn.step.precision import autocast
-from train_fn.tasks.own import build_task
+from train_fn.tasks.builtin import build_task
 
 WARM_UP_STEPS = 10
 PARTS = ("forward_s", "backward_s", "update_s")

@@ -11,8 +11,9 @@ from torch import nn
 
 from everstep.wire.drills import DrillKind
 from tests.integration.trainees import Regression
-from train_fn.loop import audit, replica
-from train_fn.loop.audit import BitFlips
+from train_fn.checks import audit
+from train_fn.checks.audit import BitFlips
+from train_fn.loop import replica
 from train_fn.step.fingerprints import Computed, PassRecord
 
 FAULTY_RANK, FAULTY_FROM = 1, 4

@@ -115,8 +115,8 @@ def fail_by_itself() -> None:
 
 def flip_a_kept_bit() -> None:
     """In the weights that this process keeps, as if it had been wrong when the rank left."""
+    from train_fn.checks.audit import flip_low_bit
     from train_fn.loop import survivor
-    from train_fn.loop.audit import flip_low_bit
     from train_fn.snapshots import store
 
     stay: Any = store.take()

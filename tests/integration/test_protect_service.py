@@ -25,7 +25,7 @@ from tests.integration.ray_cluster import REPOSITORY, RayCluster
 from tests.support.code_archives import tar_gz
 from tests.support.gallery import finished, finished_in
 from tests.support.rank_processes import run_id_for
-from train_fn.protect.protected import EXACT, LOADER_RESTORED
+from train_fn.protect.training import EXACT, LOADER_RESTORED
 
 __all__ = ["cluster", "started"]
 

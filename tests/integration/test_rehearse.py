@@ -366,8 +366,8 @@ MENDINGS = {
         refused="same batches",
     ),
     "6, gradients that are added up": Mending(
-        "from train_fn.protect.commits import Gradients\n"
-        "Gradients.require_used = lambda self, num_updates: None\n",
+        "from train_fn.checks.order import GradientsUsed\n"
+        "GradientsUsed.after = lambda self, moment, source: None\n",
         "the gradients",
         {"update": f"if state.step_number % 2: {UPDATE}"},
         refused="gradients are being added up",
@@ -398,8 +398,8 @@ MENDINGS = {
         refused="weights of no model",
     ),
     "13, optimizer replaced": Mending(
-        "from train_fn.protect.commits import Gradients\n"
-        "Gradients.require_used = lambda self, num_updates: None\n",
+        "from train_fn.checks.order import GradientsUsed\n"
+        "GradientsUsed.after = lambda self, moment, source: None\n",
         "the weights",
         {
             "data": ANOTHER,

@@ -11,9 +11,8 @@ from contextlib import nullcontext
 
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
+from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
-from train_fn.loop.audit import require_together
-from train_fn.loop.checks import require_same_after_step, require_same_weights
 from train_fn.loop.commit import call_hook, commit, has_hook, renew_task_state, require_whole
 from train_fn.loop.departure import keep_in_process, leave
 from train_fn.loop.evaluate import evaluate, evaluation_is_due, note_best, renew_best
@@ -29,7 +28,7 @@ from train_fn.step.nccl import group_backend
 from train_fn.step.peers import close_left_groups, leave_group
 from train_fn.step.place_watch import watching
 from train_fn.step.precision import reproducibility
-from train_fn.tasks.own import step_method
+from train_fn.tasks.protocol import step_method
 
 __all__ = ["build_ahead", "train", "train_openly"]
 
@@ -88,15 +87,14 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
         training.audit.begin()
     totals = run_passes(training)  # a collective: it returns on every rank or on none
     require_whole(training, totals)  # the gate: every rank passes it, or none
-    require_together(training.ctx, replica, totals)
+    replica.together.require(totals)
     if training.audit is not None:
         training.audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
     training.ctx.on_commit()
     if progress.rescue is not None:
         progress.rescue.step_committed()
-    if replica.after_step is not None:
-        require_same_after_step(replica)
+    replica.checks.at(Moment.STEP)
     if state.bookmarks is not None:
         state.bookmarks.exchange(state.step, replica.peers.gather)
     facts = totals.facts
@@ -297,8 +295,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     """
     replica, progress = training.replica, training.progress
     progress.phase = "checkpoint"
-    replica.trained.check(step_method(replica.task))
-    require_same_weights(replica, step_method(replica.task), training.ctx)
+    replica.checks.at(Moment.LEAVING, step_method(replica.task))
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()

@@ -4,7 +4,6 @@ outlive an attempt that broke, if its process does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,16 @@ from torch.nn.parameter import is_lazy
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sections import ConstantScheduleSpec
 from storage.run_dir import Origin
+from train_fn.checks.attributes import owners_of, steppers_held, steppers_of
+from train_fn.checks.fits import require_fit_for, require_fits, warnings_of
+from train_fn.checks.returns import (
+    checked_datasets,
+    checked_model,
+    checked_optimizer,
+    checked_scheduler,
+    epoch_length,
+)
+from train_fn.checks.trained import check_no_scheduler
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
@@ -25,32 +34,13 @@ from train_fn.state.contents import Contents, FrozenPart, Sketch, few, sketch_we
 from train_fn.state.optim import Ema, Optimizers, build_optimizer
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TaskState, TrainState
-from train_fn.state.trained_parameters import (
-    check_no_scheduler,
-    hooked_parameters,
-    steppers_held,
-    steppers_of,
-)
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.precision import build_scaler, set_modes_for_training
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import (
-    checked_datasets,
-    checked_model,
-    checked_optimizer,
-    checked_scheduler,
-    epoch_length,
-    is_iterable,
-    loss_arguments,
-    where,
-)
-from train_fn.tasks.own import makes_own_steps, require_fits
-from train_fn.tasks.protocol import Task
+from train_fn.tasks.protocol import Task, is_iterable, loss_arguments, makes_own_steps, where
 
 _MODEL, _DATASETS, _OPTIMIZER, _LAZY = 6, 9, 10, 11
 """Purposes of the draws while each is built (``seed_building``)."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -196,28 +186,6 @@ def _data_of(datasets: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def owners_of(task: Task, model: nn.Module) -> dict[str, object]:
-    """Return the objects whose plain attributes a forward pass may change: the model's modules and
-    the task."""
-    return {**dict(model.named_modules()), type(task).__name__: task}
-
-
-def warn_of_lost(source: str, before: PlainAttributes | None) -> None:
-    """Warn of attributes that code has changed since ``before``, which no state holds.
-
-    Args:
-        source: name of the code.
-    """
-    if before is not None and (changed := before.changed()):
-        logger.warning(
-            "%s changes %s, which no checkpoint holds: a restart begins with the first values. "
-            "Register tensors as buffers of the model, take counts of steps and epochs from the "
-            "arguments, and let state_dict() and load_state_dict() of the task keep the rest",
-            source,
-            few(changed),
-        )
-
-
 # ---------------------------------------------------------------- training data
 
 # The training set of a rank, and the order in which the run goes through it.
@@ -291,22 +259,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-# ---------------------------------------------------------------- built model
-
-# What is wrong, or remarkable, about a model as the task built it.
-
-
-def require_fit_for(device: torch.device, model: nn.Module) -> None:
-    """Raise BadTask for a model that cannot be trained on such devices."""
-    if device.type == "cpu" and any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    ):
-        raise BadTask(
-            "torch's SyncBatchNorm works on GPUs only; on CPUs use norm group, which any world "
-            "size agrees on, or batch"
-        )
-
-
 def exchanges_in_forward(model: nn.Module) -> bool:
     """Return whether a module exchanges values between ranks in every forward pass, so that all
     ranks must run the same number of them: one that normalises over all ranks, or a user's with an
@@ -315,25 +267,6 @@ def exchanges_in_forward(model: nn.Module) -> bool:
         isinstance(module, nn.SyncBatchNorm) or getattr(module, "exchanges_in_forward", False)
         for module in model.modules()
     )
-
-
-def warnings_of(model: nn.Module, in_eval: list[str]) -> Iterator[str]:
-    """Yield warnings about a model for the run's user.
-
-    Args:
-        in_eval: names of the modules that are trained in eval mode.
-    """
-    if hooked := hooked_parameters(model):
-        yield (
-            f"gradient hooks on {few(hooked)} see the gradient of one micro-batch, times the world "
-            "size: what is not linear, as clipping, depends on how many ranks there are. Use "
-            "train.grad_clip_norm, or change gradients in a hook of the optimizer's"
-        )
-    if in_eval:
-        yield (
-            f"trained in eval mode, as build_model returned it: {few(in_eval)}; call .train() "
-            "there if that is not meant"
-        )
 
 
 # ---------------------------------------------------------------- built optimizer

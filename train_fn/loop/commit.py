@@ -13,24 +13,23 @@ from functools import cache
 import torch
 
 from everstep.wire.events import EventKind
+from train_fn.checks.check import Moment
 from train_fn.errors import BadTask, NonFiniteLoss
-from train_fn.loop.build import owners_of, warn_of_lost
-from train_fn.loop.checks import require_same_weights
 from train_fn.loop.replica import Replica
 from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count
-from train_fn.samples.loader import data_sets_in
+from train_fn.samples.sampler import seed_micro_batch
 from train_fn.session.report import Reporter
 from train_fn.state.chain import Link
-from train_fn.state.contents import few
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import not_finite
 from train_fn.state.tensor_tree import tree_digest
-from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.report import StepTotals
-from train_fn.tasks.checks import where
-from train_fn.tasks.own import step_method
+from train_fn.tasks.protocol import step_method, where
+
+_NO_BATCH = -1
+"""Seeds what after_step draws. Micro-batches have numbers from 0 on."""
 
 
 def require_whole(training: Training, totals: StepTotals) -> None:
@@ -83,7 +82,7 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     replica.volatile.adopt()  # before hooks of the optimizer move what they move
     skipped = own is None and _update_weights(replica)
     if replica.after_step is not None and not skipped:
-        replica.after_step(state, replica.volatile, replica.sampler.seed, replica.peers.device)
+        _call_after_step(replica, replica.after_step)
         state.task = replica.task_state.capture()
     if state.ema is not None and not skipped:
         state.ema.update(state.step + 1)
@@ -96,7 +95,6 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
     training.session.commit()
     replica.learning_rates.check()
     replica.learning_rates.note_options()
-    replica.steppers.look()
     if skipped:
         is_last = state.step == replica.last_step
         state.skipped.check(state.step, scaler, state.model.named_parameters(), last=is_last)
@@ -104,6 +102,17 @@ def commit(training: Training, totals: StepTotals) -> dict[str, float | None]:
         values["skipped_steps"] = state.skipped.total
     drop_gradients(state.optimizer, replica.idle_parameters)
     return values
+
+
+@torch.no_grad()
+def _call_after_step(replica: Replica, source: str) -> None:
+    """Let the task's hook change the model. It is part of the commit, so no rank may wait for
+    others in it. What it draws is the same on all ranks, and in all attempts."""
+    state = replica.state
+    with replica.checks.around(Moment.AFTER_STEP, source):
+        seed_micro_batch(replica.sampler.seed, state.step, _NO_BATCH, replica.peers.device)
+        replica.task.after_step(state.model, state.step)  # type: ignore[attr-defined]
+        replica.volatile.rebase()
 
 
 def _link(replica: Replica, totals: StepTotals, counted: Callable[[], Count]) -> Link:
@@ -193,32 +202,13 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.before_hook = _reach(replica)
-    data, source = _watched_data(replica), where(replica.task, "on_epoch_end")
-    owners = owners_of(replica.task, replica.state.model)
-    before, replica.watches_hook = PlainAttributes(owners) if replica.watches_hook else None, False
-    replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
-    if changed := data.changed():
-        raise BadTask(
-            f"{source} changes {few(changed)} of the training data: "
-            "loader processes have copies of their own, and a restart begins with the first "
-            "values. Give the data set a method set_epoch(epoch) that makes what the epoch needs; "
-            "it is called in every process that reads"
-        )
-    warn_of_lost(source, before)
-    replica.trained.check(source)
+    with replica.checks.around(Moment.EPOCH_HOOK, where(replica.task, "on_epoch_end")):
+        replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()
-    require_same_weights(replica, source)
     reporter.sign(
         EventKind.EPOCH_HOOK_DONE, {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
     )
     reporter.start_clock()
-
-
-def _watched_data(replica: Replica) -> PlainAttributes:
-    """Return the present attributes of the training data, but of what is told of each epoch."""
-    root = getattr(replica.train_set, "dataset", replica.train_set)
-    found = [each for each in data_sets_in(root, set()) if not hasattr(each, "set_epoch")]
-    return PlainAttributes({type(each).__name__: each for each in found})
 
 
 def is_torn(replica: Replica) -> bool:

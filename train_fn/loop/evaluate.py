@@ -20,13 +20,11 @@ from torch.utils.data import DataLoader
 from everstep.wire.events import lookup
 from storage.checkpoints.reader import best_of, is_better
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
+from train_fn.checks.check import Moment
+from train_fn.checks.returns import NO_LOSS, measures_loss
+from train_fn.checks.samples import with_samples_kept
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.loop.checks import (
-    require_same_sums,
-    require_weights_unchanged,
-    with_samples_unchanged,
-)
 from train_fn.loop.replica import Replica
 from train_fn.samples.loader import (
     KeyedDataset,
@@ -42,16 +40,8 @@ from train_fn.samples.sampler import MicroBatch, generators_kept, seed_micro_bat
 from train_fn.state.run_state import BestSoFar
 from train_fn.step.precision import autocast, evaluating
 from train_fn.step.untrained import WarmUp, untrained_places
-from train_fn.tasks.checks import (
-    NO_LOSS,
-    is_iterable,
-    loss_arguments,
-    measures_loss,
-    require_measured,
-    where,
-)
 from train_fn.tasks.metrics import OwnMetrics, TreeMetrics, build_own_metrics
-from train_fn.tasks.own import step_method
+from train_fn.tasks.protocol import is_iterable, loss_arguments, where
 
 _NO_GRADIENT = "does not require grad"
 """In torch's message where something is differentiated that has no graph."""
@@ -92,15 +82,20 @@ def evaluation_is_due(ctx: WorkerContext, replica: Replica) -> bool:
 def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     """Return each metric's sum over its weight. Sums are rounded once, so that they do not depend
     on which rank measured which micro-batch."""
-    own, before = _own_metrics(replica), replica.trained.sums()
-    with evaluating(replica.state.model), replica.volatile.kept():
+    own, state = _own_metrics(replica), replica.state
+    checks = replica.checks.around(Moment.EVALUATED, _measuring(replica.task))
+    with checks, evaluating(state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
-    require_weights_unchanged(replica, before)
-    shares = replica.peers.gather((mine, own.states(), before))
-    require_same_sums(replica, step_method(replica.task), [sums for _, _, sums in shares], ctx)
-    return averages_of([entry for share, _, _ in shares for entry in share]) | own.computed(
-        [states for _, states, _ in shares]
+    shares = replica.peers.gather((mine, own.states()))
+    return averages_of([entry for share, _ in shares for entry in share]) | own.computed(
+        [states for _, states in shares]
     )
+
+
+def _measuring(task: Any) -> str:
+    """Return the method that measures, for errors."""
+    name = "metrics" if hasattr(task, "metrics") else "loss"
+    return f"{where(task, name)}, called to evaluate the model,"
 
 
 def _own_metrics(replica: Replica) -> OwnMetrics:
@@ -153,12 +148,12 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             return first_batch(ctx, replica, val_set)
         return batches_by_index(ctx, replica, most=1)
 
-    before = replica.trained.sums()
     untrained = WarmUp(model, untrained_places(model, replica.parameters), is_fresh=False)
+    source = _measuring(replica.task)
     try:
-        with generators_kept(ctx.device), evaluating(model):
-            _measure_all(ctx, replica, own, with_samples_unchanged(replica.task, first))
-        require_weights_unchanged(replica, before)
+        checks = replica.checks.around(Moment.TRIED, source)
+        with checks, generators_kept(ctx.device), evaluating(model):
+            _measure_all(ctx, replica, own, with_samples_kept(source, first))
         lost = untrained.changed_without_copy()
     finally:
         untrained.put_back()
@@ -363,24 +358,6 @@ def _size(ctx: WorkerContext) -> int:
 # ---------------------------------------------------------------- best
 
 # The best checkpoint so far, by the metric that the spec names.
-
-
-def require_best_metric(ctx: WorkerContext, replica: Replica) -> None:
-    """Check before training that the best metric can be measured. Raises BadTask."""
-    held_out, checkpoint = replica.val_set, ctx.spec.checkpoint
-    if checkpoint.best_metric is None:
-        return
-    logger.info(
-        "the best checkpoint is the one with the %simum of %s",
-        checkpoint.best_mode,
-        checkpoint.best_metric,
-    )
-    if held_out is None or (not is_iterable(held_out) and len(held_out) == 0):
-        raise BadTask(
-            "checkpoint.best_metric is set, but the task holds nothing out to evaluate on; set it "
-            "to null"
-        )
-    require_measured(replica.task, checkpoint.best_metric)
 
 
 def note_best(ctx: WorkerContext, replica: Replica, metrics: dict[str, float]) -> bool:

@@ -9,33 +9,29 @@ fails within it leaves the copy. The gate and the commit are those of any other 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from train_fn.errors import BadTask
-from train_fn.loop.build import owners_of, warn_of_lost
+from train_fn.checks.check import Checks, Moment
+from train_fn.checks.returns import checked_values
+from train_fn.errors import BadTask, NonFiniteLoss
 from train_fn.loop.step import StepExchange, set_rates
 from train_fn.samples.sampler import MicroBatch
 from train_fn.session.session import Session
 from train_fn.state.optim import Optimizers, each_of
 from train_fn.state.run_state import Shadows
 from train_fn.state.train_state import TrainState
-from train_fn.state.trained_parameters import TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
-from train_fn.step.plain_attributes import PlainAttributes
-from train_fn.step.precision import modes_of
-from train_fn.step.rank_mean import RankMean
 from train_fn.step.report import StepTotals, Votes
 from train_fn.step.report_sums import StepPlan
 from train_fn.step.untrained import untrained_places
-from train_fn.tasks.checks import where
-from train_fn.tasks.own import LOSS, METHOD, MOST_VALUES, checked_values, makes_own_steps
-from train_fn.tasks.protocol import Sum, Task
+from train_fn.tasks.protocol import LOSS, METHOD, MOST_VALUES, Sum, Task, makes_own_steps, where
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
@@ -131,24 +127,21 @@ class OwnUpdates:
     """Call ``training_step`` of one replica's task.
 
     Args:
+        checks: made around each step.
         max_norm: clips each optimizer's gradients, averaged over ranks; None for never.
-        owners: objects by name. A warning names their plain attributes that the first step changes,
-            which no state holds.
     """
 
     def __init__(
         self,
         task: Task,
         state: TrainState,
-        trained: TrainedParameters,
+        checks: Checks,
         peers: Peers,
         max_norm: float | None,
-        owners: dict[str, object],
     ) -> None:
         self.source = where(task, METHOD)
         self._task: Any = task
-        self._trained, self._peers = trained, peers
-        self._owners: dict[str, object] | None = owners
+        self._checks, self._peers = checks, peers
         self._optimizers = (
             state.optimizer.by_name if isinstance(state.optimizer, Optimizers) else state.optimizer
         )
@@ -183,25 +176,17 @@ class OwnUpdates:
 
     def run(self, state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         """Let the task make its step, and return its metrics on this rank. Raises BadTask."""
-        owners, self._owners = self._owners, None
-        before = PlainAttributes(owners) if owners is not None else None
-        modes = modes_of(state.model)
-        values = checked_values(
-            self._task, self._task.training_step(state.model, batch, state.step, self._optimizers)
-        )
-        self.mean.end()
-        if modes_of(state.model) != modes:
-            raise BadTask(
-                f"{self.source} left modules in another mode, train or eval, than before. Put the "
-                "mode back before it returns, or change it in on_epoch_end"
+        with self._checks.around(Moment.LOSS, self.source):
+            values = checked_values(
+                self._task,
+                self._task.training_step(state.model, batch, state.step, self._optimizers),
             )
-        self._trained.check(self.source)
+            self.mean.end()
         if not self.mean.num_updates:
             raise BadTask(
                 f"{self.source} stepped no optimizer: call backward() and then step() of each "
                 "optimizer that it is given"
             )
-        warn_of_lost(self.source, before)
         self._agree_on_names(list(values))
         return values
 
@@ -223,5 +208,126 @@ def own_updates(replica: Replica, max_norm: float | None) -> OwnUpdates | None:
     task."""
     if not makes_own_steps(replica.task):
         return None
-    owners = {} if replica.task_state else owners_of(replica.task, replica.state.model)
-    return OwnUpdates(replica.task, replica.state, replica.trained, replica.peers, max_norm, owners)
+    return OwnUpdates(replica.task, replica.state, replica.checks, replica.peers, max_norm)
+
+
+# ---------------------------------------------------------------- mean over ranks
+
+# Each rank's loss is a mean over its own samples. A rank's gradients count by its share of the
+# global batch's samples, so the average is the gradient of the mean over the global batch.
+
+_PLACES = 1 << 12
+"""Updates are told apart modulo this, so that float32 holds their sum over ranks."""
+
+
+class RankMean:
+    """Hook into the steps of several optimizers. A step of each is a collective, so all ranks make
+    the same ones in the same order.
+
+    Args:
+        optimizers: by name; the name of a single one is empty.
+        max_norm: clips the averaged gradients of an optimizer to this norm; None for never.
+        source: the method that makes the steps, for errors.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        peers: Peers,
+        max_norm: float | None,
+        source: str,
+    ) -> None:
+        self._names, self._peers = list(optimizers), peers
+        self._max_norm, self._source = max_norm, source
+        self._step, self._weight, self._is_open = 0, 1.0, False
+        self.num_updates = 0
+        """Optimizer steps since ``begin``."""
+        self.norms: dict[str, float] = {}
+        """The gradients' norm before it was clipped, by optimizer, in its last step."""
+        self._hooks = [
+            optimizer.register_step_pre_hook(partial(self._before_update, number))
+            for number, optimizer in enumerate(optimizers.values())
+        ]
+
+    def remove_hooks(self) -> None:
+        """Leave the optimizers as they were built."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, step: int, weight: float) -> None:
+        """Begin the step after ``step`` steps done. ``weight`` is this rank's part of the global
+        batch: all ranks' add up to 1."""
+        self._step, self._weight, self._is_open = step, weight, True
+        self.num_updates, self.norms = 0, {}
+
+    def end(self) -> None:
+        """Let no optimizer step until the next ``begin``."""
+        self._is_open = False
+
+    def _before_update(self, number: int, optimizer: Any, args: Any, kwargs: Any) -> None:
+        name = self._names[number]
+        if not self._is_open:
+            raise BadTask(
+                f"an optimizer steps outside of {self._source}: gradients are averaged over ranks "
+                "there only. Move the step into it"
+            )
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise BadTask(
+                f"{self._source} calls step(closure), which computes gradients after they were "
+                "averaged over ranks. Call backward() first, then step()"
+            )
+        parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        if any(value.grad is not None and value.grad.is_sparse for value in parameters):
+            raise BadTask(
+                f"{self._source} has sparse gradients, which cannot be averaged over ranks here: "
+                "make the embedding with sparse=False"
+            )
+        place = (self.num_updates * len(self._names) + number) % _PLACES
+        self.num_updates += 1
+        if not self._peers.alone:
+            self._average(parameters, place, name)
+        if self._max_norm is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_norm))
+            if not math.isfinite(norm):
+                raise NonFiniteLoss(self._step, None, norm, self._source, what="gradient norm")
+            self.norms[name] = norm
+
+    @torch.no_grad()
+    def _average(self, parameters: Sequence[torch.Tensor], place: int, name: str) -> None:
+        """Replace gradients by their weighted sum over ranks; one that no rank has stays None. A
+        collective."""
+        has_one = [value.grad is not None for value in parameters]
+        marks = torch.tensor([place, *has_one], dtype=torch.float32, device=self._peers.device)
+        parts: dict[torch.dtype, list[torch.Tensor]] = {torch.float32: [marks]}
+        for value in parameters:
+            gradient = _real(torch.zeros_like(value) if value.grad is None else value.grad)
+            scaled = gradient.reshape(-1) * self._weight
+            parts.setdefault(gradient.dtype, []).append(scaled)
+        flats = {dtype: torch.cat(each) for dtype, each in parts.items()}
+        works = [self._peers.start_sum(flat) for flat in flats.values()]
+        for work in works:
+            if work is not None:
+                work.wait()
+        found, *uses = self._peers.result(flats[torch.float32][: len(marks)]).tolist()
+        if found != place * self._peers.world_size:
+            raise BadTask(
+                f"{self._source}: the ranks do not step the same optimizers in the same order; "
+                f"this rank is at update {self.num_updates} of step {self._step + 1}"
+                f"{name and f', of optimizer {name!r}'}. Let no rank, and nothing that only a "
+                "rank's own samples say, decide which optimizer steps"
+            )
+        begun = {dtype: 0 for dtype in flats} | {torch.float32: len(marks)}
+        for value, used in zip(parameters, uses, strict=True):
+            real = _real(value)
+            start = begun[real.dtype]
+            begun[real.dtype] = start + real.numel()
+            if not used:
+                continue
+            if value.grad is None:
+                value.grad = torch.empty_like(value)
+            total = flats[real.dtype][start : start + real.numel()]
+            _real(value.grad).copy_(total.view(real.shape))
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value

@@ -16,17 +16,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train_fn.checks.attributes import LostAttributes, StepperAttributes, owners_of
+from train_fn.checks.check import Check, Checks
+from train_fn.checks.fits import require_elastic
+from train_fn.checks.ranks import SameAfterStep, Together
+from train_fn.checks.returns import checked_loss
+from train_fn.checks.samples import DataKept
+from train_fn.checks.trained import (
+    LearningRates,
+    ModesKept,
+    TrainedParameters,
+    WeightsKept,
+    modes_left,
+)
 from train_fn.context import WorkerContext
 from train_fn.elastic.exchange import Exchange
 from train_fn.errors import BadTask
-from train_fn.loop.after_step import AfterStep
-from train_fn.loop.build import (
-    Parts,
-    build_parts,
-    exchanges_in_forward,
-    optimizer_source,
-    owners_of,
-)
+from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_step import OwnUpdates, own_updates
 from train_fn.node.device import kernels
@@ -36,15 +42,13 @@ from train_fn.samples.sampler import MicroBatch, seed_building, seed_micro_batch
 from train_fn.session.report import counted_flops
 from train_fn.state.contents import sketch
 from train_fn.state.train_state import TaskState, TrainState
-from train_fn.state.trained_parameters import LearningRates, StepperWatch, TrainedParameters
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
 from train_fn.step.precision import Precision, autocast, set_determinism
 from train_fn.step.report_sums import ReportSums, StepPlans
-from train_fn.tasks.checks import checked_loss, loss_arguments, where
-from train_fn.tasks.own import build_task
-from train_fn.tasks.protocol import Sum, Task
+from train_fn.tasks.builtin import build_task
+from train_fn.tasks.protocol import Sum, Task, loss_arguments, step_method, where
 from train_fn.user_code.modules import add_to_path
 from train_fn.user_code.packages import bring_packages
 
@@ -120,12 +124,7 @@ class StepModule(nn.Module):
             else:
                 answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
-            raise BadTask(
-                f"{where(self._task, 'loss')} left modules in another mode, train or eval, than "
-                "before. Each rank calls it another number of times, so ranks would train "
-                "different models. Put the mode back before it returns, or change it in "
-                "on_epoch_end"
-            )
+            raise modes_left(where(self._task, "loss"))
         return checked_loss(self._task, answer)
 
     def _step_arguments(self) -> dict[str, int]:
@@ -188,6 +187,7 @@ _TASK = 8
 class Replica:
     """What is trained on one rank. ``wrapped`` is None until the replica has joined its peers."""
 
+    ctx: WorkerContext
     peers: Peers
     parts: Parts
     step_module: StepModule
@@ -239,16 +239,9 @@ class Replica:
         self.draws = True
         """Whether a forward pass draws random numbers, as far as is known."""
         self.task_state = TaskState(self.task)
-        self.after_step: AfterStep | None = None
-        if getattr(self.task, "after_step", None) is not None:
-            self.after_step = AfterStep(
-                self.task,
-                where(self.task, "after_step"),
-                self.trained,
-                {} if self.task_state else owners_of(self.task, self.state.model),
-                alone=self.peers.alone,
-            )
-        self.steppers = StepperWatch(self.state)
+        has_hook = getattr(self.task, "after_step", None) is not None
+        self.after_step = where(self.task, "after_step") if has_hook else None
+        """Name of the task's hook, for errors; None if there is none."""
         self.used: UsedParameters | None = None
         """None unless ``allows_unused``."""
         self.changed_by_pass: list[str] = []
@@ -256,21 +249,21 @@ class Replica:
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
         self.fingerprints = Fingerprints(self.parameters)
-        self.must_agree = True
-        """Whether the kernels of all ranks must give equal bits."""
-        self.is_apart = False
-        """Whether it was logged that they do not."""
+        self.together = Together(
+            self.ctx,
+            self.peers,
+            self.state,
+            self.trained,
+            self.fingerprints,
+            step_method(self.task),
+        )
+        self.checks = Checks(_checks_of(self))
         self.beside_kept = False
         """Whether a rank of the attempt has kept its state, so that the first pass sums gradients
         of several weights."""
         self.before_hook: str | None = None
         """Digest of the state before the task's ``on_epoch_end``, which runs; None if it does not.
         """
-        self.watches_hook = not self.task_state
-        """Whether the attempt's next call of ``on_epoch_end``, its first, is watched for changes
-        that no state holds."""
-        self.begun_at = 0
-        """Steps done when the attempt began, with the same state on all ranks."""
 
     def join(self, *, is_fresh: bool = False) -> None:
         """Connect the replica to its peers, and run one backward pass whose gradients are dropped.
@@ -284,7 +277,7 @@ class Replica:
             is_fresh: whether no state is loaded afterwards.
         """
         kinds = set(self.peers.gather(kernels(self.peers.device)))
-        self.must_agree = len(kinds) == 1 and torch.are_deterministic_algorithms_enabled()
+        self.together.must_agree = len(kinds) == 1 and torch.are_deterministic_algorithms_enabled()
         if self.own_updates is not None:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)
@@ -404,6 +397,24 @@ class Replica:
                 fill_gradients(self._dense)
 
 
+def _checks_of(replica: Replica) -> list[Check]:
+    """Return the checks of Everstep's own loop, in the order in which they are made."""
+    task, state, trained = replica.task, replica.state, replica.trained
+    # A task with a state may keep its attributes there.
+    owners = {} if replica.task_state else owners_of(task, state.model)
+    checks: list[Check] = [
+        DataKept(replica.train_set),
+        LostAttributes(owners),
+        ModesKept(state.model),
+        trained,
+        WeightsKept(trained),
+        replica.together,
+        StepperAttributes(state),
+    ]
+    has_hook = replica.after_step is not None
+    return [*checks, SameAfterStep(replica.peers, state)] if has_hook else checks
+
+
 def new_parts(ctx: WorkerContext) -> Parts:
     """Build the spec's task, and everything from it."""
     spec, train = ctx.spec, ctx.spec.train
@@ -431,6 +442,7 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
     sums = ReportSums(peers)
     allows_unused = train.unused_parameters == "allow"
     replica = Replica(
+        ctx=ctx,
         peers=peers,
         parts=parts,
         step_module=StepModule(
@@ -450,45 +462,12 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
     )
     replica.own_updates = own_updates(replica, train.grad_clip_norm)
     if train.exactness == "elastic":
-        replica.exchange = elastic_exchange(replica, spec.full_size)
+        has_sparse = bool(replica.step_module.sparse)
+        exchanges = replica.exchanges_in_forward
+        require_elastic(parts.task, exchanges=exchanges, has_sparse=has_sparse)
+        replica.exchange = Exchange(peers, replica.parameters, replica.sampler, spec.full_size)
     if debugging := lowered_level():
         replica.warn(debugging)
     for warning in parts.warnings:
         replica.warn(warning)
     return replica
-
-
-# ---------------------------------------------------------------- elastic rules
-
-# What a task must be like for ``train.exactness: elastic``.
-
-_WAY_OUT = "or set train.exactness to world_size"
-
-
-def elastic_exchange(replica: Replica, max_workers: int) -> Exchange:
-    """Return the exchange of a replica whose steps are the same at every world size.
-
-    Raises BadTask if its task computes something else at another world size.
-
-    Args:
-        max_workers: ``RunSpec.full_size``.
-    """
-    model = where(replica.task, "build_model")
-    if replica.own_updates is not None:
-        raise BadTask(
-            f"{replica.own_updates.source} gets a rank's whole share of the global batch, so its "
-            "steps depend on the world size, and train.exactness elastic cannot hold. Let the task "
-            f"return a loss instead, {_WAY_OUT}"
-        )
-    if replica.exchanges_in_forward:
-        raise BadTask(
-            f"{model} returned a model that exchanges in its forward pass, so its results depend "
-            "on the world size, and train.exactness elastic cannot hold. Use layers that "
-            f"see one micro-batch only, as BatchNorm for SyncBatchNorm, {_WAY_OUT}"
-        )
-    if replica.step_module.sparse:
-        raise BadTask(
-            f"{model} returned embeddings with sparse gradients, which train.exactness elastic "
-            f"does not add. Make them with sparse=False, {_WAY_OUT}"
-        )
-    return Exchange(replica.peers, replica.parameters, replica.sampler, max_workers)

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from storage.run_dir import Origin
+from train_fn.checks.left_behind import TooMuch, held_values
 from train_fn.context import WorkerContext
 from train_fn.errors import AsksForPeers, BuiltByHalves, TrainError
 from train_fn.loop.build import Inventory, Parts
-from train_fn.loop.held_values import TooMuch, held_values
 from train_fn.loop.replica import build_replica
 from train_fn.recovery.staying import Outliving, why_not_to_stay
 from train_fn.samples.streams import StreamSet

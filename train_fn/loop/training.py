@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from everstep.wire.events import BEGINNINGS
 from train_fn.checkpoints.fork import adopt
 from train_fn.checkpoints.torch_file import require_safetensors
+from train_fn.checks.audit import NOT_WATCHED, BitFlips, StepAudit
+from train_fn.checks.fits import require_best_metric
+from train_fn.checks.ranks import check_data, check_model, check_numerics
 from train_fn.context import WorkerContext
-from train_fn.loop.audit import NOT_WATCHED, BitFlips, StepAudit
-from train_fn.loop.checks import check_data, check_numerics, check_weights
-from train_fn.loop.evaluate import require_best_metric, try_evaluation
+from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.step import StepExchange, TreeStep
@@ -30,6 +31,7 @@ from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.place_watch import refusing
 from train_fn.step.timing import StepClock, StragglerWatch
+from train_fn.tasks.protocol import where
 
 if TYPE_CHECKING:
     from train_fn.loop.rescue import Rescue
@@ -105,7 +107,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     with refusing(held is None and any(has_built is not None for has_built in of_ranks)):
         replica = build_replica(ctx, None if held is None else held.parts)
     progress.replica = replica
-    require_best_metric(ctx, replica)
+    require_best_metric(replica.task, replica.val_set, ctx.spec.checkpoint)
     if ctx.spec.checkpoint.safetensors:
         require_safetensors(replica.state.model.state_dict())
     progress.phase = "restore"
@@ -150,21 +152,22 @@ def restore(
     ctx, state = session.ctx, replica.state
     replica.beside_kept = any(has_kept)
     if not all(has_kept):  # else an attempt before has compared them
-        check_data(replica)
+        check_data(replica.peers, state, replica.warn)
 
     def join(restored: Restored) -> None:
         is_fresh = restored.source == "fresh"
         if not all(has_kept):
-            check_weights(replica, fresh=is_fresh)
+            built, source = replica.parts.built_weights, where(replica.task, "build_model")
+            check_model(replica.peers, source, state.model, built, fresh=is_fresh)
         replica.join(is_fresh=is_fresh)
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
     kept = None if survivor is None else survivor.described.result()
     session.restore(adopt_origin, before_load=join, kept=kept)
-    replica.begun_at = state.step
+    replica.together.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()
-    check_numerics(ctx, replica)
+    check_numerics(ctx, replica.peers, state, replica.parts.numerics)
     session.announce()
 
 
@@ -212,7 +215,7 @@ def audit_of(ctx: WorkerContext, replica: Replica, flips: BitFlips) -> StepAudit
     if not ctx.spec.train.audit_fraction:
         return None
     audit = StepAudit(ctx, replica, flips)
-    if not replica.must_agree:
+    if not replica.together.must_agree:
         replica.warn(
             "no step of this attempt is audited (train.audit_fraction): the ranks' processors, "
             "libraries or settings differ, so their last bits may, too. Use one kind of node"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from train_fn.checks.ranks import require_same_samples
 from train_fn.errors import BadTask, DataChanged
-from train_fn.loop.checks import require_same_samples
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark

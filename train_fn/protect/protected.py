@@ -9,27 +9,31 @@ optimizer's loop, so all ranks get past it, or none.
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any, NamedTuple
 
 import torch
 
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
+from train_fn.checks.check import Moment
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.own_loop import Left, StopAgreed
 from train_fn.protect.arguments import LoopParts, Torn
 from train_fn.protect.batches import Batches, Share
 from train_fn.protect.loop_state import LoopState, Values, numbers_of
-from train_fn.protect.training import Home, LoopTraining, OnItsOwn, find_home, leave, prepare
+from train_fn.protect.training import (
+    Home,
+    LoopTraining,
+    OnItsOwn,
+    find_home,
+    leave,
+    prepare,
+    report_training,
+    training_facts,
+)
 from train_fn.samples.sampler import seed_micro_batch
-from train_fn.snapshots.publisher import snapshots_of
 from train_fn.state.tensor_tree import size_bytes
-from train_fn.step.nccl import group_backend
-
-_STEPS_LOOKED_AT = 2
-"""Updates of an attempt before which the trained weights are compared with those of the commit."""
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +144,9 @@ class Protected:
         ctx, state = home.ctx, self._state
         self.rank, self.world_size = ctx.world_rank, ctx.world_size
         own = (state.seed, state.own_draws)
-        self._training = training = prepare(ctx, state, self._torn)
+        self._training = training = prepare(
+            ctx, state, self._torn, of_trainer=self.ends_with_commit
+        )
         session = training.session
         session.begin(training_facts(ctx, state, self._total_steps))
         seeds, draws = zip(*training.peers.gather(own), strict=True)
@@ -308,9 +314,7 @@ class Protected:
             torch.cuda.current_stream(self._device).synchronize()
         training.peers.require_whole()
         training.boundary.require_unchanged()
-        training.watch.about_to_change()
-        if self._torn == "refuse" and training.commits.updates.num < _STEPS_LOOKED_AT:
-            self._require_weights_of_commit()
+        training.checks.before(Moment.STEP)
         self._pass_gate(training)
         self._is_settled = True
 
@@ -321,19 +325,6 @@ class Protected:
         if session.holdings is not None:
             session.holdings.pass_gate()
             session.reporter.report_up_to(self._state.step)
-
-    def _require_weights_of_commit(self) -> None:
-        """Raise BadTask if the loop has changed trained weights within the step before an optimizer
-        did: a rank that fails in between would have no state to leave."""
-        # A trainer wraps its model after it has begun, which writes all weights again.
-        if self.ends_with_commit or self.is_told_of_updates:
-            return
-        if self._state.weights_have_changed():
-            raise BadTask(
-                f"the loop changed the trained weights of step {self._state.step + 1} before the "
-                "optimizer's step, as SAM does: a rank that fails in between would go back to the "
-                "last checkpoint. Pass torn='shadow' to es.protect, which keeps a copy"
-            )
 
     def step(self, **metrics: Any) -> None:
         """Commit a step: its state is whole, and the same on all ranks. Reports ``metrics`` of rank
@@ -358,7 +349,7 @@ class Protected:
     def _commit(self, training: LoopTraining, values: Values) -> None:
         """Commit the step, and keep what is due."""
         state, share, commits = self._state, self._share, training.commits
-        training.gradients.require_used(commits.updates.since_commit)
+        training.checks.at(Moment.LOSS)
         if not self._is_settled:
             self._settle(training)
         if training.shadows is not None:
@@ -374,10 +365,7 @@ class Protected:
         training.session.commit()
         self._is_settled, self._share = False, None
         commits.start(share, values, saves=self._held.due)
-        training.watch.committed()
-        training.attributes.committed()
-        if not self.ends_with_commit:
-            training.carried.committed(sys._getframe(), ends_epoch=state.ends_epoch)
+        training.checks.at(Moment.STEP)
         commits.report()
         training.ctx.on_commit()  # what follows may wait for a peer that has died
         if not training.boundary.sees_steps:
@@ -493,54 +481,3 @@ class Protected:
         if self._broken is not None:
             raise self._broken
         return training
-
-
-# ---------------------------------------------------------------- guarantees
-
-# What holds for the states and samples of a protected loop, as its run reports it.
-
-EXACT = (
-    "State and samples are exact: every sample of an epoch is used exactly once, whatever dies and "
-    "at any world size; the ledger proves it."
-)
-UP_TO_LOADER = "The state is exact; which samples a step sees after a restart is up to your loader."
-LOADER_RESTORED = (
-    "The state is exact, and your loader goes on at the very batch at the same number of ranks; "
-    "what its data set draws by itself is up to it."
-)
-
-
-def report_training(ctx: WorkerContext, state: LoopState, total_steps: int | None) -> None:
-    """Report what is trained, and what holds for it.
-
-    Args:
-        total_steps: None if only the loop knows.
-    """
-    if ctx.world_rank == 0:
-        facts = training_facts(ctx, state, total_steps)
-        ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
-
-
-def training_facts(
-    ctx: WorkerContext, state: LoopState, total_steps: int | None
-) -> dict[str, object]:
-    """Return the data of the event that training begins."""
-    sampler = state.sampler
-    return {
-        "total_steps": total_steps,
-        "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
-        "num_samples": sampler.num_samples if sampler else None,
-        "num_parameters": sum(value.numel() for value in state.parts.parameters()),
-        "micro_batch_size": None,
-        "snapshots": snapshots_of(ctx),
-        "guarantee": guarantee(state),
-        "device": str(ctx.device),
-        "backend": group_backend(ctx.device),
-    }
-
-
-def guarantee(state: LoopState) -> str:
-    """Return what holds for the samples of a loop with this data."""
-    if state.data is not None:
-        return EXACT
-    return LOADER_RESTORED if state.parts.loaders else UP_TO_LOADER

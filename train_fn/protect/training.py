@@ -21,25 +21,30 @@ import torch.distributed as dist
 from everstep.errors import InvalidSpec
 from everstep.spec.parsing import parse_spec
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn import own_loop
 from train_fn.checkpoints.fork import Origin
+from train_fn.checks.attributes import LoopAttributes
+from train_fn.checks.carried import CarriedWatch
+from train_fn.checks.check import Check, Checks
+from train_fn.checks.order import GradientsUsed, OrderWatch, WeightsOfCommit
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
-from train_fn.protect.boundary import AttributeWatch, Boundary, OrderWatch
-from train_fn.protect.carried import CarriedWatch
+from train_fn.protect.boundary import Boundary
 from train_fn.protect.changes import SharedBuffers
-from train_fn.protect.commits import Agreement, Commits, Gradients, Updates
+from train_fn.protect.commits import Agreement, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.session import Remains, Session, keep_state, not_copied
 from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import sweep_forgotten
+from train_fn.snapshots.publisher import snapshots_of
 from train_fn.standalone.rank import (
     CLOSE_S,
     LocalPlace,
@@ -52,7 +57,7 @@ from train_fn.standalone.rank import (
     stop_on_signals,
 )
 from train_fn.state.run_state import Shadows
-from train_fn.step.nccl import backend_of
+from train_fn.step.nccl import backend_of, group_backend
 from train_fn.step.peers import Peers
 
 
@@ -65,18 +70,19 @@ class LoopTraining:
     state: LoopState
     peers: Peers
     buffers: SharedBuffers
-    watch: OrderWatch
+    checks: Checks
     boundary: Boundary
-    gradients: Gradients
-    attributes: AttributeWatch
-    carried: CarriedWatch
     commits: Commits
     shadows: Shadows | None
     """Only with ``torn='shadow'``."""
 
 
-def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
-    """Restore the state that the ranks agree on, and build what a step uses. A collective."""
+def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: bool) -> LoopTraining:
+    """Restore the state that the ranks agree on, and build what a step uses. A collective.
+
+    Args:
+        of_trainer: whether the loop is not the user's own, but that of an adapter's trainer.
+    """
     sweep_forgotten(ctx)
     session = Session(ctx, state)
     session.restore(_adopted)
@@ -91,18 +97,27 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn) -> LoopTraining:
         state=state,
         peers=peers,
         buffers=SharedBuffers(parts.wrapped, peers),
-        watch=watch,
+        checks=Checks(checks_of(state, updates, watch, torn, of_trainer=of_trainer)),
         boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
-        gradients=Gradients(state),
-        attributes=AttributeWatch(
-            {} if parts.keeps_more else parts.models, {} if parts.keeps_more else parts.optimizers
-        ),
-        carried=CarriedWatch(parts),
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
     )
     session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
     return training
+
+
+def checks_of(
+    state: LoopState, updates: Updates, watch: OrderWatch, torn: Torn, *, of_trainer: bool
+) -> list[Check]:
+    """Return the checks of a user's loop, in the order in which they are made."""
+    parts = state.parts
+    checks: list[Check] = [GradientsUsed(state, updates), watch]
+    # A trainer wraps its model after it has begun, which writes all weights again.
+    if torn == "refuse" and not of_trainer:
+        checks.append(WeightsOfCommit(state, updates))
+    if not parts.keeps_more:
+        checks.append(LoopAttributes(parts.models, parts.optimizers))
+    return checks if of_trainer else [*checks, CarriedWatch(state)]
 
 
 def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:
@@ -119,6 +134,57 @@ def _adopted(state: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 _OF_A_FORK = frozenset({"data", "epoch_began"})
 """What a fork takes over of what belongs to a loop alone."""
+
+
+# ---------------------------------------------------------------- guarantees
+
+# What holds for the states and samples of a protected loop, as its run reports it.
+
+EXACT = (
+    "State and samples are exact: every sample of an epoch is used exactly once, whatever dies and "
+    "at any world size; the ledger proves it."
+)
+UP_TO_LOADER = "The state is exact; which samples a step sees after a restart is up to your loader."
+LOADER_RESTORED = (
+    "The state is exact, and your loader goes on at the very batch at the same number of ranks; "
+    "what its data set draws by itself is up to it."
+)
+
+
+def report_training(ctx: WorkerContext, state: LoopState, total_steps: int | None) -> None:
+    """Report what is trained, and what holds for it.
+
+    Args:
+        total_steps: None if only the loop knows.
+    """
+    if ctx.world_rank == 0:
+        facts = training_facts(ctx, state, total_steps)
+        ctx.journal.emit(EventKind.TRAINING_STARTED, facts)
+
+
+def training_facts(
+    ctx: WorkerContext, state: LoopState, total_steps: int | None
+) -> dict[str, object]:
+    """Return the data of the event that training begins."""
+    sampler = state.sampler
+    return {
+        "total_steps": total_steps,
+        "steps_per_epoch": sampler.steps_per_epoch if sampler else None,
+        "num_samples": sampler.num_samples if sampler else None,
+        "num_parameters": sum(value.numel() for value in state.parts.parameters()),
+        "micro_batch_size": None,
+        "snapshots": snapshots_of(ctx),
+        "guarantee": guarantee(state),
+        "device": str(ctx.device),
+        "backend": group_backend(ctx.device),
+    }
+
+
+def guarantee(state: LoopState) -> str:
+    """Return what holds for the samples of a loop with this data."""
+    if state.data is not None:
+        return EXACT
+    return LOADER_RESTORED if state.parts.loaders else UP_TO_LOADER
 
 
 # ---------------------------------------------------------------- departure

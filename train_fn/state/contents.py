@@ -26,7 +26,7 @@ from train_fn.errors import BadTask, DataChanged
 from train_fn.samples.loader import left_as_built
 from train_fn.samples.sampler import seed_sample
 from train_fn.step.fingerprints import word_sum
-from train_fn.tasks.checks import is_iterable
+from train_fn.tasks.protocol import is_iterable
 
 NUM_SAMPLES = 8
 """Number of samples that are read from each data set."""

@@ -23,8 +23,7 @@ from train_fn.state.sound_state import not_finite, require_sound
 from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
-from train_fn.tasks.checks import where
-from train_fn.tasks.protocol import Task
+from train_fn.tasks.protocol import Task, where
 
 logger = logging.getLogger(__name__)
 

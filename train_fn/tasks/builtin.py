@@ -1,18 +1,26 @@
-"""The built-in tasks: image classification and language modeling."""
+"""The built-in tasks, image classification and language modeling; and the task that a spec names,
+which may be a user's."""
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from everstep.spec.code import CodeSpec
+from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import ImageClassificationSpec, LanguageModelingSpec, TorchvisionModelSpec
 from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import ImageBatch, ImageSet
 from train_fn.data.text_files import PackedText, load_text_files
+from train_fn.errors import BadTask
 from train_fn.models import TORCHVISION_CHANNELS, Gpt, build_image_model
+from train_fn.recovery.error_text import ended_program
+from train_fn.tasks.protocol import Task, makes_own_steps
+from train_fn.user_code.modules import load_named, place_of
 
 _FEW_CLASSES = 10
 """Up to so many, five guesses say little."""
@@ -131,3 +139,55 @@ class LanguageModeling:
 def _cross_entropy(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """Sum over all tokens, in float32 whatever the logits are."""
     return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
+
+
+# ---------------------------------------------------------------- the task of a spec
+
+
+def build_task(spec: RunSpec) -> Task:
+    """Build it, with its data. Code of the user's is on the path already.
+
+    Raises DataMissing when the data is not on this node, BadTask for code that holds no task.
+    """
+    if spec.code is not None:
+        return build_own_task(spec.code)
+    assert spec.task is not None
+    if isinstance(spec.task, LanguageModelingSpec):
+        return LanguageModeling(spec.task)
+    return ImageClassification(spec.task)
+
+
+REQUIRED_METHODS = ("build_model", "build_datasets", "loss")
+"""Of a task without ``training_step``, which may have no ``loss``."""
+
+
+def build_own_task(code: CodeSpec) -> Task:
+    """Import and build the task. Raises BadTask with file and line if it is no task. Lets errors of
+    its own code through."""
+    assert code.task is not None
+    make = load_named(code.task)
+    if not callable(make):
+        raise BadTask(
+            f"{code.task} is a {type(make).__name__}, not a class; code.task names a class with "
+            f"{', '.join(REQUIRED_METHODS)}"
+        )
+    try:
+        inspect.signature(make).bind(**code.args)
+    except TypeError as exc:
+        raise BadTask(
+            f"{code.task}{place_of(make)} cannot be made with code.args {code.args!r:.200}: {exc}"
+        ) from exc
+    except ValueError:
+        pass  # made by C code, which does not say what it takes
+    try:
+        task: Task = make(**code.args)
+    except SystemExit as exc:
+        raise ended_program(f"{code.task} cannot be made", exc) from exc
+    needed = REQUIRED_METHODS[:2] if makes_own_steps(task) else REQUIRED_METHODS
+    missing = [name for name in needed if not callable(getattr(task, name, None))]
+    if missing:
+        raise BadTask(
+            f"{code.task}{place_of(make)} has no method {', '.join(missing)}; a task needs "
+            f"{', '.join(needed)}"
+        )
+    return task

@@ -17,8 +17,7 @@ import torch
 
 from train_fn.elastic.sum_tree import Fold, OpenTree, SumTree, TreeNode
 from train_fn.errors import BadTask
-from train_fn.tasks.checks import where
-from train_fn.tasks.protocol import Task
+from train_fn.tasks.protocol import Task, where
 
 _NEEDED = ("update", "compute", "merge_state", "reset")
 

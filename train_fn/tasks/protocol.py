@@ -4,15 +4,14 @@ rank.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import inspect
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import IterableDataset
 
-from train_fn.errors import BadTask
+from train_fn.user_code.modules import place_of
 
 Sum = torch.Tensor | float | int
 """A sum over a micro-batch; a tensor has no dimensions."""
@@ -38,87 +37,52 @@ class Task(Protocol):
         over). It gets ``step`` and ``epoch`` by name if it has such parameters."""
 
 
-# ---------------------------------------------------------------- batch objects
+# ---------------------------------------------------------------- what a task has
 
-# Refuse data sets whose items are whole batches: a DataLoader, a sampler, or an iterable around
-# one.
-
-_LOADERS = frozenset(
-    {
-        "DataLoader",
-        "DataLoader2",
-        "StatefulDataLoader",
-        "_BaseDataLoaderIter",
-        "WebLoader",
-        "_DaliBaseIterator",
-        "DALIGenericIterator",
-    }
-)
-"""Classes that yield batches, by name: most are of packages that need not be installed."""
-
-_WAY_OUT = (
-    "Everstep batches, shuffles and divides samples itself (train.global_batch_size, "
-    "train.micro_batch_size) and reads them by "
-    "processes of its own (train.loader). A collate_fn becomes the task's method collate"
-)
+STEP_ARGUMENTS = ("step", "epoch")
+"""Parameters that ``loss`` may have. It gets them by name; both count from 0."""
+METHOD = "training_step"
+"""Of a task that steps its optimizers itself."""
+LOSS = "loss"
+MOST_VALUES = 16
+"""Metrics of a step beside its loss."""
 
 
-def refuse_batches(source: str, dataset: Any, *, iterable: bool) -> None:
-    """Raise BadTask where ``dataset`` yields batches or indices instead of samples.
-
-    Args:
-        source: What made it, in words.
-        dataset: What was returned as a data set.
-        iterable: Whether it is read from one end to the other. What one that is read by index holds
-            inside is its own business.
-    """
-    kind = type(dataset).__name__
-    if isinstance(dataset, list | tuple) and dataset and _is_loader(dataset[0]):
-        first = type(dataset[0]).__name__
-        raise BadTask(
-            f"{source} is a {kind} of {first}: return torch.utils.data.ConcatDataset of their "
-            f"data sets. {_WAY_OUT}"
-        )
-    if _is_loader(dataset):
-        raise BadTask(
-            f"{source} is a {kind}, which yields batches: return loader.dataset. {_WAY_OUT}"
-        )
-    if isinstance(dataset, Sampler) or hasattr(dataset, "batch_sampler"):
-        raise BadTask(
-            f"{source} is a {kind}, which gives indices and no samples: return the data set that "
-            f"it draws from. {_WAY_OUT}"
-        )
-    held = vars(dataset).values() if iterable and hasattr(dataset, "__dict__") else ()
-    loader = next((value for value in held if isinstance(value, DataLoader)), None)
-    if loader is not None and _is_batch(_first_of(dataset), loader.batch_size):
-        raise BadTask(
-            f"{source} is a {kind} around a DataLoader, and its first item is a batch of "
-            f"{loader.batch_size}: return the loader's "
-            f"data set. {_WAY_OUT}"
-        )
+def where(task: Task, method: str) -> str:
+    """Return a task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
+    12)``."""
+    return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
 
 
-def _is_loader(value: Any) -> bool:
-    return any(cls.__name__ in _LOADERS for cls in type(value).__mro__)
+def has_loss(task: Task) -> bool:
+    """Return whether the task has a loss. One with ``training_step`` may have none."""
+    return callable(getattr(task, "loss", None))
 
 
-def _first_of(dataset: Any) -> Any:
-    """Return the first item; None if reading it would consume it."""
+def loss_arguments(task: Task) -> tuple[str, ...]:
+    """Return those of STEP_ARGUMENTS that ``loss`` takes beside model and batch."""
+    if not has_loss(task):
+        return ()
     try:
-        return next(iter(copy.deepcopy(dataset)), None)
-    except Exception:
-        return None if isinstance(dataset, Iterator) else next(iter(dataset), None)
+        parameters = list(inspect.signature(task.loss).parameters.values())
+    except (TypeError, ValueError):  # made by C code, which does not say what it takes
+        return ()
+    named = {each.name for each in parameters[2:] if each.kind is not each.POSITIONAL_ONLY}
+    return tuple(name for name in STEP_ARGUMENTS if name in named)
 
 
-def _is_batch(item: Any, size: int | None) -> bool:
-    """Return whether all tensors of ``item`` have a first dimension of a loader's batch size."""
-    lengths = {len(tensor) if tensor.ndim else 0 for tensor in _tensors_in(item)}
-    return size is not None and lengths == {size}
+def is_iterable(dataset: Any) -> bool:
+    """Return whether a data set is read from one end to the other, and not by index."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
 
 
-def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
-    if isinstance(item, torch.Tensor):
-        yield item
-    elif isinstance(item, dict | list | tuple):
-        for value in item.values() if isinstance(item, dict) else item:
-            yield from _tensors_in(value)
+def makes_own_steps(task: Task) -> bool:
+    """Return whether the task steps its optimizers itself."""
+    return callable(getattr(task, METHOD, None))
+
+
+def step_method(task: Task) -> str:
+    """Return the method that trains, with its file and line, for errors."""
+    return where(task, METHOD if makes_own_steps(task) else "loss")

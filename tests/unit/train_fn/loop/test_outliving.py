@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.integration import habits
-from train_fn.loop.held_values import TooMuch, held_values
+from train_fn.checks.left_behind import TooMuch, held_values
 from train_fn.loop.survivor import Beginning, _changed, _children, _threads_since
 
 VALUES = (

@@ -24,8 +24,8 @@ from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.node import node_dir
 from train_fn.protect.boundary import interrupted
 from train_fn.protect.commits import Commits
-from train_fn.protect.protected import UP_TO_LOADER, Protected
-from train_fn.protect.training import name_of
+from train_fn.protect.protected import Protected
+from train_fn.protect.training import UP_TO_LOADER, name_of
 from train_fn.snapshots import store as snapshot
 
 

@@ -22,10 +22,10 @@ from everstep.spec.sections import (
     SgdSpec,
     StepScheduleSpec,
 )
+from train_fn.checks.trained import LearningRates
 from train_fn.errors import BadTask
 from train_fn.state import optim
 from train_fn.state.optim import Packer, build_optimizer, drop_gradients, lr_factor, unpacked
-from train_fn.state.trained_parameters import LearningRates
 
 pytestmark = pytest.mark.own_process
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from train_fn.loop.audit import flip_low_bit
+from train_fn.checks.audit import flip_low_bit
 from train_fn.step.fingerprints import Computed, PassRecord
 
 

@@ -17,7 +17,7 @@ from tests.support.one_rank import journal_of
 from tests.support.own_task_runs import TaskRuns, refusal
 from train_fn.loop.attempt import train
 from train_fn.recovery.evidence import StepFailed
-from train_fn.tasks.checks import loss_arguments
+from train_fn.tasks.protocol import loss_arguments
 
 pytestmark = pytest.mark.own_process
 

@@ -24,7 +24,7 @@ from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import LOSS, changed, context, own_node, storage
 from train_fn.errors import BadTask
 from train_fn.loop.attempt import train
-from train_fn.tasks import own
+from train_fn.tasks import builtin
 from train_fn.user_code import modules as own_code
 from train_fn.user_code.modules import add_to_path, load_named
 
@@ -228,7 +228,7 @@ def test_the_best_by_a_loss_is_the_smallest_without_a_mode(storage: Storage) -> 
 
 
 def test_the_look_at_submission_asks_for_the_same_methods() -> None:
-    assert tuple(user_code.REQUIRED_METHODS) == own.REQUIRED_METHODS
+    assert tuple(user_code.REQUIRED_METHODS) == builtin.REQUIRED_METHODS
 
 
 def test_built_in_code_has_its_place_too() -> None:

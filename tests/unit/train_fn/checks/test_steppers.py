@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tests.integration.habits import CountingSgd
+from train_fn.checks.attributes import StepperAttributes, steppers_held, steppers_of
+from train_fn.checks.check import Moment
 from train_fn.state.optim import Optimizers
 from train_fn.state.train_state import TrainState
-from train_fn.state.trained_parameters import StepperWatch, steppers_held, steppers_of
 from train_fn.step.plain_attributes import PlainAttributes
 
 
@@ -108,17 +109,17 @@ def test_a_first_step_that_changes_more_than_states_hold_is_warned_of_once(
     optimizer: Any, scheduler: Any, warned: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of(optimizer, scheduler)
-    watch = StepperWatch(state)
+    watch = StepperAttributes(state)
     if optimizer is torch.optim.LBFGS:
         state.optimizer.step(lambda: state.model(torch.ones(1, 2)).sum())  # type: ignore[union-attr, arg-type]
     else:
         step(state)
-    watch.look()
+    watch.after(Moment.STEP, "")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (warned is not None)
     assert warned is None or f"a step changes {warned}, which no checkpoint holds" in said[0]
     step(state) if optimizer is not torch.optim.LBFGS else None
-    watch.look()
+    watch.after(Moment.STEP, "")
     assert len(caplog.records) == len(said)
 
 

@@ -1,29 +1,25 @@
-"""Refuse changes by a task's code to the trained parameters and learning rates. Both are fixed when
-the run is built.
+"""Trained parameters, their gradients and learning rates, which only Everstep's steps may change.
 
-DDP all-reduces, and the optimizer updates, the parameters that were there at that time. A layer
-that is unfrozen later would never learn, without any error.
+DDP all-reduces, and the optimizer updates, the parameters that were there when the run was built. A
+layer that is unfrozen later would never learn, without any error.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import operator
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from train_fn.checks.check import Check, Moment, checked
 from train_fn.errors import BadTask
 from train_fn.state.contents import Sketch, few, sketch
-from train_fn.state.optim import Optimizers, each_of, match_layout
-from train_fn.state.train_state import TrainState
+from train_fn.state.optim import Optimizers
 from train_fn.step.fingerprints import word_sum
-from train_fn.step.plain_attributes import PlainAttributes
+from train_fn.step.precision import modes_of
 
 _WATCHED_BYTES = 64 << 20
 
@@ -37,8 +33,14 @@ _WAY_OUT = (
 )
 
 
-class TrainedParameters:
-    """Remember a model's parameters and its optimizer's groups as they were built."""
+class TrainedParameters(Check):
+    """Refuse another set of trained parameters than was built, in the model and in its
+    optimizer."""
+
+    costs = dict.fromkeys(
+        (Moment.LOSS, Moment.AFTER_STEP, Moment.EPOCH_HOOK, Moment.LEAVING),
+        "a comparison of flags and names",
+    )
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> None:
         self._model, self._optimizer = model, optimizer
@@ -52,12 +54,6 @@ class TrainedParameters:
         """Return the sum of the words of each trained parameter. A change of its values changes
         its sum, but for rare accidents."""
         return [word_sum(value) for value in self._trained_now()]
-
-    def check_values(self, before: list[int], source: str, way_out: str) -> None:
-        """Raise BadTask if ``source`` changed values of trained parameters since ``before``, which
-        is what ``sums`` returned then."""
-        if names := self.differing(before, self.sums()):
-            raise BadTask(f"{source} changes trained parameters: {few(names)}. {way_out}")
 
     def differing(self, one: list[int], other: list[int]) -> list[str]:
         """Return the names of trained parameters whose sums differ."""
@@ -103,9 +99,7 @@ class TrainedParameters:
             f"a run. {_WAY_OUT}"
         )
 
-    def check(self, source: str) -> None:
-        """Raise BadTask if ``source``, which has just run, changed the set of trained
-        parameters."""
+    def after(self, moment: Moment, source: str) -> None:
         try:
             self.check_flags()
         except BadTask as exc:
@@ -129,6 +123,68 @@ class TrainedParameters:
             )
 
 
+class WeightsKept(Check):
+    """Refuse code that changes values of trained parameters."""
+
+    costs = dict.fromkeys(
+        (Moment.FIRST_PASS, Moment.TRIED, Moment.EVALUATED), "two reads of all weights"
+    )
+
+    def __init__(self, trained: TrainedParameters) -> None:
+        self._trained = trained
+        self._before: list[int] = []
+
+    def before(self, moment: Moment) -> None:
+        self._before = self._trained.sums()
+
+    def after(self, moment: Moment, source: str) -> None:
+        if not (names := self._trained.differing(self._before, self._trained.sums())):
+            return
+        if moment is Moment.FIRST_PASS:
+            raise BadTask(
+                f"{source} changes trained parameters: {few(names)}. A rank calls it once for each "
+                "of its micro-batches, so ranks would train different models. Let the optimizer "
+                "change them, or on_epoch_end"
+            )
+        raise BadTask(
+            f"{source} changes trained parameters: {few(names)}. Each rank evaluates a part of the "
+            "data, so ranks would train different models from then on. Work on a copy of the "
+            "model, or change weights in on_epoch_end"
+        )
+
+
+class ModesKept(Check):
+    """Refuse a training_step that leaves modules in another mode."""
+
+    costs = dict.fromkeys((Moment.LOSS,), "a read of the modules' modes")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: object = None
+
+    def before(self, moment: Moment) -> None:
+        self._before = modes_of(self._model)
+
+    def after(self, moment: Moment, source: str) -> None:
+        if modes_of(self._model) != self._before:
+            raise BadTask(
+                f"{source} left modules in another mode, train or eval, than before. Put the "
+                "mode back before it returns, or change it in on_epoch_end"
+            )
+
+
+@checked(Moment.LOSS, cost="a read of the modules' modes")
+def modes_left(source: str) -> BadTask:
+    """Return the error for a loss that leaves modules in another mode."""
+    return BadTask(
+        f"{source} left modules in another mode, train or eval, than "
+        "before. Each rank calls it another number of times, so ranks would train "
+        "different models. Put the mode back before it returns, or change it in "
+        "on_epoch_end"
+    )
+
+
+@checked(Moment.FIRST_PASS, cost="zeros for the first 64 MiB of gradients")
 class GradientWatch:
     """Detect whether a forward pass changes gradients. Those of a rank's earlier micro-batches
     would be lost, so that results would depend on the world size."""
@@ -157,15 +213,7 @@ class GradientWatch:
             )
 
 
-def hooked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that have gradient hooks of the task."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
-
-
+@checked(Moment.STEP, cost="a comparison of numbers")
 class LearningRates:
     """Set the learning rates by the run's schedule or the task's scheduler, and refuse changes by
     other code."""
@@ -271,6 +319,7 @@ class LearningRates:
         )
 
 
+@checked(Moment.BUILT, cost="none")
 def check_no_scheduler(optimizer: torch.optim.Optimizer | Optimizers, source: str) -> None:
     """Raise BadTask if a torch scheduler was created for a new optimizer."""
     if any("initial_lr" in group for group in optimizer.param_groups):
@@ -297,68 +346,3 @@ def _held(optimizer: torch.optim.Optimizer | Optimizers) -> list[list[int]]:
 
 def _by_name(names: dict[int, str]) -> dict[str, int]:
     return {name: number for number, name in names.items()}
-
-
-# ---------------------------------------------------------------- steppers
-
-# Optimizers and schedulers as owners of plain attributes, such as a count of calls. Their
-# ``state_dict`` may leave these out, so that a restart begins with the first values.
-
-logger = logging.getLogger(__name__)
-
-
-def steppers_of(state: TrainState) -> dict[str, Any]:
-    """Return the run's optimizers and its scheduler, by the name to use for them."""
-    optimizers = each_of(state.optimizer).items()
-    found: dict[str, Any] = {f"optimizer {name}".strip(): each for name, each in optimizers}
-    return found if state.scheduler is None else {**found, "scheduler": state.scheduler}
-
-
-@contextmanager
-def steppers_held(state: TrainState) -> Iterator[None]:
-    """Keep what the state holds of optimizers and scheduler while their attributes are put back."""
-    held = [
-        (each, copy.deepcopy(each.state_dict()))
-        for each in steppers_of(state).values()
-        if _holds_attributes(each)
-    ]
-    yield
-    for stepper, saved in held:
-        stepper.load_state_dict(saved)
-        if isinstance(stepper, torch.optim.Optimizer):
-            match_layout(stepper)
-
-
-def _holds_attributes(stepper: Any) -> bool:
-    """Return whether its ``state_dict`` holds some. Torch's holds those of a scheduler, and none of
-    an optimizer."""
-    return type(stepper).state_dict is not torch.optim.Optimizer.state_dict
-
-
-class StepperWatch:
-    """Warn of attributes that the first step of an attempt changes and no checkpoint holds."""
-
-    def __init__(self, state: TrainState) -> None:
-        self._steppers = steppers_of(state)
-        self._before: PlainAttributes | None = PlainAttributes(self._steppers)
-
-    def look(self) -> None:
-        """Look once, after the step."""
-        before, self._before = self._before, None
-        if before is None:
-            return
-        if lost := [name for name in before.changed() if not self._is_held(name)]:
-            logger.warning(
-                "a step changes %s, which no checkpoint holds: a restart begins with the first "
-                "values. Let state_dict() and load_state_dict() of the optimizer or scheduler keep "
-                "it, or put it into the optimizer's param_groups",
-                few(lost),
-            )
-
-    def _is_held(self, name: str) -> bool:
-        """Return whether an attribute, ``optimizer.calls``, is in its owner's ``state_dict``."""
-        owner, _, attribute = name.partition(".")
-        stepper: Any = self._steppers[owner]
-        key = attribute.partition(".")[0]
-        is_torchs = key.startswith("_") and isinstance(stepper, torch.optim.Optimizer)
-        return is_torchs or (_holds_attributes(stepper) and key in stepper.state_dict())

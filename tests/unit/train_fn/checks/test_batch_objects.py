@@ -17,8 +17,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from train_fn.checks.returns import checked_datasets
 from train_fn.errors import BadTask
-from train_fn.tasks.checks import checked_datasets
 
 POINTS = TensorDataset(torch.arange(320.0), torch.arange(320))
 LOADER = DataLoader(POINTS, batch_size=16, shuffle=True)

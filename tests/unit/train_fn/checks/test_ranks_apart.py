@@ -15,12 +15,13 @@ from torch import nn
 from everstep.spec.code import CodeSpec
 from storage.run_control import Distrust
 from tests.support.saves import make_context
+from train_fn.checks.check import Checks, Moment
+from train_fn.checks.ranks import Together
+from train_fn.checks.trained import TrainedParameters
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeerApart, RanksApart
-from train_fn.loop.checks import require_same_sums
 from train_fn.node import node_dir
 from train_fn.snapshots import store as snapshot_module
-from train_fn.state.trained_parameters import TrainedParameters
 
 STEP, BEGUN_AT = 200, 40
 ODD = 1
@@ -33,7 +34,21 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path)
 
 
-def compare(ctx: WorkerContext | None, *, must_agree: bool = True) -> None:
+class Peers:
+    """Three ranks, one of which has other weights."""
+
+    alone = False
+
+    def __init__(self, ranks: list[TrainedParameters]) -> None:
+        self._ranks = ranks
+
+    def gather(self, own: object) -> list[object]:
+        if isinstance(own, dict):
+            return [each.sketches(["weight"]) for each in self._ranks]
+        return [each.sums() for each in self._ranks]
+
+
+def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> None:
     """Compare the weights of three ranks."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 4) for _ in range(3)]
@@ -42,30 +57,31 @@ def compare(ctx: WorkerContext | None, *, must_agree: bool = True) -> None:
     with torch.no_grad():
         models[ODD].weight[2, 2] = 1e30
     ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
-    replica: Any = SimpleNamespace(
-        trained=ranks[0],
-        peers=SimpleNamespace(gather=lambda own: [each.sketches(["weight"]) for each in ranks]),
-        must_agree=must_agree,
-        state=SimpleNamespace(step=STEP),
-        begun_at=BEGUN_AT,
-    )
-    require_same_sums(replica, "Mine.loss", [each.sums() for each in ranks], ctx)
+    peers, state, fingerprints = Peers(ranks), SimpleNamespace(step=STEP), SimpleNamespace()
+    together: Any = Together
+    check = together(ctx, peers, state, ranks[0], fingerprints, "Mine.loss")
+    check.must_agree, check.begun_at = must_agree, BEGUN_AT
+    with Checks([check]).around(moment, "Mine.hook"):
+        pass
 
 
+@pytest.mark.parametrize("moment", [Moment.EVALUATED, Moment.LEAVING])
 @pytest.mark.parametrize("code", [None, CodeSpec.model_construct()])
 @pytest.mark.parametrize(("rank", "error"), [(0, PeerApart), (ODD, RanksApart)])
 def test_a_high_bit_is_a_fault_of_the_node_also_beside_a_users_code(
-    code: CodeSpec | None, rank: int, error: type[Exception], tmp_path: Path
+    code: CodeSpec | None, rank: int, error: type[Exception], moment: Moment, tmp_path: Path
 ) -> None:
     ctx = make_context(tmp_path, rank)
     ctx = dataclasses.replace(ctx, spec=ctx.spec.model_copy(update={"code": code}))
     with pytest.raises(error, match="rank 1 differs from the others in weights weight"):
-        compare(ctx)
+        compare(ctx, moment)
     assert ctx.run_dir.distrusted() == (Distrust(ctx.submission, ctx.attempt, STEP - 64),)
 
 
 def test_right_after_a_users_hook_it_is_the_hooks_doing(tmp_path: Path) -> None:
-    with pytest.raises(BadTask, match="left different values on the ranks: weight"):
-        compare(None)
-    with pytest.raises(BadTask):
-        compare(make_context(tmp_path), must_agree=False)
+    ctx = make_context(tmp_path)
+    with pytest.raises(BadTask, match=r"Mine\.hook left different values on the ranks: weight"):
+        compare(ctx, Moment.EPOCH_HOOK)
+    with pytest.raises(BadTask, match=r"Mine\.loss left different values"):
+        compare(ctx, Moment.EVALUATED, must_agree=False)
+    assert ctx.run_dir.distrusted() == ()

@@ -16,16 +16,19 @@ from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from train_fn.protect.arguments import LoopParts
+from train_fn.checks.check import Check, Moment
 from train_fn.state.contents import few
 from train_fn.step.plain_attributes import PlainAttributes, generator_text
+
+if TYPE_CHECKING:
+    from train_fn.protect.loop_state import LoopState
 
 _COMMITS = 2
 """First commits at which the code is looked at."""
@@ -36,11 +39,16 @@ _MOST_PARTS, _MOST_BYTES = 256, 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class CarriedWatch:
+class CarriedWatch(Check):
     """Warn once of variables that a loop carries from step to step, and of objects in them that it
     changes. Those that are part of the state are left out."""
 
-    def __init__(self, parts: LoopParts) -> None:
+    costs = dict.fromkeys(
+        (Moment.STEP,), "a look at the loop's code and variables, in two steps and after an epoch"
+    )
+
+    def __init__(self, state: LoopState) -> None:
+        self._state, parts = state, state.parts
         self._held = {id(each) for each in (*parts.others.values(), *parts.models.values())}
         self._held |= {id(each) for each in (*parts.wrapped, *parts.optimizers.values())}
         self._followed = {id(_inside(each)) for each in parts.others.values()}
@@ -50,15 +58,15 @@ class CarriedWatch:
         self._has_ended = self._was_at_end = False
         self._named: set[str] = set()
 
-    def committed(self, frame: FrameType | None, *, ends_epoch: bool) -> None:
+    def after(self, moment: Moment, source: str) -> None:
         """Look at the code that commits: at the first commits, and once an epoch has ended."""
         self._num_commits += 1
         is_due = self._num_commits <= _COMMITS or (self._has_ended and not self._was_at_end)
         self._was_at_end |= self._has_ended
-        self._has_ended = ends_epoch
+        self._has_ended = self._state.ends_epoch
         if not is_due:
             return
-        frames = list(_frames_of_user(frame))
+        frames = list(_frames_of_user(sys._getframe()))
         if self._num_commits == 1:
             found = [name for each in frames for name in self._carried(each)]
             self._warn_of_loaders(frames)

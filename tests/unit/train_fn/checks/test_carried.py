@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.train as es
+from train_fn.checks.carried import carried, iterated
 from train_fn.node import node_dir
-from train_fn.protect.carried import carried, iterated
 from train_fn.snapshots import store as snapshot
 
 
@@ -193,7 +193,7 @@ def test_a_loop_is_warned_once_of_what_it_carries(
         return loss.detach()
 
     with (
-        caplog.at_level(logging.WARNING, logger="train_fn.protect.carried"),
+        caplog.at_level(logging.WARNING, logger="train_fn.checks.carried"),
         es.protect(model, optimizer, extra=extra, run_id="run") as state,
     ):
         loop(state, data, step)

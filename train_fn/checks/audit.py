@@ -1,38 +1,26 @@
 """Audits: in some steps every rank computes a micro-batch of another rank again, and the ranks
 compare digests before anyone takes the step. This finds a processor whose wrong results are
-alike on every rank.
-
-Below: drills that flip a bit, and what follows when ranks went apart.
+alike on every rank. Below: drills that flip a bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from everstep.wire.drills import DrillKind
-from storage.errors import StorageError
-from storage.run_control import Distrust
+from train_fn.checks.check import Moment, checked
+from train_fn.checks.ranks import odd_ranks
 from train_fn.context import WorkerContext
-from train_fn.errors import (
-    FOUND_WITHIN,
-    BadTask,
-    Miscomputed,
-    PeerApart,
-    PeerMiscomputed,
-    RanksApart,
-)
-from train_fn.loop.replica import Replica
+from train_fn.errors import BadTask, Miscomputed, PeerMiscomputed
 from train_fn.samples.sampler import MicroBatch, generators_kept, key
 from train_fn.samples.streams import StreamSet
-from train_fn.snapshots.store import snapshot_store
 from train_fn.state.contents import few
 from train_fn.step.fingerprints import (
     Computed,
@@ -44,7 +32,10 @@ from train_fn.step.fingerprints import (
     settled,
 )
 from train_fn.step.report import StepTotals
-from train_fn.tasks.checks import where
+from train_fn.tasks.protocol import where
+
+if TYPE_CHECKING:
+    from train_fn.loop.replica import Replica
 
 _WAY_OUT = "or set train.audit_fraction to 0"
 NOT_WATCHED: AbstractContextManager[None] = contextlib.nullcontext()
@@ -63,6 +54,7 @@ class _Finding(NamedTuple):
     """Digests of the weights when the step began, and now."""
 
 
+@checked(Moment.STEP, cost="one micro-batch more a rank, in audited steps")
 class StepAudit:
     """Audit the steps that are due. A step calls ``begin``; ``watched`` around each pass; and
     ``check`` between its exchange and its commit.
@@ -126,6 +118,7 @@ class StepAudit:
         if disputes or len(set(gradients)) > 1:
             self._settle(disputes, gradients)
 
+    @checked(Moment.RESTORED, cost="one micro-batch, twice")
     def rehearse(self) -> None:
         """Compute a micro-batch of the next step twice. Raise BadTask if results differ on one
         rank: an audit would blame a node for what the task does. A collective."""
@@ -221,7 +214,7 @@ class StepAudit:
         sums = [tuple(now) for now, _ in found]
         changed = tuple(rank for rank, (now, before) in enumerate(found) if now != before)
         what = f"weights {few(sorted(names))}"
-        raise_apart(self._ctx, replica, sums, what, changed or odd_ranks(sums))
+        replica.together.raise_apart(sums, what, changed or odd_ranks(sums))
 
     def _micro(self, dispute: Dispute) -> MicroBatch:
         micro = self._micro_of(dispute.owner)
@@ -252,6 +245,7 @@ def _gradients_kept(replica: Replica) -> Iterator[None]:
             replica.used.forget()
 
 
+@checked(Moment.RESTORED, cost="none")
 def _require_repeatable(replica: Replica) -> None:
     """Raise BadTask if another rank cannot compute this rank's micro-batches again."""
     if replica.own_updates is not None:
@@ -333,92 +327,3 @@ def flip_low_bit(tensor: torch.Tensor) -> None:
     place = tuple(size // 2 for size in values.shape)
     number = values[place].reshape(1).clone().view(_WORDS[values.element_size()])
     values[place] = (number ^ 1).view(values.dtype)[0]
-
-
-# ---------------------------------------------------------------- ranks apart
-
-# Ranks whose weights or gradients went apart: name who differs, and strike every state that may
-# hold the wrong bits.
-#
-# After each step all ranks must hold the same bits. A rank that does not has computed, received or
-# stored something wrongly. What it computed since then is in the gradients of all, so the run goes
-# back to a state from before.
-
-
-def require_together(ctx: WorkerContext, replica: Replica, totals: StepTotals) -> None:
-    """Raise RanksApart, or PeerApart on ranks that most others agree with, if ranks differed after
-    the step before. All ranks decide alike, by the same totals.
-
-    Ranks with other kernels may round differently: then it is only logged, once.
-    """
-    if not totals.are_ranks_apart:
-        return
-    if not replica.must_agree:
-        if not replica.is_apart:
-            logger.warning(
-                "weights or gradients of the ranks differ after step %d. Their kernels differ, or "
-                "are not deterministic, so they may round differently",
-                replica.state.step,
-            )
-        replica.is_apart = True
-        return
-    own = replica.fingerprints
-    try:
-        found = replica.peers.gather((own.gradient, own.weights, replica.trained.sums()))
-    except Exception as exc:  # what is known already must not be lost
-        logger.warning("the ranks could not compare which tensors differ: %s", exc)
-        raise_apart(ctx, replica, totals.fingerprints(), "weights or gradients")
-    names = {name for _, _, sums in found for name in replica.trained.differing(found[0][2], sums)}
-    what = [f"weights {few(sorted(names))}"] if names else []
-    if len({gradient for gradient, _, _ in found}) > 1:
-        what.append(f"the summed gradient of step {replica.state.step}")
-    if not what:
-        what.append("a part of the weights")
-    raise_apart(ctx, replica, totals.fingerprints(), " and ".join(what))
-
-
-def raise_apart(
-    ctx: WorkerContext,
-    replica: Replica,
-    of_ranks: Sequence[Hashable],
-    what: str,
-    odd: tuple[int, ...] | None = None,
-) -> None:
-    """Strike the states that may be wrong, then raise RanksApart on the ranks that differ from most
-    others, and PeerApart on these. Without a majority all ranks raise RanksApart.
-
-    Args:
-        of_ranks: by rank, what is equal on ranks that agree.
-        what: what differs, in words.
-        odd: the ranks that are wrong, if that is known by other means.
-    """
-    step = replica.state.step
-    trusted_step = max(replica.begun_at, step - FOUND_WITHIN)
-    odd = odd_ranks(of_ranks) if odd is None else odd
-    strike(ctx, trusted_step)
-    error = RanksApart(step, odd, what, trusted_step)
-    if odd and ctx.world_rank not in odd:
-        raise PeerApart(str(error), trusted_step)
-    raise error
-
-
-def odd_ranks(of_ranks: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the ranks that differ from most; none if there is no majority."""
-    usual, count = Counter(of_ranks).most_common(1)[0]
-    if 2 * count <= len(of_ranks):
-        return ()
-    return tuple(rank for rank, value in enumerate(of_ranks) if value != usual)
-
-
-def strike(ctx: WorkerContext, trusted_step: int) -> None:
-    """Let no attempt begin from a later state of this one or an older one."""
-    snapshot_store(ctx).remove_after(trusted_step)
-    try:
-        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
-    except StorageError as exc:
-        logger.error(
-            "it could not be written that states after step %d are not to be trusted: %s. Another "
-            "rank may have written it; else a checkpoint after that step may be wrong",
-            trusted_step,
-            exc,
-        )

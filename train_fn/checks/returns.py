@@ -1,30 +1,35 @@
-"""Check what a task's methods return. An error names the file and line of the method."""
+"""What a task's methods return. An error names the file and line of the method."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Sampler
 
 from everstep.spec.sections import TrainSpec
 from everstep.wire.events import PREFIX
+from train_fn.checks.check import Moment, checked
 from train_fn.errors import BadTask
-from train_fn.tasks.protocol import Sum, Task, refuse_batches
-from train_fn.user_code.modules import place_of
+from train_fn.tasks.protocol import (
+    LOSS,
+    METHOD,
+    MOST_VALUES,
+    Sum,
+    Task,
+    has_loss,
+    is_iterable,
+    where,
+)
 
 _NAMES_SHOWN = 5
 
 
-def where(task: Task, method: str) -> str:
-    """Return a task's method in words, with its file and line: ``MyTask.loss (my_pkg/task.py, line
-    12)``."""
-    return f"{type(task).__name__}.{method}{place_of(getattr(task, method, None))}"
-
-
+@checked(Moment.BUILT, cost="none")
 def checked_model(task: Task, model: Any) -> nn.Module:
     """Return what ``build_model`` returned. Raises BadTask if it is no module, or has no parameters
     to train."""
@@ -40,6 +45,7 @@ def checked_model(task: Task, model: Any) -> nn.Module:
     return model
 
 
+@checked(Moment.BUILT, cost="none")
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     """Return what ``build_datasets`` returned. Raises BadTask if it is not ``{"train": …, "val":
     …}`` of data sets."""
@@ -60,13 +66,7 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     return datasets
 
 
-def is_iterable(dataset: Any) -> bool:
-    """Return whether a data set is read from one end to the other, and not by index."""
-    return isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
-
-
+@checked(Moment.BUILT, cost="none")
 def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
     """Return the samples in an epoch of iterable data: its length if it has one, else ``max_steps``
     in ``epochs`` equal parts.
@@ -94,6 +94,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
+@checked(Moment.BUILT, cost="none")
 def _check_dataset(source: str, dataset: Any) -> None:
     refuse_batches(source, dataset, iterable=is_iterable(dataset))
     if is_iterable(dataset):
@@ -112,6 +113,7 @@ def _check_dataset(source: str, dataset: Any) -> None:
     assert length >= 0
 
 
+@checked(Moment.BUILT, cost="none")
 def _check_iterable(source: str, dataset: Any) -> None:
     keeps, loads = (
         callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
@@ -131,6 +133,7 @@ def _check_iterable(source: str, dataset: Any) -> None:
         )
 
 
+@checked(Moment.BUILT, cost="none")
 def checked_optimizer(
     task: Task, model: nn.Module, optimizer: Any, name: str = ""
 ) -> torch.optim.Optimizer:
@@ -165,6 +168,7 @@ def checked_optimizer(
     return optimizer
 
 
+@checked(Moment.BUILT, cost="none")
 def checked_scheduler(task: Task, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
     """Return what ``build_scheduler`` returned. Raises BadTask if it cannot step once per step, or
     cannot be saved."""
@@ -207,6 +211,7 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return not _binds(type(optimizer).step, optimizer)
 
 
+@checked(Moment.LOSS, cost="none")
 def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     """Return what ``loss`` returned. Raises BadTask if it is not (0-d tensor, weight)."""
     if isinstance(answer, torch.Tensor):
@@ -239,6 +244,7 @@ def checked_loss(task: Task, answer: Any) -> tuple[torch.Tensor, Sum]:
     return answer
 
 
+@checked(Moment.FIRST_PASS, cost="none")
 def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
     """Raise BadTask for a loss that depends on no parameter."""
     if not loss_sum.requires_grad:
@@ -249,6 +255,7 @@ def check_moves(task: Task, loss_sum: torch.Tensor) -> None:
         )
 
 
+@checked(Moment.FIRST_PASS, cost="none")
 def uses_nothing(task: Task) -> BadTask:
     """Return the error for a loss that does not depend on the model."""
     return BadTask(
@@ -257,6 +264,7 @@ def uses_nothing(task: Task) -> BadTask:
     )
 
 
+@checked(Moment.FIRST_PASS, cost="none")
 def check_gradients(task: Task, model: nn.Module, *, may_be_unused: bool) -> None:
     """Raise BadTask if parameters had no part in the loss of a first backward pass.
 
@@ -289,36 +297,42 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-# ---------------------------------------------------------------- options
+@checked(Moment.LOSS, cost="none")
+def checked_values(task: Task, answer: Any) -> dict[str, torch.Tensor]:
+    """Return the metrics that ``training_step`` returned, by name. Raises BadTask if they are no
+    numbers."""
+    source = where(task, METHOD)
+    if answer is None:
+        return {}
+    named = answer if isinstance(answer, Mapping) else {LOSS: answer}
+    values = {}
+    for name, value in named.items():
+        try:
+            number = torch.as_tensor(value, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError):
+            number = torch.empty(0)
+        if not isinstance(name, str) or number.numel() != 1:
+            raise BadTask(
+                f"{source} returned {value!r:.100} as {name!r}; return the loss, or metrics by "
+                "name: numbers or 0-d tensors, each the mean over the batch"
+            )
+        values[name] = number.detach().reshape(())
+    if len(values) > MOST_VALUES:
+        raise BadTask(f"{source} returned {len(values)} metrics; return at most {MOST_VALUES}")
+    return values
 
-# Options of a task beside its methods: whether ``loss`` takes the step's number, and whether there
-# is a loss in validation.
 
-STEP_ARGUMENTS = ("step", "epoch")
-"""Parameters that ``loss`` may have. It gets them by name; both count from 0."""
+# ---------------------------------------------------------------- evaluation
+
+# What the methods that measure return, and what a task without a loss in validation needs.
+
 NO_LOSS = (
     "If the model has no loss in eval mode, measure it in metrics alone: set validation_loss = "
     "False on the task"
 )
 
 
-def has_loss(task: Task) -> bool:
-    """Return whether the task has a loss. One with ``training_step`` may have none."""
-    return callable(getattr(task, "loss", None))
-
-
-def loss_arguments(task: Task) -> tuple[str, ...]:
-    """Return those of STEP_ARGUMENTS that ``loss`` takes beside model and batch."""
-    if not has_loss(task):
-        return ()
-    try:
-        parameters = list(inspect.signature(task.loss).parameters.values())
-    except (TypeError, ValueError):  # made by C code, which does not say what it takes
-        return ()
-    named = {each.name for each in parameters[2:] if each.kind is not each.POSITIONAL_ONLY}
-    return tuple(name for name in STEP_ARGUMENTS if name in named)
-
-
+@checked(Moment.BUILT, cost="none")
 def measures_loss(task: Task) -> bool:
     """Return whether evaluation measures a loss: unless the task has none, or sets
     ``validation_loss = False`` because its model has none in eval mode.
@@ -339,6 +353,7 @@ def measures_loss(task: Task) -> bool:
     return measures
 
 
+@checked(Moment.BUILT, cost="none")
 def require_measured(task: Task, best_metric: str) -> None:
     """Raise BadTask if ``best_metric`` is the loss of an evaluation that measures none."""
     wanted = best_metric.removeprefix("ema_").removeprefix(PREFIX)
@@ -348,3 +363,90 @@ def require_measured(task: Task, best_metric: str) -> None:
             "validation_loss to False: set best_metric to a name that "
             f"{where(task, 'metrics')} returns, or to null"
         )
+
+
+# ---------------------------------------------------------------- batch objects
+
+# Refuse data sets whose items are whole batches: a DataLoader, a sampler, or an iterable around
+# one.
+
+_LOADERS = frozenset(
+    {
+        "DataLoader",
+        "DataLoader2",
+        "StatefulDataLoader",
+        "_BaseDataLoaderIter",
+        "WebLoader",
+        "_DaliBaseIterator",
+        "DALIGenericIterator",
+    }
+)
+"""Classes that yield batches, by name: most are of packages that need not be installed."""
+
+_WAY_OUT = (
+    "Everstep batches, shuffles and divides samples itself (train.global_batch_size, "
+    "train.micro_batch_size) and reads them by "
+    "processes of its own (train.loader). A collate_fn becomes the task's method collate"
+)
+
+
+@checked(Moment.BUILT, cost="the first item of iterable data that holds a DataLoader")
+def refuse_batches(source: str, dataset: Any, *, iterable: bool) -> None:
+    """Raise BadTask where ``dataset`` yields batches or indices instead of samples.
+
+    Args:
+        source: What made it, in words.
+        dataset: What was returned as a data set.
+        iterable: Whether it is read from one end to the other. What one that is read by index holds
+            inside is its own business.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, list | tuple) and dataset and _is_loader(dataset[0]):
+        first = type(dataset[0]).__name__
+        raise BadTask(
+            f"{source} is a {kind} of {first}: return torch.utils.data.ConcatDataset of their "
+            f"data sets. {_WAY_OUT}"
+        )
+    if _is_loader(dataset):
+        raise BadTask(
+            f"{source} is a {kind}, which yields batches: return loader.dataset. {_WAY_OUT}"
+        )
+    if isinstance(dataset, Sampler) or hasattr(dataset, "batch_sampler"):
+        raise BadTask(
+            f"{source} is a {kind}, which gives indices and no samples: return the data set that "
+            f"it draws from. {_WAY_OUT}"
+        )
+    held = vars(dataset).values() if iterable and hasattr(dataset, "__dict__") else ()
+    loader = next((value for value in held if isinstance(value, DataLoader)), None)
+    if loader is not None and _is_batch(_first_of(dataset), loader.batch_size):
+        raise BadTask(
+            f"{source} is a {kind} around a DataLoader, and its first item is a batch of "
+            f"{loader.batch_size}: return the loader's "
+            f"data set. {_WAY_OUT}"
+        )
+
+
+def _is_loader(value: Any) -> bool:
+    return any(cls.__name__ in _LOADERS for cls in type(value).__mro__)
+
+
+def _first_of(dataset: Any) -> Any:
+    """Return the first item; None if reading it would consume it."""
+    try:
+        return next(iter(copy.deepcopy(dataset)), None)
+    except Exception:
+        return None if isinstance(dataset, Iterator) else next(iter(dataset), None)
+
+
+def _is_batch(item: Any, size: int | None) -> bool:
+    """Return whether all tensors of ``item`` have a first dimension of a loader's batch size."""
+    lengths = {len(tensor) if tensor.ndim else 0 for tensor in _tensors_in(item)}
+    return size is not None and lengths == {size}
+
+
+def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, dict | list | tuple):
+        for value in item.values() if isinstance(item, dict) else item:
+            yield from _tensors_in(value)

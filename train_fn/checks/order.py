@@ -1,0 +1,181 @@
+"""Mistakes in the order of a user's loop under ``es.protect``.
+
+What a loop changes after ``state.step()`` would be done twice, or not at all, by a restart. What
+differs between ranks could not be trusted by one. What it changes before the optimizer's step is
+lost with a rank that fails in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from train_fn.checks.check import Check, Moment
+from train_fn.errors import BadTask
+from train_fn.step.peers import Peers
+
+if TYPE_CHECKING:
+    from train_fn.protect.arguments import LoopParts
+    from train_fn.protect.commits import Updates
+    from train_fn.protect.loop_state import LoopState
+
+_STEPS = 2
+"""Steps of an attempt in which all of the state is compared."""
+_LOOKED_AT = 8
+
+
+class OrderWatch(Check):
+    """Refuse a loop that changes its state between a commit and the next optimizer step, or whose
+    ranks commit different states."""
+
+    costs = dict.fromkeys((Moment.STEP,), "digests of the state, in an attempt's first two steps")
+
+    def __init__(self, state: LoopState, peers: Peers) -> None:
+        self._state, self._peers = state, peers
+        self._left = _STEPS
+        self._committed: dict[str, str] | None = None
+
+    def after(self, moment: Moment, source: str) -> None:
+        """Note the state of a commit, and compare it between ranks at the first one. A
+        collective."""
+        if not self._left:
+            return
+        self._committed = self._state.digests()
+        if self._left == _STEPS and not self._peers.alone:
+            mine = {**self._committed, **self._state.digest_of_rest()}
+            self._compare(self._peers.gather(mine))
+        self._left -= 1
+
+    def renew(self) -> None:
+        """Note the state again: what the loop did after the commit belongs to it."""
+        if self._committed is not None:
+            self._committed = self._state.digests()
+
+    def before(self, moment: Moment) -> None:
+        """Compare the present state with that of the commit."""
+        if self._committed is None:
+            return
+        before, self._committed = self._committed, None
+        now = self._state.digests()
+        changed = [
+            name for name in before if now[name] != before[name] and not self._state.is_copied(name)
+        ]
+        if changed:
+            raise BadTask(
+                f"the loop changed {', '.join(changed)} after state.step() and before the next "
+                "optimizer step, so a restart would do it twice or not at all. Move the change "
+                "before state.step()"
+            )
+
+    def _compare(self, of_ranks: list[dict[str, str]]) -> None:
+        for rank, digests in enumerate(of_ranks):
+            differing = [
+                name
+                for name in digests
+                if not self._state.is_of_rank(name) and digests[name] != of_ranks[0].get(name)
+            ]
+            if differing:
+                raise BadTask(
+                    f"{', '.join(differing)} differ between rank {rank} and rank 0 after "
+                    "state.step(). es.protect keeps one state for all ranks: wrap the model by "
+                    "DistributedDataParallel (or, if it is sharded, let buffers follow from all "
+                    "ranks, as SyncBatchNorm does), and leave what differs by rank out of extra"
+                )
+
+
+class WeightsOfCommit(Check):
+    """Refuse a loop that changes trained weights within the step before an optimizer did: a rank
+    that fails in between would have no state to leave."""
+
+    costs = dict.fromkeys((Moment.STEP,), "a look at the weights, in an attempt's first two steps")
+
+    def __init__(self, state: LoopState, updates: Updates) -> None:
+        self._state, self._updates = state, updates
+
+    def before(self, moment: Moment) -> None:
+        if self._updates.num < _STEPS and self._state.weights_have_changed():
+            raise BadTask(
+                f"the loop changed the trained weights of step {self._state.step + 1} before the "
+                "optimizer's step, as SAM does: a rank that fails in between would go back to the "
+                "last checkpoint. Pass torn='shadow' to es.protect, which keeps a copy"
+            )
+
+
+class GradientsUsed(Check):
+    """Refuse a commit that leaves gradients or weights behind. A step that was left out is fine;
+    gradients that are still being added up are not, as no state holds them."""
+
+    costs = dict.fromkeys((Moment.LOSS,), "a look at eight gradients")
+
+    def __init__(self, state: LoopState, updates: Updates) -> None:
+        parts = state.parts
+        self._state, self._parts, self._updates = state, parts, updates
+        self._scalers = [
+            name for name, each in parts.others.items() if isinstance(each, torch.amp.GradScaler)
+        ]
+        self._num_weights = _num_weights(parts)
+        self._used: list[tuple[int, int]] = []
+        """Marks of the gradients that an earlier commit has used."""
+
+    def after(self, moment: Moment, source: str) -> None:
+        if (now := _num_weights(self._parts)) != self._num_weights:
+            raise BadTask(refused_groups(self._num_weights, now))
+        marks = [
+            (id(weight.grad), weight.grad._version)
+            for weight in self._parts.optimized()
+            if weight.grad is not None
+        ][:_LOOKED_AT]
+        used, self._used = self._used, marks
+        if self._updates.since_commit:
+            return
+        if self._state.weights_have_changed():
+            raise BadTask(
+                f"step {self._state.step + 1} changed the trained weights, but no optimizer that "
+                f"es.protect was given has stepped. {self._who_steps()}"
+            )
+        if marks in ([], used) or self._state.changed_parts(self._scalers):
+            return
+        if any(
+            bool(weight.grad.any()) for weight in self._parts.optimized() if weight.grad is not None
+        ):
+            raise BadTask(
+                f"state.step() was called for step {self._state.step + 1} while gradients are "
+                "being added up: no state holds them, so a restart would lose them. Call it only "
+                "after optimizer.step(): with es.loader(DataLoader), once for several batches; "
+                "with es.loader(dataset), raise global_batch_size and cut the batch in the loop. "
+                "If the step was left out on purpose, call optimizer.zero_grad() before"
+            )
+
+    def _who_steps(self) -> str:
+        """Return which optimizer to pass: often one that the given one holds, as SAM's base."""
+        inner = [
+            f"{prefix}{name}"
+            for prefix, optimizer in self._parts.optimizers.items()
+            for name, value in vars(optimizer).items()
+            if isinstance(value, torch.optim.Optimizer)
+        ]
+        if inner:
+            return f"It holds another one: pass that, optimizer.{inner[0]}, with torn='shadow'"
+        return (
+            "Pass the optimizer whose step() the loop calls, and do not put another one in its "
+            "place"
+        )
+
+
+def _num_weights(parts: LoopParts) -> dict[str, int]:
+    return {
+        name: sum(len(group["params"]) for group in optimizer.param_groups)
+        for name, optimizer in parts.optimizers.items()
+    }
+
+
+def refused_groups(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Return the error for an optimizer that got other weights."""
+    name = next(name for name in before if before[name] != now[name])
+    return (
+        f"the optimizer{name and f' {name!r}'} holds {now[name]} weights instead of "
+        f"{before[name]} when the loop began, so no restart could load its state. Build it with "
+        "all weights that are ever trained, and let requires_grad_() say which are at present"
+    )

@@ -1,0 +1,402 @@
+"""What must be the same on all ranks: the data, the models, what their kernels compute, and after
+every step the weights.
+
+A rank whose weights differ has computed, received or stored something wrongly. What it computed
+since then is in the gradients of all, so the run goes back to a state from before. Right after code
+of the user that may change weights, the code is to blame.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from everstep.wire.events import EventKind
+from storage.errors import StorageError
+from storage.run_control import Distrust
+from train_fn.checks.check import Check, Moment, checked
+from train_fn.checks.trained import TrainedParameters
+from train_fn.context import WorkerContext
+from train_fn.errors import (
+    FOUND_WITHIN,
+    BadTask,
+    DataChanged,
+    NumericsChanged,
+    PeerApart,
+    PeersGone,
+    RanksApart,
+)
+from train_fn.snapshots.store import snapshot_store
+from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch, sketch_weights
+from train_fn.state.sound_state import Numerics
+from train_fn.state.train_state import TrainState
+from train_fn.step.fingerprints import Fingerprints, word_sum
+from train_fn.step.peers import Peers
+from train_fn.step.report import StepTotals
+
+logger = logging.getLogger(__name__)
+
+
+@checked(Moment.RESTORED, cost="8 samples of each data set, and a small exchange")
+def check_data(peers: Peers, state: TrainState, warn: Callable[[str], None]) -> None:
+    """Raise DataChanged if a rank has other data than rank 0. A collective."""
+    if state.contents is not None and (names := state.contents.unstable(state.contents.firsts())):
+        warn(
+            f"{few(names)} is another each time it is read, though all generators are seeded: the "
+            "data set draws from a generator of its own, or changes its samples in place. Results "
+            "depend on the number of workers and on restarts. In __getitem__ draw from torch's, "
+            "numpy's or Python's global generators, and return copies"
+        )
+    fingerprints = peers.gather(state.fingerprint)
+    if len(set(fingerprints)) > 1:
+        each = ", ".join(
+            f"rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(fingerprints)
+        )
+        raise DataChanged(
+            f"{state.data_name} differs between nodes ({each}); make it the same on all"
+        )
+    if state.contents is not None:
+        require_same_samples(peers, state.contents, state.data_name, "In build_datasets ")
+
+
+@checked(Moment.RESTORED, cost="8 samples of each data set, and a small exchange")
+def require_same_samples(peers: Peers, contents: Contents, data_name: str, advice: str) -> None:
+    """Raise DataChanged if a rank has other samples than rank 0. A collective.
+
+    Args:
+        advice: begins the sentence that says what to do.
+    """
+    if peers.alone:
+        return
+    differing = peers.gather(contents.differing(peers.share(contents.sketches, 0)))
+    suspects = sorted({name for names in differing for name in names})
+    if not suspects:
+        return
+    unstable = {name for names in peers.gather(contents.unstable(suspects)) for name in names}
+    contents.forget(unstable)
+    differing = [[name for name in names if name not in unstable] for names in differing]
+    set_orders = peers.gather(hash("everstep"))
+    for rank, names in enumerate(differing):
+        if names:
+            raise DataChanged(
+                f"{data_name} differs between ranks: rank {rank} has another {few(names)} "
+                f"than rank 0. {advice}"
+                f"{DRAW_ALIKE}{_set_order(set_orders[rank] != set_orders[0])}"
+            )
+
+
+@checked(Moment.RESTORED, cost="a sketch of all weights, and a small exchange")
+def check_model(
+    peers: Peers, source: str, model: nn.Module, built: dict[str, Sketch], *, fresh: bool
+) -> None:
+    """Raise BadTask if a rank has built another model than rank 0. A collective.
+
+    Weights that a restored state replaces are compared only if ``fresh``. What a rank has trained
+    in an earlier attempt of its process is compared as it was ``built``.
+
+    Args:
+        source: the method that built it.
+    """
+    if peers.alone:
+        return
+    mine = sketch_weights(model, all_of_it=True) if fresh else built
+    theirs = peers.share(mine, 0)
+    names = [
+        name
+        for name in {**theirs, **mine}
+        if name not in mine or name not in theirs or not alike(mine[name], theirs[name])
+    ]
+    set_orders = peers.gather((few([f"`{name}`" for name in names]), hash("everstep")))
+    for rank, (named, set_order) in enumerate(set_orders):
+        if named:
+            raise BadTask(
+                f"{source} built another model on rank {rank} than on "
+                f"rank 0: {named} "
+                f"{'is' if fresh else 'is kept by no state, and is'} not the same. In build_model "
+                f"{DRAW_ALIKE}, and let all nodes "
+                f"read the same files{_set_order(set_order != set_orders[0][1])}"
+            )
+
+
+def _set_order(differs: bool) -> str:
+    """Return a likely cause, if interpreters list sets in another order."""
+    if not differs:
+        return ""
+    return (
+        ". Sets are listed in another order on that rank than on rank 0: have the operator set "
+        "PYTHONHASHSEED=0 where nodes are "
+        "started, or sort them"
+    )
+
+
+@checked(Moment.RESTORED, cost="none: the first pass gives the numbers")
+def check_numerics(
+    ctx: WorkerContext, peers: Peers, state: TrainState, mine: Numerics | None
+) -> None:
+    """Compare every rank's fingerprint with that of the state; in a run's first attempt, with that
+    of rank 0. Report what differs. A collective.
+
+    Raise NumericsChanged on a rank that differs, and PeersGone on the others, if
+    ``train.exactness`` is elastic.
+    """
+    if mine is None:
+        return
+    ranks: list[tuple[str, Numerics]] = peers.gather((ctx.node_id, mine))
+    is_first = state.numerics is None
+    expected = Numerics(**state.numerics) if state.numerics is not None else ranks[0][1]
+    state.numerics = expected.dump()
+    differing = [
+        {
+            "rank": rank,
+            "node_id": node_id,
+            "differs": expected.differences(found),
+            "kernels": expected.unlike(found),
+        }
+        for rank, (node_id, found) in enumerate(ranks)
+        if expected.differences(found)
+    ]
+    if not differing:
+        return
+    reference = "rank 0" if is_first else "the state"
+    if ctx.world_rank == 0:
+        ctx.journal.emit(
+            EventKind.NUMERICS_CHANGED,
+            {"step": state.step, "reference": reference, "ranks": differing},
+        )
+    own = [entry for entry in differing if entry["rank"] == ctx.world_rank]
+    if ctx.spec.train.exactness != "elastic":
+        for entry in own:
+            logger.warning("this rank computes other bits than %s: %s", reference, entry)
+        return
+    ctx.journal.flush(0.0)
+    if not own:
+        raise PeersGone("another rank computes other bits, and was refused")
+    raise NumericsChanged(ctx.node_id, reference, expected.differences(mine), expected.unlike(mine))
+
+
+# ---------------------------------------------------------------- weights
+
+
+class Together(Check):
+    """Compare the weights of the ranks, which must be equal to the last bit. Processors of other
+    kinds may round differently, which only the log tells.
+
+    Args:
+        source: the method that trains, for errors.
+    """
+
+    costs = dict.fromkeys(
+        (Moment.EVALUATED, Moment.EPOCH_HOOK, Moment.LEAVING),
+        "a read of all weights, and a small exchange",
+    )
+
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        peers: Peers,
+        state: TrainState,
+        trained: TrainedParameters,
+        fingerprints: Fingerprints,
+        source: str,
+    ) -> None:
+        self._ctx, self._peers, self._state = ctx, peers, state
+        self._trained, self._fingerprints, self._source = trained, fingerprints, source
+        self.must_agree = True
+        """Whether the kernels of all ranks must give equal bits."""
+        self.begun_at = 0
+        """Steps done when the attempt began, with the same state on all ranks."""
+        self._has_warned = False
+
+    def before(self, moment: Moment) -> None:
+        if moment is Moment.EVALUATED:
+            self._compare(self._source, excused=False)
+
+    def after(self, moment: Moment, source: str) -> None:
+        if moment is not Moment.EVALUATED:
+            self._compare(source, excused=moment is Moment.EPOCH_HOOK)
+
+    def _compare(self, source: str, *, excused: bool) -> None:
+        """Raise RanksApart, PeerApart or BadTask on every rank if trained parameters differ by more
+        than other hardware explains. A collective.
+
+        Args:
+            source: the code that was run since the ranks were last compared.
+            excused: whether this code may have changed weights by itself.
+        """
+        if self._peers.alone:
+            return
+        sums = self._peers.gather(self._trained.sums())
+        names = sorted({name for other in sums for name in self._trained.differing(sums[0], other)})
+        if not names:
+            return
+        if self.must_agree and not excused:
+            self.raise_apart([tuple(each) for each in sums], f"weights {few(names)}")
+        _require_alike(source, names, self._peers.gather(self._trained.sketches(names)))
+
+    @checked(Moment.STEP, cost="digests of gradients and weights, sent with the step's report")
+    def require(self, totals: StepTotals) -> None:
+        """Raise RanksApart, or PeerApart on ranks that most others agree with, if ranks differed
+        after the step before. All ranks decide alike, by the same totals.
+
+        Ranks with other kernels may round differently: then it is only logged, once.
+        """
+        if not totals.are_ranks_apart:
+            return
+        step = self._state.step
+        if not self.must_agree:
+            if not self._has_warned:
+                logger.warning(
+                    "weights or gradients of the ranks differ after step %d. Their kernels differ, "
+                    "or are not deterministic, so they may round differently",
+                    step,
+                )
+            self._has_warned = True
+            return
+        own, of_ranks = self._fingerprints, totals.fingerprints()
+        try:
+            found = self._peers.gather((own.gradient, own.weights, self._trained.sums()))
+        except Exception as exc:  # what is known already must not be lost
+            logger.warning("the ranks could not compare which tensors differ: %s", exc)
+            self.raise_apart(of_ranks, "weights or gradients")
+        names = {
+            name for _, _, sums in found for name in self._trained.differing(found[0][2], sums)
+        }
+        what = [f"weights {few(sorted(names))}"] if names else []
+        if len({gradient for gradient, _, _ in found}) > 1:
+            what.append(f"the summed gradient of step {step}")
+        self.raise_apart(of_ranks, " and ".join(what or ["a part of the weights"]))
+
+    def raise_apart(
+        self, of_ranks: Sequence[Hashable], what: str, odd: tuple[int, ...] | None = None
+    ) -> NoReturn:
+        """Strike the states that may be wrong, then raise RanksApart on the ranks that differ from
+        most others, and PeerApart on these. Without a majority all ranks raise RanksApart.
+
+        Args:
+            of_ranks: by rank, what is equal on ranks that agree.
+            what: what differs, in words.
+            odd: the ranks that are wrong, if that is known by other means.
+        """
+        step = self._state.step
+        trusted_step = max(self.begun_at, step - FOUND_WITHIN)
+        odd = odd_ranks(of_ranks) if odd is None else odd
+        strike(self._ctx, trusted_step)
+        error = RanksApart(step, odd, what, trusted_step)
+        if odd and self._ctx.world_rank not in odd:
+            raise PeerApart(str(error), trusted_step)
+        raise error
+
+
+class SameAfterStep(Check):
+    """Refuse an ``after_step`` that leaves other values on one rank than on others. The hook is
+    part of the commit, where no rank may wait for others, so ranks are compared after it."""
+
+    costs = dict.fromkeys(
+        (Moment.AFTER_STEP, Moment.STEP),
+        "two reads of all tensors and an exchange, in an attempt's first step and an epoch's last",
+    )
+
+    def __init__(self, peers: Peers, state: TrainState) -> None:
+        self._peers, self._state = peers, state
+        self._is_first = True
+        self._source = ""
+        self._before: dict[str, int] | None = None
+        self._after: dict[str, int] | None = None
+        """Sums of the words of each tensor after the hook of the present step; None if the ranks
+        are not to be compared."""
+
+    def before(self, moment: Moment) -> None:
+        if moment is not Moment.AFTER_STEP:
+            return
+        is_last = (self._state.step + 1) % self._state.steps_per_epoch == 0
+        is_due = not self._peers.alone and (self._is_first or is_last)
+        self._is_first, self._before = False, _sums(self._state) if is_due else None
+
+    def after(self, moment: Moment, source: str) -> None:
+        if moment is Moment.AFTER_STEP:
+            self._after = None if self._before is None else _sums(self._state)
+            self._source = source
+        elif self._after is not None:
+            self._compare((self._before, self._after))
+            self._after = None
+
+    def _compare(self, mine: object) -> None:
+        before, after = zip(*self._peers.gather(mine), strict=True)
+        names = sorted(
+            name
+            for name in {name for each in after for name in each}
+            if len({each.get(name) for each in after}) > 1
+            and len({each.get(name) for each in before}) == 1
+        )
+        if names:
+            tensors = _tensors_of(self._state)
+            found = {name: sketch(tensors[name]) for name in names if name in tensors}
+            _require_alike(self._source, names, self._peers.gather(found))
+
+
+def _sums(state: TrainState) -> dict[str, int]:
+    return {name: word_sum(value) for name, value in _tensors_of(state).items()}
+
+
+def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that the run's state holds, by name."""
+    held = {**state.model.state_dict(), **state.unsaved()}
+    return {
+        name: value
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_lazy(value)
+    }
+
+
+@checked(
+    *(Moment.STEP, Moment.EVALUATED, Moment.EPOCH_HOOK, Moment.LEAVING),
+    cost="sketches of the tensors that differ",
+)
+def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketch]]) -> None:
+    """Raise BadTask if the named tensors differ between ranks by more than other hardware
+    explains."""
+    unlike = [
+        name
+        for name in names
+        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
+    ]
+    if unlike:
+        raise BadTask(
+            f"{source} left different values on the ranks: {few(unlike)}. Every rank must change "
+            "the model in the same way: let only the optimizer and on_epoch_end change it, and "
+            "draw random numbers from a generator with a fixed seed. If no code of yours does "
+            "it, a device computes wrongly"
+        )
+    logger.warning(
+        "the weights of the ranks differ in their last bits: %s. Nodes with other processors round "
+        "differently",
+        few(names),
+    )
+
+
+def odd_ranks(of_ranks: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the ranks that differ from most; none if there is no majority."""
+    usual, count = Counter(of_ranks).most_common(1)[0]
+    if 2 * count <= len(of_ranks):
+        return ()
+    return tuple(rank for rank, value in enumerate(of_ranks) if value != usual)
+
+
+def strike(ctx: WorkerContext, trusted_step: int) -> None:
+    """Let no attempt begin from a later state of this one or an older one."""
+    snapshot_store(ctx).remove_after(trusted_step)
+    try:
+        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
+    except StorageError as exc:
+        logger.error(
+            "it could not be written that states after step %d are not to be trusted: %s. Another "
+            "rank may have written it; else a checkpoint after that step may be wrong",
+            trusted_step,
+            exc,
+        )
