@@ -21,7 +21,6 @@ from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.step import StepExchange, TreeStep
 from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
-from train_fn.profiling.profiler import StepProfiler
 from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
 from train_fn.session.restore import Restored
@@ -30,6 +29,7 @@ from train_fn.snapshots.election import sweep_forgotten
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.place_watch import refusing
+from train_fn.step.profiler import StepProfiler
 from train_fn.step.timing import StepClock, StragglerWatch
 from train_fn.tasks.protocol import where
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,7 @@ def check_in_new_process(rank: int, device_type: str, directory: Path) -> NodeFi
     A process that has used CUDA keeps the devices of that moment, and Ray shows a rank the GPUs of
     its node's other ranks only later.
     """
-    command = [sys.executable, "-m", "train_fn.node.device_look"]
+    command = [sys.executable, "-c", f"from {__name__} import print_check; print_check()"]
     try:
         done = subprocess.run(
             [*command, str(rank), device_type, str(directory)],
@@ -208,6 +208,13 @@ def check_in_new_process(rank: int, device_type: str, directory: Path) -> NodeFi
         last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         return NodeFigures(rank, os.uname().nodename, problems=[f"its check failed: {last}"])
     return NodeFigures(**json.loads(done.stdout.strip().rpartition("\n")[2]))
+
+
+def print_check() -> None:
+    """Check the node of this process, and print the result as one line of JSON. Its arguments are
+    the rank, the device and a directory."""
+    rank, device, directory = sys.argv[1:]
+    print(json.dumps(asdict(check_node(int(rank), torch.device(device), Path(directory)))))
 
 
 def check_space(figures: NodeFigures, directory: Path) -> None:

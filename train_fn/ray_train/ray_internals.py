@@ -6,7 +6,9 @@ its first recovery.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -64,57 +66,7 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
-from train_fn.ray_train.ray_check import check_ray
-
-__all__ = [
-    "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
-    "RAY_NODE_ID_KEY",
-    "BackendSetupCallback",
-    "ControllerError",
-    "DataParallelTrainer",
-    "DatasetsCallback",
-    "FailureDecision",
-    "FailurePolicy",
-    "FinishedState",
-    "GcsClient",
-    "LoopResult",
-    "NoopDecision",
-    "PlacementGroupCleanerCallback",
-    "PlacementGroupHandle",
-    "PlacementGroupID",
-    "RayTrainWorker",
-    "ReportCallback",
-    "ReschedulingState",
-    "ResizeDecision",
-    "RunningState",
-    "ScalingDecision",
-    "ScalingPolicy",
-    "SchedulingState",
-    "ShuttingDownState",
-    "SynchronizationActor",
-    "TrainContext",
-    "TrainController",
-    "TrainingFailedError",
-    "Worker",
-    "WorkerGroup",
-    "WorkerGroupError",
-    "WorkerGroupPollStatus",
-    "WorkerGroupStartupFailedError",
-    "WorkerGroupStartupTimeoutError",
-    "WorkerGroupStateBuilder",
-    "WorkerHealthCheckFailedError",
-    "WorkerHealthCheckTimeoutError",
-    "WorkerStatus",
-    "autoscaler_pb2",
-    "cluster_state",
-    "common_pb2",
-    "get_train_context",
-    "init_grpc_channel",
-    "invoke_context_managers",
-    "node_manager_pb2",
-    "node_manager_pb2_grpc",
-    "worker_group_module",
-]
+from everstep.supported import RAY
 
 EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "TrainController.__init__": (
@@ -289,6 +241,51 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 """Attributes that Everstep reads or sets, by Ray's class. The last two classes are the file with
 Ray's list of checkpoints."""
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def check_ray(
+    version: str,
+    expected: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]],
+    attributes: Mapping[type, tuple[str, ...]],
+) -> None:
+    """Raise ImportError if the installed Ray differs, and name every difference.
+
+    Args:
+        version: of the installed Ray.
+        expected: functions with the names of their parameters, by qualified name.
+        attributes: names of attributes, by class.
+    """
+    if problem := RAY.problem(version, f"this node ({sys.prefix})"):
+        raise ImportError(problem)
+    differences = []
+    for name, (function, parameters) in expected.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found != parameters:
+            differences.append(f"{name} takes ({', '.join(found)}), not ({', '.join(parameters)})")
+    for owner, names in attributes.items():
+        lost = sorted(set(names) - names_of(owner))
+        differences += [f"{owner.__name__} has no {name}" for name in lost]
+    if differences:
+        raise ImportError(
+            f"Everstep uses private names of {RAY}, and this ray {version} differs: "
+            + "; ".join(differences)
+            + ". Install a release of Ray as the package index has it."
+        )
+
+
+def names_of(owner: type) -> set[str]:
+    """Return the attributes that a class has, that its annotations declare, or that its methods
+    use."""
+    names: set[str] = set()
+    for base in owner.__mro__:
+        names |= set(vars(base)) | set(inspect.get_annotations(base))
+        for member in vars(base).values():
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            names |= set(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return names
 
 
 check_ray(ray.__version__, EXPECTED, ATTRIBUTES)

@@ -32,7 +32,6 @@ from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, forget_frames
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection, StopAgreed
-from train_fn.profiling.profiler import StepProfiler
 from train_fn.ray_train.ray_checkpoints import (
     PARTS_METRIC,
     STEP_METRIC,
@@ -45,6 +44,7 @@ from train_fn.ray_train.user_script import Interrupted, ScriptRun, close_store, 
 from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.step.nccl import group_backend
 from train_fn.step.peers import end_process_group
+from train_fn.step.profiler import StepProfiler
 from train_fn.user_code.modules import CodeOnNode, add_to_path, files_on_node, load_named, place_of
 from train_fn.user_code.packages import bring_packages
 

@@ -21,7 +21,6 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.loop import attempt, departure, replica
 from train_fn.loop.attempt import train
 from train_fn.node import device as broken_device
-from train_fn.profiling.profiler import StepProfiler
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
@@ -32,6 +31,7 @@ from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.peers import Peers
+from train_fn.step.profiler import StepProfiler
 
 pytestmark = [pytest.mark.own_process, pytest.mark.slow]
 

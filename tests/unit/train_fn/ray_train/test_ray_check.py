@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from train_fn.ray_train import ray_internals
-from train_fn.ray_train.ray_check import check_ray, names_of
-from train_fn.ray_train.ray_internals import ATTRIBUTES, EXPECTED
+from train_fn.ray_train.ray_internals import ATTRIBUTES, EXPECTED, check_ray, names_of
 
 
 def test_another_ray_is_refused_by_name() -> None:

@@ -20,7 +20,7 @@ from everstep.wire.events import EventKind
 from storage.errors import StorageError
 from storage.run_control import ProfileOrder
 from train_fn.context import WorkerContext
-from train_fn.profiling import trace_file
+from train_fn.step import trace_file
 
 WRITE_S = 60.0
 """Longest wait at a run's end for a trace that is being written."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from train_fn.profiling import trace_file
+from train_fn.step import trace_file
 
 BUCKETS = (4000, 4000, 1200)
 
