@@ -51,6 +51,7 @@ ELSEWHERE = {
     "train_fn/protect/arguments.py": (Moment.BUILT, "none"),
     "train_fn/protect/batches.py": (Moment.STEP, "a digest of the batch"),
     "train_fn/protect/boundary.py": (Moment.STEP, "a comparison of schedulers and extras"),
+    "train_fn/protect/data_order.py": (Moment.RESTORED, "none"),
     "train_fn/protect/door.py": (Moment.BUILT, "none"),
     "train_fn/protect/followed.py": (Moment.RESTORED, "up to three batches, read again"),
     "train_fn/protect/loop_state.py": (Moment.RESTORED, "8 samples of the data set"),

@@ -270,8 +270,8 @@ Boundary.close = lambda self: setattr(self, "is_open", False)
 Boundary.problem = lambda self: None
 """
 IMITATED = """
-from train_fn.protect import followed
-followed.skips = lambda loader: True
+from train_fn.protect import data_order, followed
+data_order.skips = followed.skips = lambda loader: True
 followed.differing = lambda expected, found: []
 """
 ENDLESS = """
@@ -373,8 +373,8 @@ MENDINGS = {
         refused="gradients are being added up",
     ),
     "9, generator of a sampler": Mending(
-        "from train_fn.protect import followed\n"
-        "followed.own_generators = lambda parts, **facts: []\n"
+        "from train_fn.protect import data_order, followed\n"
+        "data_order.own_generators = followed.own_generators = lambda parts, **facts: []\n"
         "followed.differing = lambda expected, found: []\n",
         "the samples",
         {"data": OWN_LOADER.format(sampler=BALANCED)},

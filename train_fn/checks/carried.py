@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from train_fn.checks.check import Check, Moment
 from train_fn.state.contents import few
+from train_fn.step.place_watch import is_users
 from train_fn.step.plain_attributes import PlainAttributes, generator_text
 
 if TYPE_CHECKING:
@@ -181,18 +181,7 @@ def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_of_user(file: str) -> bool:
     """Return whether a file is neither of Python, nor installed, nor ours."""
-    return (
-        file.endswith(".py")
-        and "site-packages" not in file
-        and not file.startswith(_NOT_THE_USER_S)
-        and not file.startswith("<")
-    )
-
-
-_NOT_THE_USER_S = (
-    f"{Path(os.__file__).parent}/",
-    *(f"{Path(__file__).parents[2] / name}/" for name in ("everstep", "storage", "train_fn")),
-)
+    return file.endswith(".py") and "site-packages" not in file and is_users(file)
 
 
 @cache

@@ -9,7 +9,8 @@ from train_fn.errors import BadTask
 from train_fn.protect.adapters.accelerate import AcceleratedLoop
 from train_fn.protect.arguments import check_torn, parts_of
 from train_fn.protect.batches import Batches
-from train_fn.protect.followed import FollowedLoader, is_loader
+from train_fn.protect.data_order import is_loader
+from train_fn.protect.followed import FollowedLoader
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
 

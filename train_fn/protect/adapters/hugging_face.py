@@ -31,7 +31,7 @@ from train_fn.node.node_dir import shared_memory_root
 from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
 from train_fn.protect.arguments import LoopParts, named, parts_of
 from train_fn.protect.batches import Taken
-from train_fn.protect.followed import BegunElsewhere, set_order
+from train_fn.protect.data_order import BegunElsewhere, set_order
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
 

@@ -31,7 +31,7 @@ from train_fn.errors import BadTask
 from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
 from train_fn.protect.arguments import check_torn, named, parts_of
 from train_fn.protect.batches import Taken
-from train_fn.protect.followed import (
+from train_fn.protect.data_order import (
     BegunElsewhere,
     after_batches,
     divides,
