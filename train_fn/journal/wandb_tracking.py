@@ -2,29 +2,41 @@
 
 Its id is that of the run. A process that takes over makes the rows of all journals anew, and skips
 those that the server has. Without a server it writes them all to a directory of its own, which then
-replaces those of older processes. Runs in a process of its own (``wandb_process``).
+replaces those of older processes.
+
+``python -m train_fn.journal.wandb_tracking STORAGE RUN_ID SUBMISSION`` does so until standard input
+ends, as it does when the driver closes it or dies. W&B's package is large, keeps threads and a
+program of its own, and waits for its server at exit. None of that is in the driver.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from everstep.spec.run_spec import RunSpec
+from everstep.spec.run_spec import WANDB_KEY, RunSpec
 from everstep.spec.sections import WandbSpec
 from everstep.text import failure as failure_words
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
+from storage.filesystem import open_storage
 from storage.logs.journal import JournalEvent
 from storage.run_dir import RunDir
 from train_fn.journal.follower import JournalFollower, NotNow, measured
 
+READ_S = 60.0
+"""Longest wait for the last events; the driver ends this process earlier."""
+NICE = 10
 INIT_S = 30.0
 """Longest wait for the server to accept the run."""
 COPY_EVERY_S = 60.0
@@ -205,3 +217,23 @@ def config_of(spec: RunSpec) -> dict[str, Any]:
     shown = spec.model_dump_json(exclude={"secrets", "env", "notify"}, exclude_none=True)
     config: dict[str, Any] = json.loads(shown)
     return config
+
+
+def main(argv: Sequence[str]) -> int:
+    uri, run_id, submission = argv
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    os.nice(NICE)
+    run_dir = RunDir(open_storage(uri), run_id)
+    tracking = WandbTracking(run_dir, int(submission), bool(os.environ.get(WANDB_KEY)))
+    with suppress(ImportError):  # the tracking says so
+        importlib.import_module("wandb")  # takes seconds, which a short run does not have later
+    tracking.start()
+    while sys.stdin.buffer.read(1):
+        pass
+    tracking.close(READ_S)
+    tracking.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -79,7 +79,7 @@ def test_each_step_is_a_row_once_with_its_first_values(course: list[tuple[str, i
 def test_offline_one_record_has_every_step_once_whatever_died(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="comes with the extra wandb")
     run_dir = made(tmp_path)
-    command = [sys.executable, "-m", "train_fn.journal.wandb_process", str(tmp_path), "run_w"]
+    command = [sys.executable, "-m", "train_fn.journal.wandb_tracking", str(tmp_path), "run_w"]
     environ = {**os.environ, "WANDB_MODE": "online"}
     first = Submission(run_dir, 1)
     first.tell(EventKind.SUBMISSION_STARTED)
