@@ -1,0 +1,108 @@
+"""Checks are made at their moments, in their order; every one is registered, and every message that
+a user may get has its moment on the page."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.checks_reference import ELSEWHERE, PAGE, Reader, messages, row
+from train_fn.checks.check import Check, Checks, Moment
+from train_fn.errors import BadTask
+
+ROOT = Path(__file__).parents[4]
+ROOM = ROOT / "train_fn" / "checks"
+REGISTERS = ("train_fn/loop/replica.py", "train_fn/protect/training.py")
+
+
+class Noting(Check):
+    costs = dict.fromkeys((Moment.EPOCH_HOOK, Moment.LEAVING), "none")
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self._name, self._said = name, said
+
+    def before(self, moment: Moment) -> None:
+        self._said.append(f"{self._name} before")
+
+    def after(self, moment: Moment, source: str) -> None:
+        self._said.append(f"{self._name} after {source}")
+
+
+class OfSteps(Noting):
+    costs = dict.fromkeys((Moment.STEP,), "none")
+
+
+def test_checks_are_made_around_code_in_the_order_in_which_they_are_registered() -> None:
+    said: list[str] = []
+    checks = Checks([Noting("one", said), OfSteps("steps", said), Noting("two", said)])
+    with checks.around(Moment.EPOCH_HOOK, "hook"):
+        said.append("code")
+    assert said == ["one before", "two before", "code", "one after hook", "two after hook"]
+    said.clear()
+    checks.at(Moment.STEP)
+    checks.at(Moment.BUILT)
+    assert said == ["steps after "]
+
+
+def test_code_that_fails_is_not_checked() -> None:
+    said: list[str] = []
+    with (
+        pytest.raises(BadTask, match="of the code"),
+        Checks([Noting("one", said)]).around(Moment.LEAVING, "end"),
+    ):
+        raise BadTask("of the code")
+    assert said == ["one before"]
+
+
+def classes() -> dict[str, ast.ClassDef]:
+    """Return the checks of the room that are classes, by name."""
+    return {
+        node.name: node
+        for path in sorted(ROOM.glob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and "Check" in map(ast.unparse, node.bases)
+    }
+
+
+def test_every_check_is_registered_by_a_loop() -> None:
+    registered = " ".join((ROOT / path).read_text() for path in REGISTERS)
+    found = classes()
+    assert len(found) >= 13
+    assert [name for name in found if f"{name}(" not in registered] == []
+
+
+def test_every_check_of_a_loop_declares_its_moments() -> None:
+    for name, node in classes().items():
+        declared = [
+            ast.unparse(part.targets[0]) for part in node.body if isinstance(part, ast.Assign)
+        ]
+        assert "costs" in declared, name
+
+
+def test_every_message_has_a_moment_and_is_on_the_page() -> None:
+    found, without = messages()
+    assert without == []
+    page = PAGE.read_text()
+    assert [each.text for each in found if row(each) not in page] == []
+    assert {each.moment for each in found} == set(Moment)
+    assert len({each.text for each in found}) > 220
+
+
+def test_a_message_without_a_moment_is_found() -> None:
+    code = 'def f():\n    raise BadTask(f"{name} is wrong. Do it right")\n'
+    reader = Reader("train_fn/new.py", {})
+    reader.visit(ast.parse(code))
+    assert reader.without_moment == ["train_fn/new.py, line 2: … is wrong. Do it right"]
+    reader = Reader("train_fn/checks/new.py", {})
+    reader.visit(ast.parse(f'@checked(Moment.BUILT, cost="none")\n{code}'))
+    assert (reader.without_moment, [row(each) for each in reader.found]) == (
+        [],
+        ["| … is wrong | Do it right | none |"],
+    )
+
+
+def test_files_beside_the_room_are_there_and_say_something() -> None:
+    for path in ELSEWHERE:
+        assert (ROOT / path).is_file(), f"{path} is gone; remove it from ELSEWHERE"
