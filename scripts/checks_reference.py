@@ -23,7 +23,7 @@ ROOM = "train_fn/checks"
 HEAD = """\
 # What Everstep refuses, when, and at what cost
 
-For anyone who writes a task, or a loop under `es.protect`. After this page you know which mistakes
+For anyone who writes a task or a protected loop. After this page you know which mistakes
 Everstep finds by itself, when it looks for them, and what that costs.
 `scripts/checks_reference.py` writes this page from the code, so do not edit it.
 
@@ -32,8 +32,10 @@ twice is never retried. A warning is in the log, most also on the run's page. `â
 files with their lines, and numbers. No check changes anything.
 """
 ERRORS = ("BadTask", "DataChanged")
-ELSEWHERE = {
+OF_FILES = {
     "train_fn/checkpoints/torch_file.py": (Moment.BUILT, "none"),
+    "train_fn/checks/fits.py": (Moment.BUILT, "none"),
+    "train_fn/checks/returns.py": (Moment.BUILT, "none"),
     "train_fn/elastic/exchange.py": (Moment.LOSS, "none"),
     "train_fn/loop/build.py": (Moment.BUILT, "none"),
     "train_fn/loop/commit.py": (Moment.STEP, "none"),
@@ -50,12 +52,13 @@ ELSEWHERE = {
     "train_fn/protect/adapters/trainer_state.py": (Moment.BUILT, "none"),
     "train_fn/protect/arguments.py": (Moment.BUILT, "none"),
     "train_fn/protect/batches.py": (Moment.STEP, "a digest of the batch"),
-    "train_fn/protect/boundary.py": (Moment.STEP, "a comparison of schedulers and extras"),
+    "train_fn/protect/commits.py": (Moment.STEP, "a comparison of schedulers and extras"),
     "train_fn/protect/data_order.py": (Moment.RESTORED, "none"),
     "train_fn/protect/door.py": (Moment.BUILT, "none"),
     "train_fn/protect/followed.py": (Moment.RESTORED, "up to three batches, read again"),
     "train_fn/protect/loop_state.py": (Moment.RESTORED, "8 samples of the data set"),
     "train_fn/protect/protected.py": (Moment.STEP, "none"),
+    "train_fn/protect/sharded.py": (Moment.BUILT, "none"),
     "train_fn/protect/training.py": (Moment.BUILT, "none"),
     "train_fn/ray_train/user_function.py": (Moment.BUILT, "none"),
     "train_fn/recovery/error_text.py": (Moment.BUILT, "none"),
@@ -63,6 +66,7 @@ ELSEWHERE = {
     "train_fn/samples/ledger.py": (Moment.STEP, "none"),
     "train_fn/samples/streams.py": (Moment.STEP, "none"),
     "train_fn/session/report.py": (Moment.BUILT, "none"),
+    "train_fn/session/restore.py": (Moment.RESTORED, "none"),
     "train_fn/state/contents.py": (
         Moment.RESTORED,
         "8 samples of each data set",
@@ -79,7 +83,7 @@ ELSEWHERE = {
     "train_fn/user_code/packages.py": (Moment.BUILT, "none"),
     "train_fn/user_code/script.py": (Moment.BUILT, "none"),
 }
-"""Moment and cost of the messages of a file outside of the room of checks."""
+"""Moment and cost of the messages of a file, but for functions and classes that declare theirs."""
 
 
 class Said(NamedTuple):
@@ -96,7 +100,7 @@ class Reader(ast.NodeVisitor):
 
     def __init__(self, path: str, names: dict[str, str]) -> None:
         self._path, self._names = path, names
-        self._places = [{ELSEWHERE[path][0]: ELSEWHERE[path][1]}] if path in ELSEWHERE else [{}]
+        self._places = [{OF_FILES[path][0]: OF_FILES[path][1]}] if path in OF_FILES else [{}]
         self.found: list[Said] = []
         self.without_moment: list[str] = []
 
@@ -150,7 +154,7 @@ class Reader(ast.NodeVisitor):
 
     def _is_of_user(self) -> bool:
         """Return whether warnings of this file are about a user's code."""
-        return self._path.startswith((ROOM, "train_fn/protect")) or self._path in ELSEWHERE
+        return self._path.startswith((ROOM, "train_fn/protect")) or self._path in OF_FILES
 
     def _note(self, kind: str, node: ast.expr) -> None:
         text = re.sub(r"%\w", "â€¦", " ".join(self._text(node).split()))
@@ -249,7 +253,7 @@ def main() -> None:
     if without:
         raise SystemExit(
             "messages without a moment; mark the function by @checked, or add its file to "
-            "ELSEWHERE in scripts/checks_reference.py:\n" + "\n".join(without)
+            "OF_FILES in scripts/checks_reference.py:\n" + "\n".join(without)
         )
     text = page(found)
     if "--check" not in sys.argv:

@@ -82,8 +82,6 @@ class LostAttributes(Check):
 
 # ---------------------------------------------------------------- optimizers and schedulers
 
-# Their ``state_dict`` may leave out attributes, such as a count of calls.
-
 
 def steppers_of(state: TrainState) -> dict[str, Any]:
     """Return the run's optimizers and its scheduler, by the name to use for them."""

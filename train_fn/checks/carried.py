@@ -43,15 +43,13 @@ class CarriedWatch(Check):
     """Warn once of variables that a loop carries from step to step, and of objects in them that it
     changes. Those that are part of the state are left out."""
 
-    costs = dict.fromkeys(
-        (Moment.STEP,), "a look at the loop's code and variables, in two steps and after an epoch"
-    )
+    costs = dict.fromkeys((Moment.STEP,), "a look at the loop's code, in two steps and an epoch")
 
     def __init__(self, state: LoopState) -> None:
         self._state, parts = state, state.parts
         self._held = {id(each) for each in (*parts.others.values(), *parts.models.values())}
         self._held |= {id(each) for each in (*parts.wrapped, *parts.optimizers.values())}
-        self._followed = {id(_inside(each)) for each in parts.others.values()}
+        self._followed = {id(getattr(each, "loader", each)) for each in parts.others.values()}
         self._noted: PlainAttributes | None = None
         self._counts: dict[str, Any] = {}
         self._num_commits = 0
@@ -145,11 +143,6 @@ def _is_small(value: Any) -> bool:
         return False
     parts = islice(value.values() if isinstance(value, dict) else value, _MOST_PARTS)
     return sum(each.nbytes for each in parts if isinstance(each, torch.Tensor)) <= _MOST_BYTES
-
-
-def _inside(part: Any) -> Any:
-    """Return the loader in an ``es.loader``, else the object itself."""
-    return getattr(part, "loader", part)
 
 
 def _counts_of(frame: FrameType) -> dict[str, Any]:

@@ -27,7 +27,6 @@ _WAY_OUT = "or set train.exactness to world_size"
 logger = logging.getLogger(__name__)
 
 
-@checked(Moment.BUILT, cost="none")
 def require_fits(spec: RunSpec, task: Task, model: nn.Module, train_set: Any) -> None:
     """Raise BadTask for settings that a task with ``training_step`` does not go with."""
     if not makes_own_steps(task):
@@ -59,7 +58,6 @@ def require_fits(spec: RunSpec, task: Task, model: nn.Module, train_set: Any) ->
             raise BadTask(problem)
 
 
-@checked(Moment.BUILT, cost="none")
 def require_fit_for(device: torch.device, model: nn.Module) -> None:
     """Raise BadTask for a model that cannot be trained on such devices."""
     if device.type == "cpu" and any(
@@ -71,7 +69,6 @@ def require_fit_for(device: torch.device, model: nn.Module) -> None:
         )
 
 
-@checked(Moment.BUILT, cost="none")
 def require_elastic(task: Task, *, exchanges: bool, has_sparse: bool) -> None:
     """Raise BadTask if the task computes something else at another world size, as
     ``train.exactness: elastic`` does not allow.
@@ -100,7 +97,6 @@ def require_elastic(task: Task, *, exchanges: bool, has_sparse: bool) -> None:
         )
 
 
-@checked(Moment.BUILT, cost="none")
 def require_best_metric(task: Task, held_out: Any, checkpoint: CheckpointSpec) -> None:
     """Raise BadTask if the metric that decides which checkpoint is best cannot be measured on the
     data that are held out."""
@@ -119,7 +115,6 @@ def require_best_metric(task: Task, held_out: Any, checkpoint: CheckpointSpec) -
     require_measured(task, checkpoint.best_metric)
 
 
-@checked(Moment.BUILT, cost="none")
 def warnings_of(model: nn.Module, in_eval: list[str]) -> Iterator[str]:
     """Yield warnings about a model for the run's user.
 

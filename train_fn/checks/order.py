@@ -7,7 +7,6 @@ lost with a rank that fails in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,7 +120,13 @@ class GradientsUsed(Check):
 
     def after(self, moment: Moment, source: str) -> None:
         if (now := _num_weights(self._parts)) != self._num_weights:
-            raise BadTask(refused_groups(self._num_weights, now))
+            name = next(name for name in now if now[name] != self._num_weights[name])
+            raise BadTask(
+                f"the optimizer{name and f' {name!r}'} holds {now[name]} weights instead of "
+                f"{self._num_weights[name]} when the loop began, so no restart could load its state. Build it with "
+                "all weights that are ever trained, and let requires_grad_() say which are at "
+                "present"
+            )
         marks = [
             (id(weight.grad), weight.grad._version)
             for weight in self._parts.optimized()
@@ -169,13 +174,3 @@ def _num_weights(parts: LoopParts) -> dict[str, int]:
         name: sum(len(group["params"]) for group in optimizer.param_groups)
         for name, optimizer in parts.optimizers.items()
     }
-
-
-def refused_groups(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Return the error for an optimizer that got other weights."""
-    name = next(name for name in before if before[name] != now[name])
-    return (
-        f"the optimizer{name and f' {name!r}'} holds {now[name]} weights instead of "
-        f"{before[name]} when the loop began, so no restart could load its state. Build it with "
-        "all weights that are ever trained, and let requires_grad_() say which are at present"
-    )

@@ -29,7 +29,6 @@ from train_fn.tasks.protocol import (
 _NAMES_SHOWN = 5
 
 
-@checked(Moment.BUILT, cost="none")
 def checked_model(task: Task, model: Any) -> nn.Module:
     """Return what ``build_model`` returned. Raises BadTask if it is no module, or has no parameters
     to train."""
@@ -45,7 +44,6 @@ def checked_model(task: Task, model: Any) -> nn.Module:
     return model
 
 
-@checked(Moment.BUILT, cost="none")
 def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     """Return what ``build_datasets`` returned. Raises BadTask if it is not ``{"train": …, "val":
     …}`` of data sets."""
@@ -66,7 +64,6 @@ def checked_datasets(task: Task, datasets: Any) -> dict[str, Any]:
     return datasets
 
 
-@checked(Moment.BUILT, cost="none")
 def epoch_length(source: str, dataset: Any, train: TrainSpec) -> int:
     """Return the samples in an epoch of iterable data: its length if it has one, else ``max_steps``
     in ``epochs`` equal parts.
@@ -94,7 +91,6 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-@checked(Moment.BUILT, cost="none")
 def _check_dataset(source: str, dataset: Any) -> None:
     refuse_batches(source, dataset, iterable=is_iterable(dataset))
     if is_iterable(dataset):
@@ -113,7 +109,6 @@ def _check_dataset(source: str, dataset: Any) -> None:
     assert length >= 0
 
 
-@checked(Moment.BUILT, cost="none")
 def _check_iterable(source: str, dataset: Any) -> None:
     keeps, loads = (
         callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
@@ -133,7 +128,6 @@ def _check_iterable(source: str, dataset: Any) -> None:
         )
 
 
-@checked(Moment.BUILT, cost="none")
 def checked_optimizer(
     task: Task, model: nn.Module, optimizer: Any, name: str = ""
 ) -> torch.optim.Optimizer:
@@ -168,7 +162,6 @@ def checked_optimizer(
     return optimizer
 
 
-@checked(Moment.BUILT, cost="none")
 def checked_scheduler(task: Task, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
     """Return what ``build_scheduler`` returned. Raises BadTask if it cannot step once per step, or
     cannot be saved."""
@@ -332,7 +325,6 @@ NO_LOSS = (
 )
 
 
-@checked(Moment.BUILT, cost="none")
 def measures_loss(task: Task) -> bool:
     """Return whether evaluation measures a loss: unless the task has none, or sets
     ``validation_loss = False`` because its model has none in eval mode.
@@ -353,7 +345,6 @@ def measures_loss(task: Task) -> bool:
     return measures
 
 
-@checked(Moment.BUILT, cost="none")
 def require_measured(task: Task, best_metric: str) -> None:
     """Raise BadTask if ``best_metric`` is the loss of an evaluation that measures none."""
     wanted = best_metric.removeprefix("ema_").removeprefix(PREFIX)

@@ -167,20 +167,15 @@ class ModesKept(Check):
 
     def after(self, moment: Moment, source: str) -> None:
         if modes_of(self._model) != self._before:
-            raise BadTask(
-                f"{source} left modules in another mode, train or eval, than before. Put the "
-                "mode back before it returns, or change it in on_epoch_end"
-            )
+            raise modes_left(source)
 
 
 @checked(Moment.LOSS, cost="a read of the modules' modes")
-def modes_left(source: str) -> BadTask:
-    """Return the error for a loss that leaves modules in another mode."""
+def modes_left(source: str, why: str = "") -> BadTask:
+    """Return the error for code that leaves modules in another mode."""
     return BadTask(
-        f"{source} left modules in another mode, train or eval, than "
-        "before. Each rank calls it another number of times, so ranks would train "
-        "different models. Put the mode back before it returns, or change it in "
-        "on_epoch_end"
+        f"{source} left modules in another mode, train or eval, than before. {why}Put the mode "
+        "back before it returns, or change it in on_epoch_end"
     )
 
 

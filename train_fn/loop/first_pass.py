@@ -141,8 +141,12 @@ def _pass_and_check(
         replica.used.drop_unused()
     drop_gradients(state.optimizer, replica.idle_parameters)
     runs_again = warm_up.has_moved_again()
-    later = warm_up.look()[0] - moving
-    _warn_of_changes_in_backward(replica, [places[number].name for number in sorted(later)])
+    later = [places[number].name for number in sorted(warm_up.look()[0] - moving)]
+    if later and not peers.alone:
+        replica.warn(
+            f"backward changes {', '.join(later)}, which ranks do not agree on; change it in "
+            "forward or on_epoch_end"
+        )
     return moving, ignored, runs_again
 
 
@@ -167,15 +171,6 @@ def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[fl
     if replica.used is not None:
         replica.finish_exchange()
     return replica.sums.take().weight, replica.peers.world_size
-
-
-def _warn_of_changes_in_backward(replica: Replica, names: list[str]) -> None:
-    """Warn if the first backward pass changed tensors of the model on one of several ranks."""
-    if names and not replica.peers.alone:
-        replica.warn(
-            f"backward changes {', '.join(names)}, which ranks do not agree on; change it in "
-            "forward or on_epoch_end"
-        )
 
 
 def try_smallest(replica: Replica) -> None:

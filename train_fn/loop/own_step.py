@@ -132,12 +132,7 @@ class OwnUpdates:
     """
 
     def __init__(
-        self,
-        task: Task,
-        state: TrainState,
-        checks: Checks,
-        peers: Peers,
-        max_norm: float | None,
+        self, task: Task, state: TrainState, checks: Checks, peers: Peers, max_norm: float | None
     ) -> None:
         self.source = where(task, METHOD)
         self._task: Any = task

@@ -60,6 +60,7 @@ _CPU_BUCKET_MIB = 25
 """Size of every bucket on a CPU: DDP's default, without its small first bucket."""
 
 
+_OTHERWISE = "Each rank calls it another number of times, so ranks would train different models. "
 _is_training = operator.attrgetter("training")
 
 
@@ -124,7 +125,7 @@ class StepModule(nn.Module):
             else:
                 answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
-            raise modes_left(where(self._task, "loss"))
+            raise modes_left(where(self._task, "loss"), _OTHERWISE)
         return checked_loss(self._task, answer)
 
     def _step_arguments(self) -> dict[str, int]:
@@ -249,13 +250,9 @@ class Replica:
         self.plans = StepPlans(self.sampler, self.peers.rank, self.peers.world_size)
         self.volatile = VolatileBuffers([], (), (), self.peers, self.state.carry)
         self.fingerprints = Fingerprints(self.parameters)
+        source = step_method(self.task)
         self.together = Together(
-            self.ctx,
-            self.peers,
-            self.state,
-            self.trained,
-            self.fingerprints,
-            step_method(self.task),
+            self.ctx, self.peers, self.state, self.trained, self.fingerprints, source
         )
         self.checks = Checks(_checks_of(self))
         self.beside_kept = False

@@ -36,9 +36,8 @@ from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
 from train_fn.own_loop import Left, LoopProtection
 from train_fn.protect.arguments import Torn
-from train_fn.protect.boundary import Boundary
 from train_fn.protect.changes import SharedBuffers
-from train_fn.protect.commits import Agreement, Commits, Updates
+from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
 from train_fn.session.session import Remains, Session, keep_state, not_copied

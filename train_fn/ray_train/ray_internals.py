@@ -243,9 +243,6 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 Ray's list of checkpoints."""
 
 
-# ---------------------------------------------------------------- comparison
-
-
 def check_ray(
     version: str,
     expected: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]],

@@ -316,8 +316,7 @@ WAITING_FILES = (
     ),
     *("/train_fn/protect/commits.py", "/train_fn/protect/changes.py"),
     "/train_fn/ray_train/user_script.py",
-    *("/train_fn/step/report_sums.py", "/train_fn/step/peers.py", "/train_fn/step/rank_mean.py"),
-    "/train_fn/step/buffers.py",
+    *("/train_fn/step/report_sums.py", "/train_fn/step/peers.py", "/train_fn/step/buffers.py"),
 )
 """Parts of the paths of source files whose code waits for other ranks: collectives, a backward that
 ends with one, a barrier of Ray Train."""

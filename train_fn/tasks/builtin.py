@@ -141,9 +141,6 @@ def _cross_entropy(logits: torch.Tensor, following: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
 
 
-# ---------------------------------------------------------------- the task of a spec
-
-
 def build_task(spec: RunSpec) -> Task:
     """Build it, with its data. Code of the user's is on the path already.
 

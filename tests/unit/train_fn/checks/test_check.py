@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.checks_reference import ELSEWHERE, PAGE, Reader, messages, row
+from scripts.checks_reference import OF_FILES, PAGE, Reader, messages, row
 from train_fn.checks.check import Check, Checks, Moment
 from train_fn.errors import BadTask
 
@@ -104,5 +104,5 @@ def test_a_message_without_a_moment_is_found() -> None:
 
 
 def test_files_beside_the_room_are_there_and_say_something() -> None:
-    for path in ELSEWHERE:
-        assert (ROOT / path).is_file(), f"{path} is gone; remove it from ELSEWHERE"
+    for path in OF_FILES:
+        assert (ROOT / path).is_file(), f"{path} is gone; remove it from OF_FILES"

@@ -22,8 +22,7 @@ from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
 from train_fn.node import node_dir
-from train_fn.protect.boundary import interrupted
-from train_fn.protect.commits import Commits
+from train_fn.protect.commits import Commits, interrupted
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER, name_of
 from train_fn.snapshots import store as snapshot
