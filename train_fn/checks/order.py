@@ -123,9 +123,9 @@ class GradientsUsed(Check):
             name = next(name for name in now if now[name] != self._num_weights[name])
             raise BadTask(
                 f"the optimizer{name and f' {name!r}'} holds {now[name]} weights instead of "
-                f"{self._num_weights[name]} when the loop began, so no restart could load its state. Build it with "
-                "all weights that are ever trained, and let requires_grad_() say which are at "
-                "present"
+                f"{self._num_weights[name]} when the loop began, so no restart could load its "
+                "state. Build it with all weights that are ever trained, and let requires_grad_() "
+                "say which are at present"
             )
         marks = [
             (id(weight.grad), weight.grad._version)
