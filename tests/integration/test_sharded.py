@@ -19,6 +19,7 @@ from tests.support.own_loops import Ended, LoopJob, events, losses, start, train
 from tests.support.rank_processes import run_id_for
 from train_fn.checkpoints.sharded import main
 from train_fn.node.node_dir import shared_memory_root
+from train_fn.standalone.rank import EXIT_STOPPED
 
 NODES = ("a", "b", "b")
 STEPS = 14
@@ -104,6 +105,35 @@ def test_two_deaths_and_other_sizes(tmp_path: Path, twin: tuple[LoopJob, Ended])
     for name, value in twin[1].values.items():
         np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)
     assert {*losses(job)} == {*range(1, STEPS + 1)}
+
+
+@pytest.mark.chaos
+def test_a_second_death_before_the_first_gate_costs_nothing(
+    tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    """What the first death left stays until the new group holds the same."""
+    job = job_of(tmp_path, "twice")
+    start(replace(job, killed=(2, 6, "gate"), mates=(1,)))
+    lose(job, "b")
+    start(replace(job, nodes=("a", "c", "c"), killed=(1, 6, "forward"), mates=(2,)))
+    assert restored(job)["step"] == 6
+    lose(job, "c")
+    ended = train_to_end(replace(job, nodes=("a", "d", "e")))
+    assert (restored(job)["source"], restored(job)["step"]) == ("snapshot", 6)
+    require_like(job, ended, twin)
+
+
+@pytest.mark.chaos
+def test_a_stop_saves_all_pieces_and_the_run_goes_on(
+    tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    job = job_of(tmp_path, "stopped")
+    ended = start(replace(job, odd=(1, 5, "stop")))
+    assert [each.exit_code for each in ended] == [EXIT_STOPPED] * len(NODES)
+    [manifest] = CheckpointStore(job.run_dir).list()
+    lose(job, "a", "b")
+    require_like(job, train_to_end(job), twin)
+    assert (restored(job)["source"], restored(job)["step"]) == ("checkpoint", manifest.step)
 
 
 def test_a_damaged_piece_is_named_and_its_copy_taken(

@@ -347,7 +347,7 @@ class LoopState(RunState):
             raise BadTask(
                 "the state to resume is one of a task, not of a loop of your own; start a new run"
             )
-        if (self.piece is None) == bool(state.get("shards")):
+        if (self.piece is None) == bool(state.get("piece")):
             was, now = ("", "not ") if self.piece is None else ("not ", "")
             raise BadTask(
                 f"the model of the state to resume was {was}sharded, and this one is {now}sharded; "

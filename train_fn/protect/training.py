@@ -201,11 +201,13 @@ class _Departure:
 
     def __init__(self, ctx: WorkerContext, training: LoopTraining | None) -> None:
         self._ctx, self._training, self._is_known = ctx, training, False
+        self._is_collateral = False
         self.fault: StepNotWhole | None = None
         """How the ranks differ, as their last words show."""
 
     def let_go(self, cause: BaseException, error: RankError) -> None:
         keep_if_broken(self._ctx.device, cause, self._training)
+        self._is_collateral = error.collateral
         if self._training is not None:
             if (holdings := self._training.session.holdings) is not None:
                 holdings.let_go()
@@ -221,7 +223,9 @@ class _Departure:
         if (holdings := training.session.holdings) is not None:
             at = holdings.close()
             problem = "this node keeps no piece of the newest step" if at is None else None
-            return Remains(training.state.step, problem, at)
+            # A step that no gate has followed is not lost if it has to be made again.
+            known = holdings.committed if self._is_collateral else training.state.step
+            return Remains(known, problem, at)
         found: dict[str, Any] | str = ""
 
         def whole() -> dict[str, Any] | str:

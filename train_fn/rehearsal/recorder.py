@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from train_fn.loop.training import RankProgress
 from train_fn.own_loop import OwnLoop
 from train_fn.protect.protected import Protected
+from train_fn.protect.sharded import local
 from train_fn.state.tensor_tree import leaves
 
 Place = Literal["forward", "update", "commit"]
@@ -419,7 +420,9 @@ def _plain(tree: Any) -> Any:
 
 
 def _value(leaf: Any) -> str:
-    """Return a text that two values share if they are equal in every bit."""
+    """Return a text that two values share if they are equal in every bit. Of a tensor that is
+    sharded, this rank's part counts."""
+    leaf = local(leaf)
     if isinstance(leaf, np.ndarray):
         return _of_bytes(leaf.tobytes())
     if not isinstance(leaf, torch.Tensor):

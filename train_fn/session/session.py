@@ -171,7 +171,7 @@ class Session:
         self.saver = Saver(self.ctx, self.state, copies, collect)
         if holdings is not None:
             assert exchange is not None
-            holdings.open(copies, exchange)
+            holdings.open(copies, exchange, self.state.step)
         self.publisher = Publisher(self.ctx, self.state, copies, insures=self.restored.is_kept)
 
     def begin(self, facts: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -76,6 +76,8 @@ class Holdings:
         self._jobs: queue.Queue[BoundaryCopy | None] = queue.Queue()
         self._newest: Label | None = None
         """The newest state whose piece was copied."""
+        self.committed: int | None = None
+        """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
         """The same for this rank's own."""
         self._is_closed = False
@@ -83,9 +85,9 @@ class Holdings:
         self._thread: threading.Thread | None = None
         self.saves = PieceSaves(ctx)
 
-    def open(self, copies: BoundaryCopies, exchange: Exchange) -> None:
-        """Begin to keep states. What may fail has come before."""
-        self._copies, self._exchange = copies, exchange
+    def open(self, copies: BoundaryCopies, exchange: Exchange, begins_at: int) -> None:
+        """Begin to keep states, after so many steps. What may fail has come before."""
+        self._copies, self._exchange, self.committed = copies, exchange, begins_at
         self._thread = threading.Thread(target=self._run, name="piece-keeper", daemon=True)
         self._thread.start()
 
@@ -104,7 +106,7 @@ class Holdings:
             if move.source == self._peers.rank and self._links is not None:
                 try:
                     self._links.send(move.target, labels[move.number])
-                except OSError as exc:
+                except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
                     self._lose(move.target, exc)
         failed = []
         for move in wanted:
@@ -148,6 +150,7 @@ class Holdings:
                 if (label.origin, label.step) == (newest.origin, newest.step):
                     self._store.remove(label)
         self._forget(newest)
+        self.committed = newest.step
         self._report(newest.step, problems[0] if problems else None)
 
     def meet(self) -> None:
@@ -193,7 +196,7 @@ class Holdings:
             if self._links is not None and self._heir is not None and not self._is_closed:
                 try:
                     self._links.send(self._heir, label)
-                except OSError as exc:
+                except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
                     self._lose(self._heir, exc)
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
@@ -360,17 +363,19 @@ class PieceLinks:
 
     def send(self, rank: int, label: Label) -> None:
         """Send a snapshot of this node, or the label alone if it says why there is none. One thread
-        at a time. Raises OSError."""
-        try:
-            file = None if label.problem else self._store.open(label)
-        except OSError as exc:
-            label, file = replace(label, problem=f"it cannot be read: {exc}"), None
-        said = json.dumps(asdict(label)).encode()
-        size = os.fstat(file.fileno()).st_size if file is not None else 0
-        connection = self._to(rank)
-        connection.sendall(_HEAD.pack(len(said), size) + said)
-        if file is not None:
-            with file:
+        at a time. Raises OSError, or ValueError if the connection is closed meanwhile."""
+        with ExitStack() as stack:
+            file = None
+            try:
+                if label.problem is None:
+                    file = stack.enter_context(self._store.open(label))
+            except OSError as exc:
+                label = replace(label, problem=f"it cannot be read: {exc}")
+            said = json.dumps(asdict(label)).encode()
+            size = os.fstat(file.fileno()).st_size if file is not None else 0
+            connection = self._to(rank)
+            connection.sendall(_HEAD.pack(len(said), size) + said)
+            if file is not None:
                 connection.sendfile(file)
 
     def close(self) -> None:

@@ -1,0 +1,327 @@
+"""Pieces of a sharded state, here and at heirs: what a gate waits for, what goes wrong on the way,
+and checkpoints that all ranks write together."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.errors import StorageUnavailable
+from tests.support.one_rank import journal_of
+from tests.support.saves import make_context
+from train_fn.checkpoints.commit import load_pieces, num_pieces
+from train_fn.checkpoints.save_slot import BoundaryCopies
+from train_fn.checkpoints.saver import Saver
+from train_fn.context import WorkerContext
+from train_fn.errors import PeersGone, StepNotWhole
+from train_fn.node import node_dir
+from train_fn.snapshots import holdings as holdings_module
+from train_fn.snapshots import store as store_module
+from train_fn.snapshots.holdings import Holdings
+from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
+from train_fn.state.pieces import Move, Piece
+from train_fn.state.run_state import RunState
+
+pytestmark = pytest.mark.own_process
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "shm"
+    root.mkdir()
+    for module in (store_module, node_dir):
+        monkeypatch.setattr(module, "shared_memory_root", lambda: root)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return root
+
+
+class Shard(RunState):
+    """Three rows of weights over the ranks."""
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__()
+        self.piece, self.rows = piece, {"model/w": 3}
+        self.weight = torch.zeros(2 - piece.number, 4)
+
+    @property
+    def epoch(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.piece is not None
+        empty: dict[str, Any] = {"model": {}, "optimizer": {}, "scaler": {}, "ema": None}
+        own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
+        return {**self.counters(0), "fingerprint": "data", **empty, **own}
+
+    def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
+        raise NotImplementedError
+
+    def require_sound(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Together:
+    """What the collectives of two ranks do, for ranks that are threads."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=DEADLINE_S)
+        self._said: list[Any] = [None, None]
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._said[rank] = value
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+
+class Rank:
+    """One of two ranks."""
+
+    def __init__(self, rank: int, ctx: WorkerContext, together: Together) -> None:
+        self.rank, self.world_size, self._together = rank, 2, together
+        self.ctx, self.state = ctx, Shard(Piece(rank, 2))
+        self.copies = BoundaryCopies(self.state)
+        self.holdings = Holdings(ctx, self)  # type: ignore[arg-type]
+        self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._together.exchange(self.rank, value)
+
+    def share(self, value: Any, source: int) -> Any:
+        return self.gather(value)[source]
+
+    def make_step(self) -> None:
+        self.state.step += 1
+        self.state.weight += 1
+        self.holdings.publish()
+
+    def labels(self) -> set[tuple[int, int]]:
+        return {(label.step, label.rank) for label in snapshot_store(self.ctx).labels()}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[Rank]]:
+    together = Together()
+
+    def made(rank: int) -> Rank:
+        ctx = make_context(tmp_path, rank)
+        place = {"world_size": 2, "node_id": f"node{rank}", "num_nodes": 2}
+        return Rank(rank, dataclasses.replace(ctx, **place), together)
+
+    ranks = both(made, [0, 1])
+    yield ranks
+    for rank in ranks:
+        rank.holdings.close()
+
+
+def both(action: Callable[[Any], Any], of: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(action, of))
+
+
+def step_and_gate(rank: Rank) -> None:
+    rank.make_step()
+    rank.holdings.pass_gate()
+
+
+def test_who_passes_a_gate_has_both_pieces_on_each_node(pair: list[Rank]) -> None:
+    for step in (1, 2, 3):
+        both(step_and_gate, pair)
+        assert [rank.labels() for rank in pair] == [{(step, 0), (step, 1)}] * 2
+        assert [rank.holdings.committed for rank in pair] == [step, step]
+    store = snapshot_store(pair[0].ctx)
+    [theirs] = [label for label in store.labels() if label.rank == 1]
+    assert store.read(theirs)["shards"]["model/w"].equal(pair[1].state.weight)
+    assert theirs.piece == Piece(1, 2)
+
+
+def test_older_pieces_stay_until_the_newest_are_everywhere(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    for rank in pair:
+        rank.make_step()
+    assert all({(1, 0), (1, 1)} <= rank.labels() for rank in pair)
+    both(lambda rank: rank.holdings.pass_gate(), pair)
+    assert [rank.labels() for rank in pair] == [{(2, 0), (2, 1)}] * 2
+
+
+def test_a_gate_does_not_wait_for_a_rank_that_left(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    pair[0].make_step()
+    pair[1].holdings.let_go()
+    with pytest.raises(PeersGone, match="rank 1 is gone, or silent, and its piece of step 2"):
+        pair[0].holdings.pass_gate()
+    assert pair[0].holdings.close() == 2, "its own piece is there"
+    assert {(1, 0), (1, 1), (2, 0)} == pair[0].labels()
+
+
+def test_a_gate_ends_if_the_attempt_was_given_up(pair: list[Rank]) -> None:
+    pair[0].make_step()
+    object.__setattr__(pair[0].ctx, "is_abandoned", lambda: True)
+    with pytest.raises(PeersGone, match="given up"):
+        pair[0].holdings.pass_gate()
+
+
+def test_ranks_at_different_steps_do_not_pass(pair: list[Rank]) -> None:
+    def at_another(rank: Rank) -> None:
+        rank.state.step += rank.rank
+        rank.make_step()
+        rank.holdings._wards = []
+        with pytest.raises(StepNotWhole, match=r"rank \d has kept step [12] of attempt 1"):
+            rank.holdings.pass_gate()
+
+    both(at_another, pair)
+
+
+def test_a_node_without_room_says_so_and_what_is_whole_stays(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(step_and_gate, pair)
+    free = SnapshotStore.free_bytes
+    monkeypatch.setattr(
+        SnapshotStore,
+        "free_bytes",
+        lambda store: 0 if "node1" in store.directory.name else free(store),
+    )
+    both(step_and_gate, pair)
+    assert [rank.labels() for rank in pair] == [{(1, 0), (1, 1)}] * 2
+    [said] = journal_of(pair[0].ctx).of_kind(EventKind.SNAPSHOTS)
+    assert said["snapshots"] == "none" and "of shared memory left" in said["problem"]
+    monkeypatch.setattr(SnapshotStore, "free_bytes", free)
+    both(step_and_gate, pair)
+    assert [rank.labels() for rank in pair] == [{(3, 0), (3, 1)}] * 2
+    assert journal_of(pair[0].ctx).of_kind(EventKind.SNAPSHOTS)[-1]["snapshots"] == "survivors"
+
+
+# ---------------------------------------------------------------- on the way
+
+
+def newest(rank: Rank) -> Label:
+    [label] = [each for each in snapshot_store(rank.ctx).labels() if each.rank == rank.rank]
+    return label
+
+
+def test_pieces_are_brought_to_a_node_that_lacks_them(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    label = newest(pair[0])
+    snapshot_store(pair[1].ctx).remove(label)
+    pair[1].holdings._arrived.clear()
+    failed = both(lambda rank: rank.holdings.bring([Move(0, 1, 0)], {0: label}), pair)
+    assert failed == [[], []] and (1, 0) in pair[1].labels()
+
+
+def test_a_damaged_file_is_named_and_not_kept(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    label = newest(pair[0])
+    snapshot_store(pair[1].ctx).remove(label)
+    pair[1].holdings._arrived.clear()
+    path = snapshot_store(pair[0].ctx)._state_path(label)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    failed = both(lambda rank: rank.holdings.bring([Move(0, 1, 0)], {0: label}), pair)
+    assert failed[0] == []
+    [(move, problem)] = failed[1]
+    assert move == Move(0, 1, 0) and "it did not arrive whole" in problem
+    assert (1, 0) not in pair[1].labels()
+
+
+def test_a_sender_that_dies_within_a_file_leaves_nothing(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    label = dataclasses.replace(newest(pair[0]), step=9)
+    links = pair[0].holdings._links
+    assert links is not None
+    connection = links._to(1)
+    said = b'{"submission": 1, "attempt": 1, "step": 9, "rank": 0, "digest": "d", "problem": null}'
+    connection.sendall(holdings_module._HEAD.pack(len(said), 1000) + said + bytes(10))
+    connection.close()
+    with pytest.raises(PeersGone, match="rank 0 is gone"):
+        while True:
+            pair[1].holdings._wait_for(label, 0)
+            pair[1].holdings._arrived.clear()
+    assert {step for step, _ in pair[1].labels()} == {1}
+    assert not list(snapshot_store(pair[1].ctx).directory.glob("*.tmp"))
+
+
+def test_a_stranger_is_not_heard(pair: list[Rank]) -> None:
+    links = pair[0].holdings._links
+    assert links is not None
+    place = links._places[0]
+    with socket.create_connection((place.host, place.port), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(holdings_module._HELLO.pack(bytes(32), 1))
+        assert stranger.recv(1) == b""
+    both(step_and_gate, pair)
+    assert [rank.labels() for rank in pair] == [{(1, 0), (1, 1)}] * 2
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def savers(pair: list[Rank]) -> list[Saver]:
+    return [Saver(rank.ctx, rank.state, rank.copies, rank.holdings.saves.collect) for rank in pair]
+
+
+def is_busy(saver: Saver) -> bool:
+    return saver._slot.current is not None or saver._slot.waiting is not None
+
+
+def save_and_train(pair: list[Rank], by_rank: list[Saver], num_steps: int) -> None:
+    """Save the present state beside so many steps."""
+
+    def run(rank: Rank) -> None:
+        rank.make_step()
+        rank.holdings.hold()
+        by_rank[rank.rank].offer(due=True, is_best=False)
+        for _ in range(num_steps):
+            rank.holdings.pass_gate()
+            rank.make_step()
+        rank.holdings.pass_gate()
+
+    both(run, pair)
+
+
+def test_ranks_write_a_checkpoint_together_beside_training(pair: list[Rank]) -> None:
+    by_rank = savers(pair)
+    save_and_train(pair, by_rank, 1)
+    while is_busy(by_rank[0]):
+        both(step_and_gate, pair)
+    [manifest] = CheckpointStore(pair[0].ctx.run_dir).list()
+    assert manifest.step == 1 and num_pieces(manifest) == 2
+    found = load_pieces(pair[0].ctx.run_dir, manifest, [0, 1])
+    assert torch.cat([found[at]["shards"]["model/w"] for at in (0, 1)]).equal(torch.ones(3, 4))
+
+
+def test_nothing_is_committed_if_a_rank_cannot_write(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageUnavailable("the disk is full")
+
+    monkeypatch.setattr("train_fn.checkpoints.sharded.write_beside", full)
+    by_rank = savers(pair)
+    save_and_train(pair, by_rank, 1)
+    while is_busy(by_rank[0]):
+        both(step_and_gate, pair)
+    assert CheckpointStore(pair[0].ctx.run_dir).list() == []
+    [failed] = journal_of(pair[0].ctx).of_kind(EventKind.CHECKPOINT_FAILED)
+    assert "rank 1 could not write its piece: StorageUnavailable: the disk is full" in str(failed)
+
+
+def test_a_saver_does_not_wait_for_ranks_that_left(pair: list[Rank]) -> None:
+    by_rank = savers(pair)
+    save_and_train(pair, by_rank, 0)
+    pair[0].holdings.let_go()
+    assert by_rank[0].wait_idle(DEADLINE_S)
+    assert CheckpointStore(pair[0].ctx.run_dir).list() == []
