@@ -7,7 +7,7 @@ rank's rows of every sharded tensor, by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -219,11 +219,3 @@ def whole_optimizer(
             stride=weight.stride(),
         )
     return {**plain, "state": state}
-
-
-def sharded_in(models: Mapping[str, nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the sharded parameters of these models."""
-    for model in models.values():
-        for value in model.parameters():
-            if isinstance(value, DTensor):
-                yield value

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -333,11 +333,6 @@ _MOST_LABEL_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 
 
-class _Peer(NamedTuple):
-    host: str
-    port: int
-
-
 class PieceLinks:
     """Send files of this node's snapshots to other ranks, and take in theirs. A collective to
     make."""
@@ -355,7 +350,7 @@ class PieceLinks:
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=128)
-        self._places = peers.gather(_Peer(host, self._server.getsockname()[1]))
+        self._places: list[tuple[str, int]] = peers.gather((host, self._server.getsockname()[1]))
         self._made: dict[int, socket.socket] = {}
         self._all = [self._server]
         self._is_closed = False
@@ -388,8 +383,7 @@ class PieceLinks:
 
     def _to(self, rank: int) -> socket.socket:
         if rank not in self._made:
-            place = self._places[rank]
-            made = socket.create_connection((place.host, place.port), timeout=SILENT_S)
+            made = socket.create_connection(self._places[rank], timeout=SILENT_S)
             self._all.append(made)
             made.sendall(_HELLO.pack(self._word, self._rank))
             self._made[rank] = made
@@ -427,8 +421,7 @@ class PieceLinks:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b"".join(_blocks(connection, size))
-    return found
+    return b"".join(_blocks(connection, size))
 
 
 def _blocks(connection: socket.socket, size: int) -> Iterable[bytes]:

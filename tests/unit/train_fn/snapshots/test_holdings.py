@@ -258,8 +258,7 @@ def test_a_sender_that_dies_within_a_file_leaves_nothing(pair: list[Rank]) -> No
 def test_a_stranger_is_not_heard(pair: list[Rank]) -> None:
     links = pair[0].holdings._links
     assert links is not None
-    place = links._places[0]
-    with socket.create_connection((place.host, place.port), timeout=DEADLINE_S) as stranger:
+    with socket.create_connection(links._places[0], timeout=DEADLINE_S) as stranger:
         stranger.sendall(holdings_module._HELLO.pack(bytes(32), 1))
         assert stranger.recv(1) == b""
     both(step_and_gate, pair)
