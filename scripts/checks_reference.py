@@ -67,6 +67,7 @@ OF_FILES = {
     "train_fn/samples/streams.py": (Moment.STEP, "none"),
     "train_fn/session/report.py": (Moment.BUILT, "none"),
     "train_fn/session/restore.py": (Moment.RESTORED, "none"),
+    "train_fn/snapshots/holdings.py": (Moment.STEP, "a digest of buffers and extras"),
     "train_fn/state/contents.py": (
         Moment.RESTORED,
         "8 samples of each data set",

@@ -45,10 +45,10 @@ class PieceSaves:
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._changed = threading.Condition()
-        self._copy: BoundaryCopy | None = None
-        self._release: Callable[[BoundaryCopy], None] = lambda copy: None
-        self._in_use: BoundaryCopy | None = None
-        """The copy that a thread is writing."""
+        self._copies: dict[int, BoundaryCopy] = {}
+        """By step, for one checkpoint that is being saved and the one after it."""
+        self._in_use: int | None = None
+        """Step of the copy that a thread is writing."""
         self._writer: threading.Thread | None = None
         self._saved: dict[str, Any] | None = None
         """What this rank has written, for the others to hear."""
@@ -60,12 +60,15 @@ class PieceSaves:
     # -- the training thread
 
     def hold(self, copy: BoundaryCopy, release: Callable[[BoundaryCopy], None]) -> None:
-        """Keep a copy of the state that a checkpoint is to hold, in place of an older one."""
+        """Keep a copy of the state that a checkpoint is to hold, beside that of the one before."""
         with self._changed:
-            older, self._copy, self._release = self._copy, copy, release
-            is_free = older is not None and older is not self._in_use
-        if older is not None and is_free:
-            release(older)
+            free = [step for step in sorted(self._copies)[:-1] if step != self._in_use]
+            unused = [self._copies.pop(step) for step in free]
+            if copy.step in self._copies:
+                unused.append(copy)
+            self._copies.setdefault(copy.step, copy)
+        for each in unused:
+            release(each)
 
     def said(self) -> dict[str, Any]:
         """Return what the other ranks are to hear."""
@@ -102,21 +105,18 @@ class PieceSaves:
     def _write(self, step: int, directory: str) -> None:
         saved: dict[str, Any] = {"directory": directory}
         with self._changed:
-            copy = self._in_use = self._copy
+            copy, self._in_use = self._copies.get(step), step
         try:
-            if copy is None or copy.step != step:
+            if copy is None:
                 raise LookupError(f"it keeps no copy of step {step}")
             [(name, content)] = piece_contents(copy.state, with_common=False).items()
             entry = write_beside(self._ctx.run_dir, directory, name, partial(save, content))
             saved |= {"size_bytes": entry.size_bytes, "blake3": entry.blake3}
         except Exception as exc:
             logger.warning("the piece of step %d was not saved: %s", step, exc)
-            saved |= {"problem": f"{type(exc).__name__}: {exc}"[:200]}
+            saved |= {"problem": short(f"{type(exc).__name__}: {exc}")}
         with self._changed:
             self._saved, self._in_use = saved, None
-            is_replaced = copy is not self._copy
-        if copy is not None and is_replaced:
-            self._release(copy)
 
     # -- rank 0's saver
 
@@ -142,6 +142,11 @@ class PieceSaves:
                 raise StorageUnavailable(f"rank {rank} could not write its piece: {problem}")
             entry = FileEntry(size_bytes=found[rank]["size_bytes"], blake3=found[rank]["blake3"])
             writer.adopt(piece_file(Piece(rank, self._ctx.world_size)), entry)
+
+
+def short(text: str | None) -> str | None:
+    """Return a text of at most 200 bytes, for a row of a gate."""
+    return text and text.encode("ascii", "replace")[:200].decode()
 
 
 # ---------------------------------------------------------------- joined

@@ -319,19 +319,19 @@ def read_pieces(
     ]
     failed = holdings.bring(list(moves(held, needs, nodes)), labels)
     bad = {(nodes[move.source], labels[move.number]): why for move, why in failed}
-    bad = _of_all(peers, bad)  # and every file is in its place
-    if bad:
+    if bad := _of_all(peers, bad):  # and every file is in its place
         return bad
     holder = min(rank for rank, numbers in enumerate(held) if 0 in numbers)
     common, found = None, {}
     for number in {*needs[peers.rank], *([0] if holder == peers.rank else [])}:
-        state, problem = _read_piece(ctx, kept, labels[number])
+        state, problem = _read(ctx, kept, labels[number])
+        if state is not None and state.get("shards") is None:
+            problem = "it is of a model that is not sharded"
         if problem is not None:
             bad[nodes[peers.rank], labels[number]] = problem
         if state is not None:
             found[number] = state
-    bad = _of_all(peers, bad)
-    if bad:
+    if bad := _of_all(peers, bad):
         return bad
     if holder == peers.rank:
         common = {**found[0], "shards": None}
@@ -341,16 +341,6 @@ def read_pieces(
 
 def _of_all(peers: Peers, bad: dict[tuple[str, Label], str]) -> dict[tuple[str, Label], str]:
     return {key: problem for each in peers.gather(bad) for key, problem in each.items()}
-
-
-def _read_piece(
-    ctx: WorkerContext, kept: RunState, label: Label
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a piece on this node, or why it cannot be used."""
-    state, problem = _read(ctx, kept, label)
-    if state is not None and state.get("shards") is None:
-        return None, "it is of a model that is not sharded"
-    return state, problem
 
 
 def _cut(kept: RunState, pieces: Mapping[int, Mapping[str, Any]], of: int) -> dict[str, Any]:

@@ -30,12 +30,13 @@ import psutil
 from everstep.doctor.nodes import GLOO_VARIABLE
 from everstep.wire.events import EventKind
 from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
-from train_fn.checkpoints.sharded import PieceSaves
+from train_fn.checkpoints.sharded import PieceSaves, short
 from train_fn.context import WorkerContext
-from train_fn.errors import PeersGone, StepNotWhole
+from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.snapshots.publisher import shortage, snapshots_of
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, heirs
+from train_fn.state.tensor_tree import tree_digest
 from train_fn.step.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 SILENT_S = 60.0
 """A peer whose piece is awaited and that sends no byte for so long counts as gone."""
 _LOOK_S = 0.5
-_ROW_BYTES = 1024
+_ROW_BYTES = 2048
 """What a rank says at a gate."""
 
 _Key = tuple[tuple[int, int], int, int]
@@ -80,6 +81,8 @@ class Holdings:
         """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
         """The same for this rank's own."""
+        self._common: str | None = None
+        """A digest of what must be the same on all ranks in the state that was written last."""
         self._is_closed = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -135,12 +138,19 @@ class Holdings:
         problem = self._wait_for(newest, None)
         for ward in self._wards:
             problem = problem or self._wait_for(replace(newest, rank=ward), ward)
-        rows = self._meet({"step": newest.step, "attempt": newest.attempt, "problem": problem})
+        said = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
+        rows = self._meet({**said, "common": self._common})
         for rank, row in enumerate(rows):
             if (row["step"], row["attempt"]) != (newest.step, newest.attempt):
                 raise StepNotWhole(
                     newest.step,
                     f"rank {rank} has kept step {row['step']} of attempt {row['attempt']}",
+                )
+            if row["common"] != rows[0]["common"]:
+                raise BadTask(
+                    f"buffers, schedulers or extras of rank {rank} differ from those of rank 0 "
+                    f"after step {newest.step}. es.protect keeps one state of them for all ranks: "
+                    "let them follow from all ranks, as SyncBatchNorm does, or leave them out"
                 )
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
@@ -201,15 +211,14 @@ class Holdings:
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
         label = self._label(copy.step)
+        self._common = tree_digest([copy.state["model"], copy.state["task"]])
         problem = shortage(self._store, copy.state)
         try:
             if problem is None:
                 return self._store.write(label, copy.state), None
-        except OSError as exc:
-            problem = f"the piece could not be written: {exc}"
         except Exception as exc:
-            logger.exception("the piece of step %d could not be kept", copy.step)
-            problem = f"{type(exc).__name__}: {exc}"
+            logger.warning("the piece of step %d could not be kept", copy.step, exc_info=exc)
+            problem = f"the piece could not be kept: {type(exc).__name__}: {exc}"
         return replace(label, problem=problem), problem
 
     def _label(self, step: int) -> Label:
@@ -243,7 +252,7 @@ class Holdings:
 
     def _lose(self, rank: int, exc: Exception) -> None:
         """Note that a connection to a peer has ended."""
-        logger.debug("the connection to rank %d ended: %s", rank, exc)
+        logger.info("the connection of pieces to rank %d ended: %s", rank, exc)
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
@@ -277,9 +286,6 @@ class Holdings:
 
     def _meet(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         said = json.dumps({**row, **self.saves.said()}).encode()
-        if len(said) > _ROW_BYTES and row.get("problem"):
-            return self._meet({**row, "problem": row["problem"][: _ROW_BYTES // 4]})
-        assert len(said) <= _ROW_BYTES, said
         rows = [json.loads(each) for each in self._exchange(said.ljust(_ROW_BYTES))]
         self.saves.heard(rows)
         return rows
@@ -404,7 +410,9 @@ class PieceLinks:
         """Take in what one peer sends, until it ends."""
         rank = None
         try:
+            connection.settimeout(SILENT_S)
             word, said = _HELLO.unpack(_exactly(connection, _HELLO.size))
+            connection.settimeout(None)
             if not hmac.compare_digest(word, self._word):
                 connection.close()  # a stranger
                 return

@@ -4,6 +4,7 @@ and checkpoints that all ranks write together."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,9 @@ from tests.support.saves import make_context
 from train_fn.checkpoints.commit import load_pieces, num_pieces
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
+from train_fn.checkpoints.sharded import short
 from train_fn.context import WorkerContext
-from train_fn.errors import PeersGone, StepNotWhole
+from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.node import node_dir
 from train_fn.snapshots import holdings as holdings_module
 from train_fn.snapshots import store as store_module
@@ -53,6 +55,7 @@ class Shard(RunState):
     def __init__(self, piece: Piece) -> None:
         super().__init__()
         self.piece, self.rows = piece, {"model/w": 3}
+        self.count = torch.zeros(())
         self.weight = torch.zeros(2 - piece.number, 4)
 
     @property
@@ -61,7 +64,8 @@ class Shard(RunState):
 
     def state_dict(self) -> dict[str, Any]:
         assert self.piece is not None
-        empty: dict[str, Any] = {"model": {}, "optimizer": {}, "scaler": {}, "ema": None}
+        empty = {"optimizer": {}, "scaler": {}, "ema": None, "task": {}}
+        empty["model"] = {"count": self.count}
         own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
         return {**self.counters(0), "fingerprint": "data", **empty, **own}
 
@@ -183,6 +187,19 @@ def test_ranks_at_different_steps_do_not_pass(pair: list[Rank]) -> None:
             rank.holdings.pass_gate()
 
     both(at_another, pair)
+
+
+def test_buffers_that_go_apart_are_refused(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+
+    def apart(rank: Rank) -> None:
+        rank.state.count += rank.rank
+        with pytest.raises(
+            BadTask, match="extras of rank 1 differ from those of rank 0 after step"
+        ):
+            step_and_gate(rank)
+
+    both(apart, pair)
 
 
 def test_a_node_without_room_says_so_and_what_is_whole_stays(
@@ -316,6 +333,21 @@ def test_nothing_is_committed_if_a_rank_cannot_write(
     assert CheckpointStore(pair[0].ctx.run_dir).list() == []
     [failed] = journal_of(pair[0].ctx).of_kind(EventKind.CHECKPOINT_FAILED)
     assert "rank 1 could not write its piece: StorageUnavailable: the disk is full" in str(failed)
+
+
+def test_ranks_keep_the_copy_of_a_checkpoint_while_the_next_one_is_due(pair: list[Rank]) -> None:
+    by_rank = savers(pair)
+    save_and_train(pair, by_rank, 0)
+    both(lambda rank: (rank.make_step(), rank.holdings.hold()), pair)
+    while is_busy(by_rank[0]):
+        both(lambda rank: rank.holdings.meet(), pair)
+    assert [each.step for each in CheckpointStore(pair[0].ctx.run_dir).list()] == [1]
+    assert {*pair[1].holdings.saves._copies} == {1, 2}
+
+
+def test_a_text_at_a_gate_is_short() -> None:
+    assert short(None) is None and short("full") == "full"
+    assert len(json.dumps(short("\u00e4" * 5000))) == 202
 
 
 def test_a_saver_does_not_wait_for_ranks_that_left(pair: list[Rank]) -> None:
