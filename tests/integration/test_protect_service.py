@@ -119,7 +119,7 @@ def sharded_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
     spec = RunSpec.model_validate(
         {
             "name": "sharded",
-            "code": {"archive": digest, "train_fn": "sharded:train_fn", "config": {"epochs": 10}},
+            "code": {"archive": digest, "train_fn": "sharded:train_fn", "config": {"epochs": 12}},
             "scaling": {"min_workers": 2, "max_workers": 2},
             "checkpoint": {"every_steps": 100},
         }
@@ -139,13 +139,32 @@ def test_a_sharded_model_loses_no_reported_step(sharded_run: DrivenRun) -> None:
     first, second = (event.data for event in run.of(EventKind.RESTORED))
     assert (first["source"], second["source"]) == ("fresh", "snapshot")
     assert second["step"] >= 60 and not second["rejected"]
-    assert {step for step, _ in run.steps()} == set(range(1, 10 * STEPS_PER_EPOCH + 1))
+    assert {step for step, _ in run.steps()} == set(range(1, 12 * STEPS_PER_EPOCH + 1))
     for epoch in run.of(EventKind.EPOCH_COMPLETED):
         facts = epoch.data
         assert (facts["used_once"], facts["duplicates"], facts["missing"]) == (1797, 0, 0)
     newest = CheckpointStore(run.run_dir).list()[-1]
-    assert newest.step == 10 * STEPS_PER_EPOCH and len(newest.files) == 3
+    assert newest.step == 12 * STEPS_PER_EPOCH and len(newest.files) == 3
     CheckpointStore(run.run_dir).verify(newest.name)
+
+
+@pytest.mark.chaos
+def test_a_sharded_model_loses_no_reported_step_with_a_node(
+    cluster: RayCluster, sharded_run: DrivenRun
+) -> None:
+    """A new node takes the dead one's place; the pieces that it had come from the other one."""
+    run = sharded_run
+    run.start()
+    run.wait_for_step(60)
+    lost = run.worker(1)["node_id"]
+    cluster.kill_node(lost)
+    reported = max(step for step, _ in run.steps())
+    new = cluster.add_node()
+    assert run.wait_for_end() == 0, run.describe()
+    assert new in {run.worker(rank)["node_id"] for rank in (0, 1)}
+    found = run.last(EventKind.RESTORED).data
+    assert found["source"] == "snapshot" and found["step"] >= reported
+    assert {step for step, _ in run.steps()} == set(range(1, 12 * STEPS_PER_EPOCH + 1))
 
 
 def test_a_trainer_of_hugging_face_loses_no_step(trainer_run: DrivenRun) -> None:
