@@ -238,8 +238,8 @@ class LoopState(RunState):
 
     def digest_of_rest(self) -> dict[str, str]:
         """Return a digest of what else must be the same on all ranks."""
-        weights = localized(self._weights())
-        rest = {name: value for name, value in weights.items() if name not in self._trained}
+        own = {*self._trained, *(name.removeprefix(WEIGHT) for name in self.rows)}
+        rest = {name: value for name, value in self._weights().items() if name not in own}
         others = {
             name: tree_digest(part.state_dict())
             for name, part in self.parts.others.items()

@@ -168,3 +168,18 @@ def test_a_change_of_local_rows_is_seen() -> None:
     with torch.no_grad():
         next(model.parameters()).to_local().add_(1)
     assert state.weights_have_changed()
+
+
+def test_frozen_rows_are_part_of_a_piece_and_of_nothing_that_ranks_share() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    model.register_buffer("count", torch.zeros(2))
+    state = LoopState(parts(fully_shard(model, mesh=init_device_mesh("cpu", (2,)))))
+    found = state.state_dict()
+    assert {*found["model"]} == {"count"} and "model/0.weight" in found["shards"]
+    before = state.digest_of_rest()
+    with torch.no_grad():
+        model[0].weight.to_local().add_(1)
+    assert state.digest_of_rest() == before
+    model.count += 1
+    assert state.digest_of_rest() != before
