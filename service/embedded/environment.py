@@ -30,7 +30,7 @@ _DRIVER_MODULES = (
     "train_fn.driver.command",
     "train_fn.driver.last_save",
     "train_fn.ray_train.journal_actor",
-    "train_fn.ray_train.placement",
+    "train_fn.ray_train.group.placement",
     "train_fn.ray_train.trainer",
 )
 

@@ -52,7 +52,7 @@ def _fit(
     job: RankJob, settings: RecoverySettings, history: History, recovery: RecoveryNote | None
 ) -> tuple[ControllerOutcome | None, str]:
     """Run one Train controller to its end. Return its outcome, and what happened if it has none."""
-    from train_fn.ray_train.placement import remove_placement_groups
+    from train_fn.ray_train.group.placement import remove_placement_groups
     from train_fn.ray_train.ray_checkpoints import repair_snapshot_file
     from train_fn.ray_train.trainer import EverstepTrainer
 

@@ -17,7 +17,7 @@ from train_fn.checkpoints.commit import MODEL_FILE
 from train_fn.driver.submission_journal import FINAL_FLUSH_S
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.step_records import StepRecords, compare
-from train_fn.ray_train.left_states import LeftStates
+from train_fn.ray_train.group.left_states import LeftStates
 from train_fn.recovery.history import History
 from train_fn.recovery.launch import ControllerOutcome
 from train_fn.snapshots.election import LastSave, newest_durable

@@ -30,7 +30,7 @@ from train_fn.recovery.settings import RecoverySettings, ray_train_env
 from train_fn.recovery.sizing import use_gpu, worker_resources
 
 if TYPE_CHECKING:
-    from train_fn.ray_train.left_states import LeftStates
+    from train_fn.ray_train.group.left_states import LeftStates
     from train_fn.snapshots.election import LastSave
 
 OLDER_MARGIN_S = 15.0
@@ -158,8 +158,8 @@ class Driver:
         return job
 
     def _warm_first_group(self, job: RankJob) -> None:
+        from train_fn.ray_train.group.spare_processes import warm_first_group
         from train_fn.ray_train.scaling import node_reader
-        from train_fn.ray_train.spare_processes import warm_first_group
 
         read_nodes = node_reader(self._settings.probe_timeout_s, self._run_dir.storage)
         try:

@@ -18,10 +18,9 @@ from train_fn.errors import BadTask, NonFiniteLoss
 from train_fn.loop.replica import Replica
 from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
-from train_fn.samples.ledger import Count
+from train_fn.samples.ledger import Count, Link
 from train_fn.samples.sampler import seed_micro_batch
 from train_fn.session.report import Reporter
-from train_fn.state.chain import Link
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import not_finite
 from train_fn.state.tensor_tree import tree_digest

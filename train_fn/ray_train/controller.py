@@ -20,9 +20,11 @@ from train_fn.journal.rank_log import collect_log
 from train_fn.node.network import watch_peers
 from train_fn.ray_train.attempt_log import AttemptLog
 from train_fn.ray_train.failure_policy import EvidencePolicy
-from train_fn.ray_train.group_factory import GroupFactory
-from train_fn.ray_train.patience import StackReports
-from train_fn.ray_train.placement import Placement
+from train_fn.ray_train.group.factory import GroupFactory
+from train_fn.ray_train.group.patience import StackReports
+from train_fn.ray_train.group.placement import Placement
+from train_fn.ray_train.group.spare_processes import Recruits, WarmPool
+from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_checkpoints import ListTrimmer
 from train_fn.ray_train.ray_internals import (
     FinishedState,
@@ -34,8 +36,6 @@ from train_fn.ray_train.ray_internals import (
     TrainController,
 )
 from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
-from train_fn.ray_train.spare_processes import Recruits, WarmPool
-from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, ControllerOutcome, Engine
 from train_fn.recovery.marks import WorkersLimit

@@ -19,7 +19,8 @@ from everstep.wire import Verdict
 from train_fn import clock as head_clock
 from train_fn.node.memory import look_for_oom
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group_factory import GroupFactory
+from train_fn.ray_train.group.factory import GroupFactory
+from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_internals import (
     ControllerError,
     FailureDecision,
@@ -28,7 +29,6 @@ from train_fn.ray_train.ray_internals import (
     WorkerGroupStartupTimeoutError,
 )
 from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
-from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.decision import Decision, budget_of, decide
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.launch import Engine

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from train_fn.errors import BadTask, NothingTrained
-from train_fn.samples.ledger import Bookmarks
+from train_fn.samples.ledger import Bookmarks, Chain
 from train_fn.samples.sampler import Sampler
-from train_fn.state.chain import Chain
 from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, each_of, match_layout, unpacked
 from train_fn.state.run_state import VERSION, RunState

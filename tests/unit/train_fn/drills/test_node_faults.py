@@ -13,7 +13,7 @@ import pytest
 
 from train_fn.drills import find_raylet, kill_ranks, kill_raylet, signal_ranks
 from train_fn.node.node_dir import snapshots_dir
-from train_fn.ray_train.node_checks import signalled, stopped
+from train_fn.ray_train.group.node_checks import signalled, stopped
 
 NODE_ID = "c0ffee" * 9
 PROGRAM = "sleep 60 & echo $!; wait"

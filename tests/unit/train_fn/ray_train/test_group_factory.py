@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train.group_factory import GroupFactory, StayedStarts
+from train_fn.ray_train.group.factory import GroupFactory, StayedStarts
 from train_fn.ray_train.ray_internals import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import group_end
-from train_fn.ray_train.group_end import GroupShutdown, hold_for
+from train_fn.ray_train.group import end as group_end
+from train_fn.ray_train.group.end import GroupShutdown, hold_for
 from train_fn.ray_train.worker_actor import RankEnd
 from train_fn.recovery.evidence import RankReport, StepFailed, describe_error
 from train_fn.recovery.sizing import NodeView

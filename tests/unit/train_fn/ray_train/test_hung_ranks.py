@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from everstep.wire import Verdict
-from train_fn.ray_train import patience
-from train_fn.ray_train.patience import HungRanks
+from train_fn.ray_train.group import patience
+from train_fn.ray_train.group.patience import HungRanks
 from train_fn.recovery.evidence import Evidence, RankReport
 from train_fn.recovery.hang import CollectiveCounts
 from train_fn.recovery.settings import RecoverySettings

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from train_fn.node import preflight
-from train_fn.ray_train import node_checks
-from train_fn.ray_train.group_end import with_unheard
-from train_fn.ray_train.node_checks import MOST_NODES, LinkChecks, LinksBroken, link_reports
+from train_fn.ray_train.group import node_checks
+from train_fn.ray_train.group.end import with_unheard
+from train_fn.ray_train.group.node_checks import MOST_NODES, LinkChecks, LinksBroken, link_reports
 from train_fn.recovery.evidence import RankReport, describe_error
 from train_fn.recovery.links import Pair
 from train_fn.recovery.settings import RecoverySettings

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from train_fn.ray_train.placement import NoBarrier, end_barrier, no_barrier
+from train_fn.ray_train.group.placement import NoBarrier, end_barrier, no_barrier
 from train_fn.ray_train.ray_internals import SynchronizationActor, worker_group_module
 
 

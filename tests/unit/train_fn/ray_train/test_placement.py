@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from train_fn.ray_train import placement
-from train_fn.ray_train.placement import Placement
+from train_fn.ray_train.group import placement
+from train_fn.ray_train.group.placement import Placement
 
 
 class Cluster:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from train_fn.ray_train import patience
-from train_fn.ray_train.group_end import UNNOTICED, with_error
-from train_fn.ray_train.patience import PollPatience
+from train_fn.ray_train.group import patience
+from train_fn.ray_train.group.end import UNNOTICED, with_error
+from train_fn.ray_train.group.patience import PollPatience
+from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_internals import (
     WorkerGroup,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
     WorkerStatus,
 )
-from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from train_fn.ray_train import rank_actors
-from train_fn.ray_train.rank_actors import RankActors
+from train_fn.ray_train.group import rank_actors
+from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import WorkerGroupStartupFailedError
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.settings import RecoverySettings

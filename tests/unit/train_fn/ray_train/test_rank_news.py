@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from train_fn.ray_train.worker_group import RankNews
+from train_fn.ray_train.group.worker_group import RankNews
 
 
 class Rank:

@@ -44,8 +44,8 @@ def test_a_ray_without_an_attribute_that_is_used_is_refused_by_name() -> None:
 def test_the_table_has_every_private_name_of_ray_that_is_used() -> None:
     owners = {
         "controller": (ray_internals.TrainController, ray_internals.ScalingConfig),
-        "group_factory": (ray_internals.WorkerGroup,),
-        "worker_group": (ray_internals.WorkerGroup,),
+        "group/factory": (ray_internals.WorkerGroup,),
+        "group/worker_group": (ray_internals.WorkerGroup,),
         "scaling": (ray_internals.ScalingPolicy, ray_internals.ScalingConfig),
         "trainer": (ray_internals.DataParallelTrainer,),
         "ray_checkpoints": (ray_internals.CheckpointManager,),

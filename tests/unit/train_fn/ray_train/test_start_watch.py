@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from train_fn.ray_train import patience
-from train_fn.ray_train.patience import watched_start
+from train_fn.ray_train.group import patience
+from train_fn.ray_train.group.patience import watched_start
 from train_fn.recovery.evidence import RankReport
 
 WAITING = RankReport(0, "a", 100, still_running=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from train_fn.ray_train.node_checks import gone, signalled, stopped
+from train_fn.ray_train.group.node_checks import gone, signalled, stopped
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from train_fn.ray_train.group_end import SurvivingProcess, Survivors, end_processes
-from train_fn.ray_train.placement import Bundle
-from train_fn.ray_train.rank_actors import _on
+from train_fn.ray_train.group.end import SurvivingProcess, Survivors, end_processes
+from train_fn.ray_train.group.placement import Bundle
+from train_fn.ray_train.group.rank_actors import _on
 
 
 class Actor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from train_fn.ray_train.worker_group import EverstepWorkerGroup
+from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 
 
 def test_of_a_node_that_is_taken_away_its_own_ranks_are_killed_and_no_others(

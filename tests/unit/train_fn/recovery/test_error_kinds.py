@@ -24,7 +24,7 @@ from storage.code import unpack
 from storage.errors import StorageError, StorageUnavailable, mapped
 from tests.support.code_archives import tar_gz
 from train_fn.errors import BadTask, DataMissing, StepNotWhole, TrainError
-from train_fn.ray_train.group_end import with_error
+from train_fn.ray_train.group.end import with_error
 from train_fn.recovery import evidence
 from train_fn.recovery.evidence import (
     VERDICT_OF_KIND,

@@ -14,8 +14,8 @@ import pytest
 from everstep.wire.events import EventKind
 from storage.run_control import StackOrder
 from tests.support.one_rank import Journal
-from train_fn.ray_train import patience
-from train_fn.ray_train.patience import StackReports
+from train_fn.ray_train.group import patience
+from train_fn.ray_train.group.patience import StackReports
 from train_fn.ray_train.rank_process import TRAINING_THREAD
 from train_fn.recovery.waiting import bounded, does, in_words
 

@@ -15,7 +15,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from train_fn.ray_train.group_end import (
+from train_fn.ray_train.group.end import (
     GroupShutdown,
     Survivors,
     kept_steps_of,
@@ -23,9 +23,9 @@ from train_fn.ray_train.group_end import (
     reports_of_slow_start,
     with_unheard,
 )
-from train_fn.ray_train.patience import HungRanks, PollPatience, StartLimit, watched_start
-from train_fn.ray_train.placement import Reservation, end_barrier, no_barrier
-from train_fn.ray_train.rank_actors import RankActors
+from train_fn.ray_train.group.patience import HungRanks, PollPatience, StartLimit, watched_start
+from train_fn.ray_train.group.placement import Reservation, end_barrier, no_barrier
+from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
     WorkerGroup,

@@ -17,9 +17,9 @@ import grpc  # type: ignore[import-untyped]
 import ray
 from ray.exceptions import RayError
 
-from train_fn.ray_train.group_end import NO_STATE, SurvivingProcess, Survivors
-from train_fn.ray_train.placement import Bundle, Placement
-from train_fn.ray_train.rank_actors import new_actors
+from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, Survivors
+from train_fn.ray_train.group.placement import Bundle, Placement
+from train_fn.ray_train.group.rank_actors import new_actors
 from train_fn.ray_train.ray_internals import (
     common_pb2,
     init_grpc_channel,

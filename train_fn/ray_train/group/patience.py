@@ -17,8 +17,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from everstep.wire.events import EventKind
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group_end import UNNOTICED
-from train_fn.ray_train.node_checks import find_gone
+from train_fn.ray_train.group.end import UNNOTICED
+from train_fn.ray_train.group.node_checks import find_gone
 from train_fn.ray_train.rank_process import TRAINING_THREAD
 from train_fn.ray_train.ray_internals import (
     WorkerHealthCheckFailedError,

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from train_fn.ray_train.node_checks import find_gone, find_stopped, wake_stopped
-from train_fn.ray_train.placement import Bundle
+from train_fn.ray_train.group.node_checks import find_gone, find_stopped, wake_stopped
+from train_fn.ray_train.group.placement import Bundle
 from train_fn.ray_train.ray_internals import (
     Worker,
     WorkerHealthCheckFailedError,

@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from train_fn.ray_train.group_end import NO_STATE, SurvivingProcess, end_processes
-from train_fn.ray_train.node_checks import (
+from train_fn.ray_train.group.end import NO_STATE, SurvivingProcess, end_processes
+from train_fn.ray_train.group.node_checks import (
     ExcludeNodes,
     LinkChecks,
     LinksBroken,
@@ -25,7 +25,7 @@ from train_fn.ray_train.node_checks import (
     network_reports,
     prepared,
 )
-from train_fn.ray_train.placement import Bundle, Placement
+from train_fn.ray_train.group.placement import Bundle, Placement
 from train_fn.ray_train.ray_internals import (
     Worker,
     WorkerGroupStartupFailedError,

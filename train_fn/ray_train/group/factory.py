@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group_end import SurvivingProcess, Survivors
-from train_fn.ray_train.node_checks import LinkChecks, PreflightChecks
-from train_fn.ray_train.placement import Placement
-from train_fn.ray_train.rank_actors import RankActors
+from train_fn.ray_train.group.end import SurvivingProcess, Survivors
+from train_fn.ray_train.group.node_checks import LinkChecks, PreflightChecks
+from train_fn.ray_train.group.placement import Placement
+from train_fn.ray_train.group.rank_actors import RankActors
+from train_fn.ray_train.group.worker_group import EverstepWorkerGroup
 from train_fn.ray_train.ray_internals import WorkerGroupStartupTimeoutError
 from train_fn.ray_train.scaling import LiveNodes
-from train_fn.ray_train.worker_group import EverstepWorkerGroup
 from train_fn.recovery.launch import Engine, RankLaunch
 
 logger = logging.getLogger(__name__)
