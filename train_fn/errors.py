@@ -9,6 +9,7 @@ TrainError
 ├── ForkRefused        the checkpoint of another run that this one begins from cannot be used
 ├── BadTask            a task breaks its protocol
 ├── ScriptExited       a user's script exited with another code than 0
+├── EndedItself        a user's code called os._exit
 ├── NumericsChanged    a node's kernels compute other bits than those of the run
 ├── SecretMissing      a secret of the spec is not on this node
 ├── StepNotWhole       a step's totals lack ranks or samples; no rank took the step
@@ -155,6 +156,10 @@ class NumericsChanged(TrainError):
 
 class ScriptExited(TrainError):
     """A user's script exited with another code than 0. The message says which."""
+
+
+class EndedItself(TrainError):
+    """The user's code called ``os._exit`` in a rank. A note has the stack of the call."""
 
 
 class SecretMissing(TrainError):

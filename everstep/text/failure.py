@@ -89,7 +89,10 @@ def plain(text: str) -> str:
 
 
 def _lost(kind: ErrorKind | None, rank: str) -> str:
-    """Return which process died: the rank's own, unless its error names a loader process."""
+    """Return which process died: the rank's own, unless its error names a loader process. Say so if
+    the user's code ended it."""
+    if kind is ErrorKind.EXITED:
+        return f"the run's own code ended the process of {rank}"
     return f"a loader process of {rank} died" if kind is ErrorKind.LOADER_LOST else f"{rank} died"
 
 

@@ -61,6 +61,8 @@ class ErrorKind(StrEnum):
     """The exchange between ranks was not complete; the step was refused."""
     CORRUPTION = "corruption"
     """The rank holds other weights or gradients than its peers; the step was refused."""
+    EXITED = "exited"
+    """The user's code ended the rank's process by ``os._exit``."""
     LOADER_LOST = "loader_lost"
     """A loader process of the rank was killed."""
     HANG = "hang"

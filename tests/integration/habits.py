@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import array
+import contextlib
 import contextvars
 import copy
+import decimal
 import functools
 import gc
+import hashlib
 import io
 import itertools
 import locale
+import logging
 import mmap
 import multiprocessing
 import os
@@ -23,8 +27,10 @@ import random
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -37,7 +43,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from sklearn.preprocessing import StandardScaler
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tests.integration.trainees import Regression
 from train_fn.loop import replica
@@ -454,7 +462,110 @@ def at_stage() -> float:
     return float(stage)
 
 
+@functools.lru_cache(maxsize=1)
+def settings() -> dict[str, int]:
+    """Return the only one, as applications do."""
+    return {"passes": 0}
+
+
+@functools.cache
+def registry(name: str) -> Held:
+    return Held(0)
+
+
+@functools.lru_cache(maxsize=99)
+def drawn(index: int) -> float:
+    """Return the noise of a sample, drawn once."""
+    return random.random()
+
+
+@torch.no_grad()
+def without_gradients(numbers: list[int] = []) -> int:  # noqa: B006 it is the habit
+    numbers.append(0)
+    return len(numbers)
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    yield
+
+
+class Counting(logging.Filter):
+    passed = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.passed += 1
+        return True
+
+
+LOG, FLAG, SLOTS = logging.getLogger(__name__), threading.Event(), threading.Semaphore(999)
+LOG.addFilter(Counting())
+LINES = io.StringIO("".join(f"{number}\n" for number in range(999)))
+FILE = tempfile.TemporaryFile("w+")  # noqa: SIM115 it stays open
+FILE.write(LINES.getvalue())
+FILE.seek(0)
+SEEDS, BITS, SCALER, HASH = (
+    np.random.SeedSequence(5),
+    np.random.PCG64(5),
+    StandardScaler(),
+    hashlib.sha256(),
+)
+DATABASE = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+DATABASE.execute("create table passes (number integer)")
+appended = partial(lambda numbers: numbers.append(0) or len(numbers), [])
+
+
+def in_filter() -> float:
+    LOG.filter(logging.makeLogRecord({}))
+    return float(LOG.filters[0].passed)  # type: ignore[union-attr]
+
+
+def in_singleton() -> float:
+    settings()["passes"] += 1
+    return float(settings()["passes"])
+
+
+def in_registry() -> float:
+    registry("mine").inner += 1
+    return float(registry("mine").inner)
+
+
+def slots_taken() -> float:
+    SLOTS.acquire()
+    return 999.0 - SLOTS._value
+
+
+def in_database() -> float:
+    DATABASE.execute("insert into passes values (1)")
+    return float(DATABASE.execute("select count(*) from passes").fetchone()[0])
+
+
+def samples_seen() -> float:
+    SCALER.partial_fit([[1.0]])
+    return float(SCALER.n_samples_seen_)
+
+
+def in_hash() -> float:
+    HASH.update(b"a")
+    return HASH.digest()[0]
+
+
 COUNTS_IN: dict[str, Callable[[], float]] = {
+    "cached_draws": lambda: drawn(random.randrange(40)),
+    "filter": in_filter,
+    "singleton": in_singleton,
+    "registry": in_registry,
+    "slots": slots_taken,
+    "lines_of_text": lambda: float(LINES.readline()),
+    "open_file": lambda: float(FILE.readline()),
+    "without_gradients": without_gradients,
+    "attribute_of_wrapped": in_attribute(timed, "passes"),
+    "spawned_seeds": lambda: np.random.default_rng(SEEDS.spawn(1)[0]).random(),
+    "random_bits": lambda: BITS.random_raw() % 97,
+    "appended": appended,
+    "scaler": samples_seen,
+    "database": in_database,
+    "hash": in_hash,
     "numpy_scalar": average,
     "octets": in_place(OCTETS),
     "words": in_place(WORDS),
@@ -605,7 +716,25 @@ def mask() -> int:
     return found
 
 
+def denormals_count() -> bool:
+    return float(torch.tensor(1e-310, dtype=torch.float64) * 1.0) > 0.0
+
+
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "flag": (FLAG.set, FLAG.is_set),
+    "default_precision": (
+        partial(setattr, decimal.DefaultContext, "prec", 7),
+        lambda: decimal.DefaultContext.prec,
+    ),
+    "denormals": (partial(torch.set_flush_denormal, True), denormals_count),
+    "fast_path": (
+        partial(torch.backends.mha.set_fastpath_enabled, False),
+        torch.backends.mha.get_fastpath_enabled,
+    ),
+    "filled_memory": (
+        partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory", False),
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    ),
     "number_format": (
         partial(locale.setlocale, locale.LC_NUMERIC, "C.UTF-8"),
         partial(locale.setlocale, locale.LC_NUMERIC),
@@ -636,7 +765,65 @@ CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
     ),
 }
+NODES: list[Any] = []
+
+
+def hook_accumulator(model: Any) -> None:
+    """Halve a gradient where it is accumulated, as libraries for half precision do."""
+    weight = model[0].weight
+    NODES.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+    NODES[-1].register_prehook(lambda gradients: tuple(0.5 * each for each in gradients))
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        return found * 0.5 if func is torch.tanh else found
+
+
+class OfBuild(Habit):
+    """Changes something while the model is built that each thread has of its own."""
+
+    def __init__(self, change: Callable[[], object], read: Callable[[], object]) -> None:
+        self._change, self._read = change, read
+
+    def build(self, task: Any) -> None:
+        self._change()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * (hash(str(self._read())) % 97)
+
+
+CHOSEN, OWN = contextvars.ContextVar("chosen", default=0), threading.local()
+BUILDS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "denormals_of_build": (partial(torch.set_flush_denormal, True), denormals_count),
+    "precision_of_build": (
+        lambda: setattr(decimal.getcontext(), "prec", 6),
+        lambda: decimal.Decimal(1) / 3,
+    ),
+    "context_of_build": (partial(CHOSEN.set, 5), CHOSEN.get),
+    "local_of_build": (partial(setattr, OWN, "chosen", 5), lambda: getattr(OWN, "chosen", 0)),
+    "mode_of_build": (
+        lambda: Halving().__enter__(),
+        lambda: float(torch.tanh(torch.ones(1))),
+    ),
+    "errors_of_build": (partial(np.seterr, under="warn"), np.geterr),
+}
+CHOICES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "determinism_of_build": (
+        partial(torch.use_deterministic_algorithms, False),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "threads_of_build": (partial(torch.set_num_threads, 2), torch.get_num_threads),
+    "precision_of_matmul": (
+        partial(torch.set_float32_matmul_precision, "high"),
+        torch.get_float32_matmul_precision,
+    ),
+}
+"""Settings of the whole process, which no later attempt may take back."""
+
 REBUILDS: dict[str, Callable[[Any], object]] = {
+    "accumulator": hook_accumulator,
     "forward_hook": lambda model: model[0].register_forward_hook(halve),
     "gradient_hook": lambda model: model[0].weight.register_hook(halve),
     "global_hook": lambda model: nn.modules.module.register_module_forward_hook(halve_tanh),
@@ -651,6 +838,7 @@ HABITS: dict[str, Callable[[], Habit]] = {
     **{name: partial(FromIterator, make) for name, make in ITERATORS.items()},
     **{name: partial(Changed, *change) for name, change in CHANGES.items()},
     **{name: partial(Rebuilt, change) for name, change in REBUILDS.items()},
+    **{name: partial(OfBuild, *change) for name, change in (BUILDS | CHOICES).items()},
     "hook_of_optimizer": HookOfOptimizer,
     "teacher": Teacher,
     "global_count": GlobalCount,
@@ -681,8 +869,8 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "optimizer_count": OptimizerCount,
     "torchs_attribute": TorchsAttribute,
 }
-KNOWN = frozenset({"optimizer_count", "torchs_attribute", "task_count", "global_rng"})
-"""Habits with which a process stays: what they change is put back."""
+KNOWN = frozenset({"optimizer_count", "torchs_attribute", "task_count", "global_rng", *CHOICES})
+"""Habits with which a process stays: what they change is put back, or not taken back."""
 
 
 class Habitual(Regression):

@@ -235,7 +235,6 @@ def prepare_process(job: Job) -> None:
     from train_fn.recovery.settings import device_env, take_environment
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     if job.setup is not None:
         module, _, function = job.setup.partition(":")
         change: Callable[[], None] = getattr(importlib.import_module(module), function)
@@ -255,9 +254,11 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     import torch.distributed as dist
 
     from train_fn.loop.attempt import train
+    from train_fn.node.usage import set_threads
     from train_fn.step.nccl import begin_attempt, group_backend
 
     begin_attempt()
+    set_threads(job.spec)
     ended = threading.Event()
     if job.hangs_without_peers:
         lost = Path(base, _LOST)

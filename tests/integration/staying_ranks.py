@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -99,6 +100,15 @@ def staying_ranks(tmp_path: Path) -> Iterator[StayingRanks]:
         ranks.close()
 
 
+def _in_new_thread(run: Callable[..., Outcome], job: Job, *rest: Any) -> Outcome:
+    """Run an attempt as Ray does, in a thread of its own. Only the main one can set handlers of
+    signals."""
+    if "signal_handler" in (job.setup or ""):
+        return run(job, *rest)
+    with ThreadPoolExecutor(1, "TrainingThread") as thread:
+        return thread.submit(run, job, *rest).result()
+
+
 def _serve(pipe: Connection, job: Job) -> None:
     # As in Ray's workers: a loader process is a child of its rank, and dies with it.
     multiprocessing.set_start_method("fork", force=True)
@@ -108,5 +118,5 @@ def _serve(pipe: Connection, job: Job) -> None:
             order = pipe.recv()
         except EOFError:
             return
-        answer = order() if callable(order) else run_attempt(*order)
+        answer = order() if callable(order) else _in_new_thread(run_attempt, *order)
         pipe.send(pickle.dumps(answer))

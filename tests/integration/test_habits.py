@@ -92,7 +92,7 @@ TELLING = (
     *("forward_hook", "teacher"),
 )
 HIDDEN = (
-    *(*habits.COUNTS_IN, *habits.ITERATORS, *habits.CHANGES, *habits.REBUILDS),
+    *(*habits.COUNTS_IN, *habits.ITERATORS, *habits.CHANGES, *habits.REBUILDS, *habits.BUILDS),
     *("hook_of_optimizer", "teacher"),
 )
 """Those with which a run once was another one, or whose like were."""

@@ -13,8 +13,10 @@ import collections
 import contextvars
 import ctypes
 import functools
+import gc
 import io
 import itertools
+import logging
 import marshal
 import mmap
 import queue
@@ -26,6 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.sharedctypes import SynchronizedBase
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,8 @@ _HOLDERS = (
     collections.UserList,
     collections.ChainMap,
     threading.local,
+    threading.Event,
+    threading.Semaphore,
     SharedMemory,
     SynchronizedBase,
     queue.Queue,
@@ -65,6 +70,13 @@ _HOLDERS = (
     weakref.WeakSet,
 )
 """Python's own classes whose objects hold what a user puts there."""
+_TOLD_BY = {
+    "numpy.random.bit_generator.SeedSequence": attrgetter("state"),
+    "numpy.random.bit_generator.BitGenerator": attrgetter("state"),
+    "sqlite3.Connection": attrgetter("total_changes"),
+    "_hashlib.HASH": methodcaller("digest"),
+}
+"""Classes of libraries, and what shows that an object has changed."""
 _OF_A_CLASS = frozenset(
     {
         *("__abstractmethods__", "__dict__", "__doc__", "__module__", "__qualname__"),
@@ -184,13 +196,17 @@ class _Walk:
             self.found[path] = frame and frame.f_lasti
             self.items(f"{path}()", {} if frame is None else dict(frame.f_locals))
             self.value(f"{path}()", waits_for)
+        elif isinstance(value, threading.local) and vars(value):
+            self.found[path] = object()  # the thread of the next attempt finds it empty
         elif isinstance(value, _CONTAINERS):
             self._container(path, value)
         elif isinstance(value, type | types.ModuleType):
             self._namespace(path, value)
         elif isinstance(value, (*_HOLDERS, nn.Module)) or is_users(_file_of(type(value))):
             self._instance(path, value)
-        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        elif isinstance(value, io.IOBase):
+            self.found[path] = _read_up_to(value)
+        elif isinstance(value, Iterator):
             self.found[path] = _left_of(value)
         else:
             self._function(path, value)
@@ -265,12 +281,41 @@ class _Walk:
                 self.value(f"{path}.{name}", getattr(value, name))
         elif isinstance(value, functools._lru_cache_wrapper):
             self.found[path] = (_Itself(value), value.cache_info().misses)
-            self.value(path, value.__wrapped__)
+            self.value(f"{path}.__wrapped__", value.__wrapped__)
+            self._cached(path, value)
         elif isinstance(value, property | staticmethod | classmethod):
             inner = value.fget if isinstance(value, property) else value.__func__
             self.value(path, inner)
+        elif isinstance(value, weakref.ref):
+            self.value(f"{path}()", value())
+        elif isinstance(value, logging.Filterer):
+            self.value(f"{path}.filters", value.filters)
+            self.value(f"{path}.handlers", getattr(value, "handlers", None))
+        elif isinstance(value, torch.autograd.graph.Node):
+            self.found[path] = object()  # it does not tell its hooks
         elif hasattr(type(value), "state_dict") and not isinstance(value, DataLoader):
             self._state(path, value)
+        else:
+            self._of_a_library(path, value)
+
+    def _cached(self, path: str, cache: Any) -> None:
+        """Follow the objects that a cache holds. It tells them to the garbage collector only."""
+        for each in gc.get_referents(cache):
+            if not isinstance(each, (*_PLAIN, type, functools.partial)) and (
+                each is not cache.__dict__ and each is not cache.__wrapped__
+            ):
+                self.value(f"{path}[{id(each)}]", each)
+
+    def _of_a_library(self, path: str, value: Any) -> None:
+        """Note what shows a change of an object whose class is no user's: its public numbers."""
+        for kind in type(value).__mro__:
+            told = _TOLD_BY.get(f"{kind.__module__}.{kind.__qualname__}")
+            if told is not None:
+                self.value(f"{path} state", told(value))
+                return
+        for key, part in list(getattr(value, "__dict__", {}).items()):
+            if not key.startswith("_") and isinstance(part, (*_PLAIN, *_NUMBERS)):
+                self.value(f"{path}.{key}", part)
 
     def _state(self, path: str, value: Any) -> None:
         try:
@@ -288,7 +333,9 @@ class _Walk:
             for name, part in parts.items():
                 if part:
                     self.value(f"{path}({name})", part)
-            self.items(path, vars(function))
+        self.items(path, vars(function))
+        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            self.value(f"{path}.__wrapped__", wrapped)
 
     def _instance(self, path: str, value: Any) -> None:
         own = internal(value)
@@ -327,6 +374,17 @@ def _left_of(iterator: Any) -> object:
         return repr(iterator)
     hint = getattr(type(iterator), "__length_hint__", None)
     return object() if hint is None else hint(iterator)
+
+
+def _read_up_to(file: Any) -> object:
+    """Return how far a file was read; None if it cannot be read. If nobody can say, nothing is
+    equal."""
+    if file.closed or not file.readable():
+        return None
+    try:
+        return file.tell()
+    except (OSError, ValueError):
+        return object()
 
 
 def _array_of(tensor: torch.Tensor) -> Any | None:

@@ -429,9 +429,9 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
             build it.
     """
     spec, train = ctx.spec, ctx.spec.train
-    set_determinism(train.wants_determinism, ctx.device)
     bring_packages(ctx)  # all ranks wait there for those that are new
     if parts is None:
+        set_determinism(train.wants_determinism, ctx.device)  # the build may choose otherwise
         parts = new_parts(ctx)
     else:
         parts.begin_attempt(ctx)

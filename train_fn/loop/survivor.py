@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import contextvars
+import decimal
 import gc
 import locale
 import logging
@@ -216,6 +218,8 @@ _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 
 _OWN_POOLS = ("state-copy", "state-sum", "checkpoint-digest")
 """Names of Everstep's threads that wait for work in code of Python's own."""
+_READ_OTHERWISE = ("decimal_context", "numpy.ufunc.extobj")
+"""Context variables that libraries set by themselves."""
 _ABSENT = object()
 
 
@@ -227,6 +231,7 @@ class Beginning:
         default_factory=lambda: frozenset(each.ident for each in threading.enumerate())
     )
     streams: tuple[int, int] = field(default_factory=lambda: (id(sys.stdout), id(sys.stderr)))
+    of_thread: dict[str, object] = field(default_factory=lambda: _of_thread())
 
 
 def take_inventory(parts: Parts) -> Inventory:
@@ -271,15 +276,13 @@ def _settings() -> dict[str, object]:
     return {
         "torch.get_default_dtype": torch.get_default_dtype(),
         "torch.get_num_threads": torch.get_num_threads(),
-        "torch.is_grad_enabled": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled": torch.is_anomaly_enabled(),
         "torch.get_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.get_default_device": str(torch.get_default_device()),
-        "torch.is_autocast_enabled": [torch.is_autocast_enabled(each) for each in ("cpu", "cuda")],
+        "torch.utils.deterministic": torch.utils.deterministic.fill_uninitialized_memory,
         "torch.multiprocessing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         **_flags(),
-        "numpy.geterr": np.geterr(),
+        "decimal.DefaultContext": _precision(decimal.DefaultContext),
         "sys.path": list(sys.path),
         "sys.getrecursionlimit": sys.getrecursionlimit(),
         "gc": (gc.isenabled(), gc.get_threshold()),
@@ -289,6 +292,33 @@ def _settings() -> dict[str, object]:
         "umask": _umask(),
         "resource limits": {each: resource.getrlimit(getattr(resource, each)) for each in _LIMITS},
     }
+
+
+def _of_thread() -> dict[str, object]:
+    """Return what each thread has of its own. Every attempt runs in a new one."""
+    smallest = torch.tensor(5e-324, dtype=torch.float64, device="cpu")
+    return {
+        "torch.is_grad_enabled": torch.is_grad_enabled(),
+        "torch.is_inference_mode_enabled": torch.is_inference_mode_enabled(),
+        "torch.get_default_device": str(torch.get_default_device()),
+        "torch.is_autocast_enabled": [torch.is_autocast_enabled(each) for each in ("cpu", "cuda")],
+        "torch.set_flush_denormal": bool(smallest * 1.0 == 0.0),
+        "modes of torch": (
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+        ),
+        "numpy.geterr": np.geterr(),
+        "decimal.getcontext": _precision(decimal.getcontext()),
+        **{
+            f"context variable {variable.name}": id(value)
+            for variable, value in contextvars.copy_context().items()
+            if variable.name not in _READ_OTHERWISE
+        },
+    }
+
+
+def _precision(context: decimal.Context) -> tuple[object, ...]:
+    return context.prec, context.rounding, context.Emin, context.Emax
 
 
 def _flags() -> dict[str, object]:
@@ -303,6 +333,8 @@ def _flags() -> dict[str, object]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
         found[f"torch.backends.cuda.{name}_sdp"] = enabled()
+    found["torch.backends.mha"] = torch.backends.mha.get_fastpath_enabled()
+    found["torch.backends.quantized"] = torch.backends.quantized.engine
     return found
 
 
@@ -354,6 +386,7 @@ def outliving(
         directory=() if built.directory == now.directory else (now.directory,),
         signals=_changed(built.signals, now.signals),
         settings=_changed(built.settings, now.settings),
+        of_thread=_changed(began.of_thread, _of_thread()),
         functions=_changed(built.functions, now.functions),
         values=_changed(built.values or {}, now.values or {}) if is_comparable else (),
         too_much=not is_comparable,

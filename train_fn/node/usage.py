@@ -253,9 +253,16 @@ def set_threads(spec: RunSpec) -> None:
     ``env.OMP_NUM_THREADS`` overrides it.
 
     A process that was forked, or waited in the warm pool, imported torch before it knew its rank,
-    and would use every core of its node.
+    and would use every core of its node. One that has served an earlier attempt keeps the number
+    that the task has chosen while it was built, since it is not built again.
     """
-    if "OMP_NUM_THREADS" in spec.env:
-        torch.set_num_threads(int(spec.env["OMP_NUM_THREADS"]))
-    else:
-        torch.set_num_threads(max(1, int(spec.scaling.resources_per_worker.get("CPU", 1))))
+    global _num_threads
+    named = spec.env.get("OMP_NUM_THREADS", spec.scaling.resources_per_worker.get("CPU", 1))
+    wanted = max(1, int(named))
+    if wanted != _num_threads:
+        _num_threads = wanted
+        torch.set_num_threads(wanted)
+
+
+_num_threads: int | None = None
+"""The number that was set in this process."""

@@ -86,6 +86,7 @@ def run_rank(config: dict[str, RankJob]) -> str | None:
         beat_s=BEAT_S if rank == 0 else OTHERS_BEAT_S,
         on_superseded=partial(_leave_at_once, launch),
     )
+    rank_process.note_flush(lambda: (log.flush(), client.flush(ASK_S)))
     try:
         with secrets_set(job.spec, redactor):
             journal = RankJournal(

@@ -13,10 +13,13 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import ray
 
+from train_fn.errors import EndedItself
 from train_fn.node import children
 from train_fn.node.memory import keep_memory
 from train_fn.node.network import (
@@ -25,10 +28,12 @@ from train_fn.node.network import (
     take_debug_level,
     watch_peers,
 )
+from train_fn.node.secrets import process_redactor
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import take_environment
 from train_fn.step.nccl import abort_collectives, begin_attempt
 from train_fn.step.peers import close_connections, end_process_group
+from train_fn.step.place_watch import asker
 
 TRAINING_THREAD = "TrainingThread"
 """Ray Train's name for the thread that runs the training function."""
@@ -62,6 +67,11 @@ class _Attempt:
         """A report waits to be taken, or ``trained`` is set."""
         self.trained = threading.Event()
         self.training: threading.Thread | None = None
+        self.raise_error: Callable[[BaseException], None] | None = None
+        """Ends the attempt of this rank with an error, from any thread."""
+        self.flush: Callable[[], object] = bool
+        """Makes the rank's events durable, as far as possible in a moment."""
+        self.pid = os.getpid()
         self.abort: threading.Thread | None = None
         self.state_bytes = 0
         """Size of the state that the rank would leave on its node."""
@@ -94,6 +104,7 @@ def prepare(launch: RankLaunch) -> None:
     Raise RuntimeError if an earlier attempt has not ended in this process.
     """
     global _attempt
+    before = {} if _attempt is None else _attempt.launch.env
     if _attempt is not None:
         _attempt.end()
         end_process_group()  # a rank that was asked to exit may not have ended it
@@ -102,7 +113,8 @@ def prepare(launch: RankLaunch) -> None:
         threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
     _attempt = _Attempt(launch)
     children.begin()
-    take_environment(launch.env)
+    # what the task has set since stays: it is not built again
+    take_environment({k: each for k, each in launch.env.items() if before.get(k) != each})
     take_debug_level(over_nccl=bool(ray.get_gpu_ids()))
     keep_memory()
     ip = ray.util.get_node_ip_address()
@@ -111,6 +123,7 @@ def prepare(launch: RankLaunch) -> None:
     watch_peers(ip, launch.silent_peer_s)
     begin_attempt()
     take_precedence()
+    os._exit = _tell_and_exit
 
 
 def take_precedence() -> None:
@@ -159,10 +172,17 @@ def _free(attempt: _Attempt) -> None:
             close_connections()
 
 
-def report_end_of(training: threading.Thread) -> None:
-    """Make ``wait_for_news`` return once this thread has ended for any reason."""
+def report_end_of(
+    training: threading.Thread, raise_error: Callable[[BaseException], None] | None = None
+) -> None:
+    """Make ``wait_for_news`` return once this thread has ended for any reason.
+
+    Args:
+        training: the thread.
+        raise_error: takes an error of the attempt that the thread cannot raise itself.
+    """
     attempt = _current()
-    attempt.training = training
+    attempt.training, attempt.raise_error = training, raise_error
 
     def join() -> None:
         training.join()
@@ -230,6 +250,11 @@ def is_abandoned() -> bool:
     return _current().abandoned.is_set()
 
 
+def note_flush(flush: Callable[[], object]) -> None:
+    """Note how the rank's events are made durable."""
+    _current().flush = flush
+
+
 def note_report() -> None:
     """Note that a report waits for the controller."""
     _current().news.set()
@@ -255,3 +280,38 @@ def note_state_bytes(num_bytes: int) -> None:
 def _current() -> _Attempt:
     assert _attempt is not None, "a rank runs without its launch"
     return _attempt
+
+
+# ---------------------------------------------------------------- own exits
+
+# A rank whose code calls ``os._exit`` would be gone without a word, and would come back for ever.
+
+EXIT_S = 30.0
+"""Seconds after which a process that has called ``os._exit`` ends itself, if nobody has."""
+
+_exit = os._exit
+
+
+def _tell_and_exit(status: int) -> NoReturn:
+    """End this process. If code of the user's asks for it in a rank, let the controller know the
+    place first, and let it end the process."""
+    attempt, frame = _attempt, sys._getframe(1)
+    if (
+        attempt is not None
+        and attempt.raise_error is not None
+        and attempt.pid == os.getpid()  # not a process that was forked
+        and threading.current_thread() is not threading.main_thread()  # which answers calls
+        and asker(frame) is not None
+    ):
+        error = EndedItself(
+            f"the code called os._exit({status!r}), which ends a rank without an error; return "
+            "instead, or raise an error that says why"
+        )
+        error.add_note(process_redactor()("".join(traceback.format_stack(frame))))
+        attempt.flush()
+        attempt.raise_error(error)
+        attempt.trained.set()
+        attempt.news.set()
+        close_connections()
+        threading.Event().wait(EXIT_S)
+    _exit(status)

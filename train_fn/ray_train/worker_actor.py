@@ -123,7 +123,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Start Ray's training thread, whose end is reported from here on."""
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
-        rank_process.report_end_of(runner._thread)
+        rank_process.report_end_of(runner._thread, runner.get_exception_queue().put)
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
@@ -187,10 +187,14 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """
         runner: Any = get_train_context().execution_context.training_thread_runner
         deadline = time.monotonic() + bound_s
-        while runner.is_running() and time.monotonic() < deadline:
+
+        def is_running() -> bool:  # one that has called os._exit waits for its end
+            return runner.is_running() and runner.get_error() is None
+
+        while is_running() and time.monotonic() < deadline:
             self.clear_result_queue()
             time.sleep(_LOOK_S)
-        running = runner.is_running()
+        running = is_running()
         error = runner.get_error()
         return RankEnd(
             not running,

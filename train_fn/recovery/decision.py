@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from everstep.spec.sections import CheckpointSpec, RecoverySpec
 from everstep.wire import ErrorKind, ReasonCode, Verdict
@@ -21,7 +22,7 @@ from train_fn.recovery.links import (
     times_in_a_row,
     words,
 )
-from train_fn.recovery.verdict import Judgement
+from train_fn.recovery.verdict import ALL_DIED, Judgement
 
 _FIRST_BACKOFF_S = 0.5
 """Pause before the restart after the third failure in a row; it doubles with each further one."""
@@ -78,6 +79,8 @@ def decide(
         or gpu_is_too_small(judgement, past)
         or device_error_follows(judgement, past)
         or ranks_part_again(judgement, past)
+        or code_exits_again(judgement, past)
+        or all_ranks_die_again(judgement, past)
     )
     if end is not None:
         return _stop(judgement, end)
@@ -93,6 +96,8 @@ def decide(
         if end is not None:
             return _stop(judgement, end)
     action = _restart(verdict, backoff_s, moved)
+    if (times := deaths_of_all(judgement, past)) > 1:
+        action = f"{action}; all ranks died {times} times in a row, so their code may be the cause"
     return Decision(True, budget_of(verdict), action, backoff_s, leave_out=moved)
 
 
@@ -178,6 +183,11 @@ def _when(backoff_s: float) -> str:
 _START_PHASES = frozenset({"start", "restore"})
 _TOO_SMALL_STARTS = 3
 """So many starts in a row that ran out of a GPU's memory, and one more, are the model's doing."""
+
+
+_DEATHS_OF_ALL, _AT_ONE_STEP = 6, 3
+"""So many deaths of all ranks in a row, the last of them at one step, are the doing of what they
+run. The first may differ: a rank that dies has not reported its last steps."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +308,36 @@ def _is_of_audit(failure: Judgement | PastFailure) -> bool:
     return (failure.signature or "").startswith(f"{Miscomputed.__name__}|")
 
 
+def code_exits_again(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
+    """End a run whose code ended its own process at the same step before."""
+    if judgement.kind is not ErrorKind.EXITED:
+        return None
+    return same_user_error(judgement, past)
+
+
+def all_ranks_die_again(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
+    """End a run whose ranks all die together, again and again at one step. What ends processes from
+    outside does not wait for a step."""
+    times = deaths_of_all(judgement, past)
+    newest = past[-_AT_ONE_STEP + 1 :]
+    if times < _DEATHS_OF_ALL or not all(failure.is_like(judgement) for failure in newest):
+        return None
+    return RunEnd(
+        ReasonCode.NO_PROGRESS,
+        f"{ALL_DIED} {times} times in a row without an error, the last {_AT_ONE_STEP} times "
+        f"{judgement.place}, and their nodes live: either their code ends its process there (it "
+        "sends itself a signal, or native code crashes), or it needs more memory than the nodes "
+        "have. Read the last log lines in `everstep why`, mend the code, and start a run from the "
+        "newest checkpoint",
+    )
+
+
+def deaths_of_all(judgement: Judgement, past: Sequence[PastFailure]) -> int:
+    """Return how many failures in a row were the deaths of all ranks, this one included."""
+    signatures = [*(failure.signature for failure in past), judgement.signature]
+    return sum(1 for _ in takewhile(lambda each: each == ALL_DIED, reversed(signatures)))
+
+
 def nodes_cannot_meet(judgement: Judgement, past: Sequence[PastFailure]) -> RunEnd | None:
     """End a run whose nodes repeatedly do not hear each other."""
     if not judgement.pairs:
@@ -335,6 +375,9 @@ def budget_is_spent(
 
 def _last(judgement: Judgement) -> str:
     """Return the verdict, and what to do about one that the run's own code may have caused."""
+    if judgement.verdict is Verdict.WORKER_LOST:
+        why = judgement.exception or "a process ended without an error"
+        return f"{judgement.verdict}: {why}; read its last log lines in `everstep why`"
     is_explained = judgement.verdict in (Verdict.HANG, Verdict.SILENT_CORRUPTION)
     if is_explained and judgement.exception:
         return f"{judgement.verdict}: {judgement.exception}"

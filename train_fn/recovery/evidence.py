@@ -18,6 +18,7 @@ from train_fn import clock as head_clock
 from train_fn.errors import (
     AsksForPeers,
     CheckpointFailed,
+    EndedItself,
     Miscomputed,
     NumericsChanged,
     PeersGone,
@@ -315,6 +316,7 @@ VERDICT_OF_KIND: Final[Mapping[ErrorKind, Verdict]] = MappingProxyType(
         ErrorKind.STORAGE: Verdict.STORAGE,
         ErrorKind.STORAGE_NOT_SHARED: Verdict.STORAGE,
         ErrorKind.NODE: Verdict.NODE_LOST,
+        ErrorKind.EXITED: Verdict.WORKER_LOST,
         ErrorKind.LOADER_LOST: Verdict.WORKER_LOST,
         ErrorKind.HANG: Verdict.HANG,
         ErrorKind.EXCHANGE: Verdict.UNKNOWN,
@@ -430,6 +432,7 @@ _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.EXCHANGE, StepNotWhole),
     _Row(ErrorKind.EXCHANGE, StateNotWhole),
     _Row(ErrorKind.EXCHANGE, AsksForPeers),
+    _Row(ErrorKind.EXITED, EndedItself),
     _Row(ErrorKind.STORAGE, StorageError),
     _Row(ErrorKind.STORAGE, CheckpointFailed),
     _Row(ErrorKind.STORAGE_NOT_SHARED, StorageNotShared),

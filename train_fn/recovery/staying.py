@@ -26,6 +26,7 @@ class Outliving:
     directory: tuple[str, ...] = ()
     signals: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    of_thread: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     too_much: bool = False
@@ -35,7 +36,8 @@ class Outliving:
     def may_decide_steps(self) -> bool:
         """Return whether steps may depend on something that no state holds, so that those of a
         fresh process differ from those of this one."""
-        return bool(self.environment or self.settings or self.functions or self.values)
+        own = (self.environment, self.settings, self.of_thread, self.functions, self.values)
+        return any(own)
 
 
 _WORDS = {
@@ -46,6 +48,8 @@ _WORDS = {
     "directory": "it has changed the working directory since its first pass",
     "signals": "it has changed handlers of signals since its first pass",
     "settings": "it has changed settings of torch, numpy or Python since its first pass",
+    "of_thread": "it has changed settings that each thread has of its own, and the next attempt "
+    "has another thread",
     "functions": "it has replaced functions of libraries since its first pass",
     "values": "what its modules and objects hold, and no state does, has changed since its first "
     "pass",
@@ -91,7 +95,10 @@ _FROM_OUTSIDE = frozenset(
 """Verdicts of failures that came over a rank, whatever its process held."""
 
 _OF_WHAT_IS_HELD = frozenset(
-    {ErrorKind.USER, ErrorKind.CORRUPTION, ErrorKind.EXCHANGE, ErrorKind.DEVICE_MEMORY}
+    {
+        *(ErrorKind.USER, ErrorKind.EXITED, ErrorKind.CORRUPTION, ErrorKind.EXCHANGE),
+        ErrorKind.DEVICE_MEMORY,
+    }
 )
 """Kinds of errors that code, memory or state of an earlier attempt may have caused."""
 
@@ -112,7 +119,7 @@ def falls_back(
         return False
     if judgement.kind is ErrorKind.DEVICE_MEMORY:
         return not any(failure.is_like(judgement) for failure in past)
-    if judgement.verdict in _FROM_OUTSIDE:
+    if judgement.verdict in _FROM_OUTSIDE and judgement.kind is not ErrorKind.EXITED:
         return False
     if not has_stepped:
         return True

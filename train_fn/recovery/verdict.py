@@ -9,6 +9,9 @@ from everstep.wire import ErrorKind, Verdict
 from train_fn.recovery.evidence import VERDICT_OF_KIND, Evidence, RankReport, kind_of_death
 from train_fn.recovery.links import Pairs, words
 
+ALL_DIED = "the processes of all ranks ended"
+"""Signature of a failure in which they did, though their nodes live and nothing says why."""
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -58,7 +61,9 @@ def judge(evidence: Evidence) -> Judgement:
         (r for r in evidence.ranks if r.error and not r.error.collateral), key=_raised_at
     )
     if dead:
-        return _judgement(evidence, dead[0], _death_verdict(dead[0]))
+        judgement = _judgement(evidence, dead[0], _death_verdict(dead[0]))
+        is_of_all = len(dead) == len(evidence.ranks) > 1
+        return _of_all(judgement) if is_of_all else judgement
     if stuck:
         proven = [r for r in stuck if not r.is_unproven]
         judgement = _judgement(evidence, proven[0] if proven else None, Verdict.HANG)
@@ -87,6 +92,14 @@ def _are_all_apart(evidence: Evidence) -> bool:
         report.error is not None and report.error.kind is ErrorKind.CORRUPTION
         for report in evidence.ranks
     )
+
+
+def _of_all(judgement: Judgement) -> Judgement:
+    """Return the judgement of the death of all ranks, with a signature if no node died."""
+    if judgement.verdict is not Verdict.WORKER_LOST:
+        return judgement
+    detail = judgement.detail | {"signature": ALL_DIED}
+    return replace(judgement, signature=ALL_DIED, detail=detail)
 
 
 def _of_no_rank(judgement: Judgement) -> Judgement:

@@ -51,7 +51,7 @@ class _PlaceWatch:
         """Note who asks, if it is code of the user's. Called wherever a place is told."""
         if not self.is_on or (self.asked_at is not None and not self.refuses):
             return
-        found = _asker(sys._getframe(2))
+        found = asker(sys._getframe(2))
         if found is None:
             return
         self.asked_at = self.asked_at or found
@@ -97,7 +97,7 @@ def refusing(refuses: bool) -> Iterator[None]:
         raise AsksForPeers(_watch.asked_at)
 
 
-def _asker(frame: FrameType | None) -> str | None:
+def asker(frame: FrameType | None) -> str | None:
     """Return the user's line that asks, by the frames of a question; None if Everstep asks, or a
     library by itself.
 

@@ -333,8 +333,10 @@ def choose_to_cordon(
 
 
 def _may_be_nodes(failure: NodeFailure) -> bool:
-    """Return whether a failure may be the node's fault. Too little GPU memory is the model's."""
-    return failure.verdict in NODE_VERDICTS and failure.kind is not ErrorKind.DEVICE_MEMORY
+    """Return whether a failure may be the node's fault. Too little GPU memory is the model's, and
+    an ``os._exit`` the code's."""
+    is_codes = failure.kind in (ErrorKind.DEVICE_MEMORY, ErrorKind.EXITED)
+    return failure.verdict in NODE_VERDICTS and not is_codes
 
 
 def _reason(found: Sequence[NodeFailure], rule: CordonRule) -> str:

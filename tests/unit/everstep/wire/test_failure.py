@@ -109,6 +109,10 @@ def test_the_kind_is_what_the_rank_said_and_else_what_older_drivers_wrote(
     ("kind", "what"),
     [
         ("loader_lost", "a loader process of rank 1 on node node-2 died at step 7"),
+        (
+            "exited",
+            "the run's own code ended the process of rank 1 on node node-2 at step 7",
+        ),
         (None, "rank 1 on node node-2 died at step 7"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import decimal
+import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +16,14 @@ from torch import nn
 
 from tests.integration import habits
 from train_fn.checks.left_behind import TooMuch, held_values
-from train_fn.loop.survivor import Beginning, _changed, _children, _threads_since
+from train_fn.loop.survivor import (
+    Beginning,
+    _changed,
+    _children,
+    _of_thread,
+    _settings,
+    _threads_since,
+)
 
 VALUES = (
     *(name for name in habits.COUNTS_IN if name != "attribute_of_torch"),
@@ -33,7 +43,12 @@ VALUES = (
 
 
 def changed_by(habit: str) -> tuple[str, ...]:
-    """Return what a pass and the end of an epoch change."""
+    """Return what a pass and the end of an epoch change, in a thread of its own as attempts are."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_changed_by, habit).result()
+
+
+def _changed_by(habit: str) -> tuple[str, ...]:
     task: Any = habits.Habitual([habits.HABITS[habit]()])
     model = task.build_model()
     owners = {"Task": task, **dict(model.named_modules())}
@@ -43,13 +58,17 @@ def changed_by(habit: str) -> tuple[str, ...]:
         found.factor(task, model)
         found.epoch_end(task, model)
 
+    habits.first_answer.cache_clear()
+    random.seed(1)
     train()
     before = held_values(owners, model.parameters())
-    assert _changed(before, held_values(owners, model.parameters())) == ()
+    if habit != "local":  # the thread of the next attempt would find nothing there
+        assert _changed(before, held_values(owners, model.parameters())) == ()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
     habits.first_answer.cache_clear()
+    random.seed(2)
     train()
     return _changed(before, held_values(owners, model.parameters()))
 
@@ -62,6 +81,59 @@ def test_a_change_is_found_wherever_it_is_held(habit: str) -> None:
 @pytest.mark.parametrize("habit", sorted(habits.KNOWN))
 def test_what_a_state_holds_or_is_put_back_is_no_change(habit: str) -> None:
     assert changed_by(habit) == ()
+
+
+@pytest.mark.parametrize("habit", habits.BUILDS)
+def test_what_a_thread_has_of_its_own_is_compared_with_its_beginning(habit: str) -> None:
+    """A thread begins with what is built in, and the next attempt has another one."""
+    change, read = habits.BUILDS[habit]
+    found: list[Any] = []
+
+    def attempt() -> None:
+        task: Any = habits.Habitual([])
+        before, values = _of_thread(), held_values({"Task": task}, ())
+        assert _changed(before, _of_thread()) == ()
+        earlier = str(read())
+        change()
+        found.append(_changed(before, _of_thread()))
+        found.append(_changed(values, held_values({"Task": task}, ())))
+        found.append(str(read()) != earlier)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    of_thread, values, is_another = found
+    assert (of_thread or values) and is_another
+
+
+def test_a_node_of_autograd_that_code_holds_may_have_hooks() -> None:
+    habits.hook_accumulator([torch.nn.Linear(1, 1)])
+    try:
+        before = held_values({}, ())
+        assert any("NODES" in name for name in _changed(before, held_values({}, ())))
+    finally:
+        habits.NODES.clear()
+
+
+def test_a_flag_that_is_raised_is_found() -> None:
+    habits.FLAG.clear()
+    before = held_values({}, ())
+    habits.FLAG.set()
+    assert any("FLAG" in name for name in _changed(before, held_values({}, ())))
+
+
+@pytest.mark.parametrize("habit", ["default_precision", "fast_path", "filled_memory"])
+def test_a_setting_that_can_be_read_is_compared(habit: str) -> None:
+    change, _ = habits.CHANGES[habit]
+    before = _settings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decimal.DefaultContext, "prec", decimal.DefaultContext.prec)
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        try:
+            change()
+            assert len(_changed(before, _settings())) == 1
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
 
 
 def test_layers_that_list_their_weights_and_wrap_functions_have_not_changed() -> None:

@@ -55,6 +55,8 @@ PAST = PastFailure(Verdict.USER_ERROR, 7, "Boom")
         (Verdict.OUT_OF_MEMORY, None, {}, True, True, False),
         (Verdict.STORAGE, ErrorKind.STORAGE, {}, True, True, False),
         (Verdict.WORKER_LOST, None, {}, True, False, False),
+        (Verdict.WORKER_LOST, ErrorKind.EXITED, {}, True, True, True),
+        (Verdict.WORKER_LOST, ErrorKind.EXITED, {}, False, True, False),
         (Verdict.NODE_LOST, None, {}, True, False, False),
     ],
 )

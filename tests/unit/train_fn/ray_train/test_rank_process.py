@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everstep.wire import ErrorKind
+from train_fn.errors import EndedItself
 from train_fn.ray_train import rank_process
 from train_fn.recovery.evidence import describe_error
 from train_fn.recovery.launch import RankLaunch
@@ -179,3 +182,53 @@ def test_a_process_whose_earlier_attempt_still_runs_takes_no_other(
     rank_process.report_end_of(training)
     with pytest.raises(RuntimeError, match="TrainingThread of attempt 1 still runs"):
         rank_process.prepare(RankLaunch(2, 0.0))
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exits of this process that were asked for, and that do not happen."""
+    found: list[int] = []
+    monkeypatch.setattr(rank_process, "_exit", found.append)
+    monkeypatch.setattr(rank_process, "EXIT_S", 0.0)
+    return found
+
+
+def test_a_rank_whose_code_exits_says_where_before_it_ends(exits: list[int]) -> None:
+    errors: list[BaseException] = []
+    attempt = rank_process._current()
+    attempt.flush = lambda: errors.append(RuntimeError("flushed"))
+    begins = threading.Event()
+
+    def code() -> None:
+        begins.wait(20)
+        rank_process._tell_and_exit(3)
+
+    training = threading.Thread(target=code)
+    training.start()
+    rank_process.report_end_of(training, errors.append)
+    waiting = Waiting()
+    begins.set()
+    assert waiting.ends_within(20) and waiting.has_trained
+    training.join(20)
+    assert exits == [3] and [type(each) for each in errors] == [RuntimeError, EndedItself]
+    error = describe_error(pickle.loads(pickle.dumps(errors[1])), 1)
+    assert (error.kind, error.collateral) == (ErrorKind.EXITED, False)
+    assert "os._exit(3)" in error.message and "in code" in error.traceback
+
+
+@pytest.mark.parametrize("case", ["main thread", "no rank", "forked", "library"])
+def test_other_exits_are_at_once(case: str, exits: list[int]) -> None:
+    """The main thread answers calls; what a rank forks is none."""
+    errors: list[BaseException] = []
+    attempt = rank_process._current()
+    attempt.raise_error = None if case == "no rank" else errors.append
+    attempt.pid += case == "forked"
+    if case == "main thread":
+        rank_process._tell_and_exit(0)
+    else:
+        exit_ = rank_process._tell_and_exit
+        own = case != "library"
+        thread = threading.Thread(target=(lambda: exit_(0)) if own else exit_, args=(0,)[own:])
+        thread.start()
+        thread.join(20)
+    assert exits == [0] and errors == []

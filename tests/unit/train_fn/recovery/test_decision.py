@@ -13,7 +13,7 @@ from everstep.wire.events import GPU_FAULTY
 from tests.unit.train_fn.recovery.test_verdict import error, judged, report
 from train_fn.recovery.decision import Decision, PastFailure, decide
 from train_fn.recovery.evidence import Evidence, RankError
-from train_fn.recovery.verdict import Judgement, judge
+from train_fn.recovery.verdict import ALL_DIED, Judgement, judge
 
 
 def weighed(
@@ -312,3 +312,46 @@ def test_a_failure_before_it_is_known_where_the_run_is_takes_no_progress_back() 
     )
     before_restore = dataclasses.replace(error(0, ErrorKind.STORAGE, 1.0), step=None)
     assert judged(report(0, error=before_restore)).step == 12, "what the journal knows"
+
+
+ALL = PastFailure(Verdict.WORKER_LOST, 20, ALL_DIED)
+ONE = PastFailure(Verdict.WORKER_LOST, 20)
+EARLIER = replace(ALL, step=18)
+
+
+@pytest.mark.parametrize(
+    ("past", "ends"),
+    [
+        ([ALL] * 4, False),
+        ([ALL] * 5, True),
+        ([EARLIER, EARLIER, EARLIER, ALL, ALL], True),  # what the dead had not reported yet
+        ([ALL, ALL, ALL, ALL, EARLIER], False),
+        ([ALL, ALL, ONE, ALL, ALL], False),
+        ([ONE] * 9, False),
+        ([EARLIER] * 9, False),  # it has moved on
+    ],
+)
+def test_a_run_whose_ranks_all_die_at_one_step_again_and_again_ends(
+    past: list[PastFailure], ends: bool
+) -> None:
+    both = judged(report(0, died=True), report(1, died=True))
+    decision = weighed(replace(both, step=20), past)
+    assert decision.restart is not ends
+    if ends:
+        assert decision.reason is ReasonCode.NO_PROGRESS
+        assert "times in a row without an error, the last 3 times at step 20" in str(
+            decision.message
+        )
+    elif past[-1].signature == ALL_DIED:
+        assert "times in a row, so their code may be the cause" in decision.action
+
+
+def test_code_that_ends_its_process_twice_at_one_step_ends_the_run_and_else_goes_on() -> None:
+    first = judged(report(1, error=error(1, ErrorKind.EXITED, 1.0, 20)))
+    assert (first.verdict, first.first_rank) == (Verdict.WORKER_LOST, 1)
+    decision = weighed(first, [])
+    assert (decision.restart, decision.budget) == (True, "system_failures")
+    assert weighed(first, [replace(past_of(first), step=19)]).restart, "a watchdog of the user's"
+    stopped = weighed(first, [past_of(first)])
+    assert (stopped.restart, stopped.reason) == (False, ReasonCode.USER_ERROR)
+    assert "at step 20 twice" in str(stopped.message)

@@ -19,7 +19,7 @@ from train_fn.recovery.evidence import (
     describe_error,
     kind_of,
 )
-from train_fn.recovery.verdict import Judgement, judge
+from train_fn.recovery.verdict import ALL_DIED, Judgement, judge
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
@@ -59,6 +59,23 @@ def test_a_dead_rank_on_an_unreachable_node_is_a_lost_node() -> None:
         report(1, error=error(1, ErrorKind.COLLECTIVE, 1.0)),
     )
     assert (result.verdict, result.first_rank) == (Verdict.NODE_LOST, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "signature"),
+    [
+        ([{"died": True}, {"died": True}], ALL_DIED),
+        ([{"died": True}, {"error": error(1, ErrorKind.COLLECTIVE, 1.0)}], None),
+        ([{"died": True}, {"died": True, "node_alive": False}], None),
+        ([{"died": True, "death": "NODE_OUT_OF_MEMORY"}, {"died": True}], None),
+        ([{"died": True}], None),
+    ],
+)
+def test_the_death_of_all_ranks_on_nodes_that_live_is_told_apart(
+    ranks: list[dict[str, object]], signature: str | None
+) -> None:
+    judgement = judged(*(report(rank, **facts) for rank, facts in enumerate(ranks)))
+    assert judgement.signature == judgement.detail.get("signature") == signature
 
 
 def test_the_earliest_rank_that_raised_by_itself_is_first() -> None:

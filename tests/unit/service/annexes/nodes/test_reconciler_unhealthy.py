@@ -104,6 +104,11 @@ def test_a_node_whose_gpu_is_shown_to_be_faulty_is_cordoned_at_once() -> None:
     assert find_suspects([unproven], RULE, NOW, {}) == ()
 
 
+def test_code_that_ends_its_own_process_says_nothing_of_the_node() -> None:
+    assert suspected([failure(kind=ErrorKind.EXITED)] * 5) == []
+    assert suspected([failure()] * 5) == ["n1"]
+
+
 def test_the_memory_of_a_gpu_is_the_model_s_matter() -> None:
     of_gpu = failure(verdict="out_of_memory", kind=ErrorKind.DEVICE_MEMORY)
     assert suspected([of_gpu] * 5) == []
