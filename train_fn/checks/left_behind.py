@@ -25,7 +25,7 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.sharedctypes import SynchronizedBase
 from operator import attrgetter, methodcaller
@@ -70,7 +70,7 @@ _HOLDERS = (
     weakref.WeakSet,
 )
 """Python's own classes whose objects hold what a user puts there."""
-_TOLD_BY = {
+_TOLD_BY: dict[str, Callable[[Any], object]] = {
     "numpy.random.bit_generator.SeedSequence": attrgetter("state"),
     "numpy.random.bit_generator.BitGenerator": attrgetter("state"),
     "sqlite3.Connection": attrgetter("total_changes"),
@@ -196,7 +196,7 @@ class _Walk:
             self.found[path] = frame and frame.f_lasti
             self.items(f"{path}()", {} if frame is None else dict(frame.f_locals))
             self.value(f"{path}()", waits_for)
-        elif isinstance(value, threading.local) and vars(value):
+        elif _is_of_thread(value):
             self.found[path] = object()  # the thread of the next attempt finds it empty
         elif isinstance(value, _CONTAINERS):
             self._container(path, value)
@@ -374,6 +374,13 @@ def _left_of(iterator: Any) -> object:
         return repr(iterator)
     hint = getattr(type(iterator), "__length_hint__", None)
     return object() if hint is None else hint(iterator)
+
+
+def _is_of_thread(value: object) -> bool:
+    """Return whether this thread has put something there that no other thread finds."""
+    if isinstance(value, contextvars.ContextVar):
+        return value in contextvars.copy_context()
+    return isinstance(value, threading.local) and bool(vars(value))
 
 
 def _read_up_to(file: Any) -> object:

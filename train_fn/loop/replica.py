@@ -45,7 +45,7 @@ from train_fn.state.train_state import TaskState, TrainState
 from train_fn.step.buffers import VolatileBuffers
 from train_fn.step.fingerprints import Fingerprints
 from train_fn.step.peers import Peers, UsedParameters, fill_gradients, finish_exchange
-from train_fn.step.precision import Precision, autocast, set_determinism
+from train_fn.step.precision import Precision, autocast, keep_determinism, set_determinism
 from train_fn.step.report_sums import ReportSums, StepPlans
 from train_fn.tasks.builtin import build_task
 from train_fn.tasks.protocol import Sum, Task, loss_arguments, step_method, where
@@ -434,6 +434,7 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
         set_determinism(train.wants_determinism, ctx.device)  # the build may choose otherwise
         parts = new_parts(ctx)
     else:
+        keep_determinism()
         parts.begin_attempt(ctx)
     peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
     sums = ReportSums(peers)

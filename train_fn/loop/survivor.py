@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import contextvars
 import decimal
 import gc
 import locale
@@ -218,8 +217,6 @@ _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 
 _OWN_POOLS = ("state-copy", "state-sum", "checkpoint-digest")
 """Names of Everstep's threads that wait for work in code of Python's own."""
-_READ_OTHERWISE = ("decimal_context", "numpy.ufunc.extobj")
-"""Context variables that libraries set by themselves."""
 _ABSENT = object()
 
 
@@ -279,7 +276,7 @@ def _settings() -> dict[str, object]:
         "torch.is_anomaly_enabled": torch.is_anomaly_enabled(),
         "torch.get_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.utils.deterministic": torch.utils.deterministic.fill_uninitialized_memory,
+        "torch.utils.deterministic": torch._C._get_deterministic_fill_uninitialized_memory(),
         "torch.multiprocessing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         **_flags(),
         "decimal.DefaultContext": _precision(decimal.DefaultContext),
@@ -309,11 +306,6 @@ def _of_thread() -> dict[str, object]:
         ),
         "numpy.geterr": np.geterr(),
         "decimal.getcontext": _precision(decimal.getcontext()),
-        **{
-            f"context variable {variable.name}": id(value)
-            for variable, value in contextvars.copy_context().items()
-            if variable.name not in _READ_OTHERWISE
-        },
     }
 
 
