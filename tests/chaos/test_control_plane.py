@@ -36,6 +36,9 @@ CLIENTS = 4
 STOPPED_S = LEASE_S + 2
 """How long a replica stands still: its lease, if it leads, is another's when it wakes."""
 DATABASE_AWAY_S = 1.0
+PACE_S = 0.25
+"""A client's pause after each run. Without one, a test waits at its end for the start of thousands
+of runs, one after the other."""
 PATIENCE_S = 180.0
 """Longest wait for any one fact, on however slow a machine."""
 
@@ -104,6 +107,7 @@ class Plane:
                         )
                         if cancelled is not None and cancelled.status_code == 202:
                             self.history.cancelled.add(answer.json()["id"])
+                    self._stopping.wait(PACE_S)
                     break
                 time.sleep(0.05)
 
@@ -213,12 +217,16 @@ def test_nothing_acknowledged_is_lost_and_nothing_runs_twice(kind: str, rounds: 
     ):
         threads = list(plane.clients(http))
         try:
-            for _ in range(rounds):
+            for number in range(rounds):
+                began = time.monotonic()
                 plane.break_once(chance)
+                print(f"round {number + 1}: {time.monotonic() - began:.0f} s")
         finally:
             plane.stop_clients(threads)
         plane.wait_until_ready()
+        began = time.monotonic()
         check(plane, http)
+        print(f"checked in {time.monotonic() - began:.0f} s")
         summary = (
             f"{len(plane.history.created)} runs and {len(plane.history.cancelled)} cancels "
             "acknowledged"

@@ -554,15 +554,15 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "cached_draws": lambda: drawn(random.randrange(40)),
     "filter": in_filter,
     "singleton": in_singleton,
-    "registry": in_registry,
+    "cached_object": in_registry,
     "slots": slots_taken,
     "lines_of_text": lambda: float(LINES.readline()),
     "open_file": lambda: float(FILE.readline()),
-    "without_gradients": without_gradients,
+    "wrapped_default": without_gradients,
     "attribute_of_wrapped": in_attribute(timed, "passes"),
     "spawned_seeds": lambda: np.random.default_rng(SEEDS.spawn(1)[0]).random(),
     "random_bits": lambda: BITS.random_raw() % 97,
-    "appended": appended,
+    "bound_list": appended,
     "scaler": samples_seen,
     "database": in_database,
     "hash": in_hash,
@@ -869,6 +869,7 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "optimizer_count": OptimizerCount,
     "torchs_attribute": TorchsAttribute,
 }
+assert not HABITS.keys() & globals().keys(), "a name stands for a setup (__getattr__)"
 KNOWN = frozenset({"optimizer_count", "torchs_attribute", "task_count", "global_rng", *CHOICES})
 """Habits with which a process stays: what they change is put back, or not taken back."""
 
