@@ -573,7 +573,7 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "context": in_context,
     "local": in_attribute(LOCAL, "passes"),
     "shared_value": in_shared_value,
-    "past_the_version": past_the_version,
+    "past_version": past_the_version,
     "bank": in_place(BANK),
     "line": in_line,
     "arguments": in_attribute(ARGUMENTS, "passes"),
