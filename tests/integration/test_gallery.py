@@ -31,6 +31,12 @@ EXAMPLES = [
     pytest.param("accelerate_loop", Killed(0, 20, "after"), 1, marks=CHAOS),
     pytest.param("hf_trainer", Killed(0, 27, "after"), 1, marks=CHAOS),
     pytest.param("lightning_module", Killed(0, 20, "after"), 1, marks=CHAOS),
+    # in the last step of an epoch, and of the training
+    pytest.param("hf_trainer", Killed(1, 18, "before"), 1, marks=CHAOS),
+    pytest.param("hf_trainer", Killed(1, 36, "before"), 1, marks=CHAOS),
+    pytest.param("lightning_module", Killed(1, 20, "before"), 1, marks=CHAOS),
+    pytest.param("lightning_module", Killed(0, 30, "after"), 1, marks=CHAOS),
+    pytest.param("accelerate_loop", Killed(1, 30, "before"), 1, marks=CHAOS),
     pytest.param("hf_peft", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("hf_stream", Killed(1, 14, "before"), 1, marks=CHAOS),
     pytest.param("stateful_loader", Killed(1, 14, "before"), 1, marks=CHAOS),

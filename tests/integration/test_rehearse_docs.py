@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_rehearse import Rehearsed, rehearse
+from tests.integration.test_rehearse import DEADLINE_S, Rehearsed, rehearse
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(DEADLINE_S + 60)]
 
 PREAMBLE = """
 import os

@@ -328,7 +328,10 @@ def find_home(protection: LoopProtection, settings: OnItsOwn, device: torch.devi
     if present is None:
         return _own_home(settings, device)
     if present.protection is not None:
-        raise BadTask("es.protect was entered twice: a run has one state; pass lists to one call")
+        raise BadTask(
+            "es.protect was entered twice: a run has one state. Pass what trains together as lists "
+            "to one call, and submit a run for each of several trainings, as those of folds"
+        )
     if present.has_begun:
         # The run has heard that it continues from what the function reported, or begins anew.
         raise BadTask(
