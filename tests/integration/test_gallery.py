@@ -88,7 +88,7 @@ def inputs(tmp_path: Path) -> Path:
         pytest.param("images", Killed(0, 3, "after"), marks=CHAOS),
         pytest.param("small_gpt", Killed(0, 20, "after"), marks=CHAOS),
         pytest.param("recommender", Killed(1, 10, "after"), marks=CHAOS),
-        pytest.param("recommender", Killed(0, 16, "before"), marks=CHAOS),
+        pytest.param("recommender", Killed(0, 13, "before"), marks=CHAOS),
     ],
 )
 def test_a_migrated_script_loses_no_step(name: str, killed: Killed, inputs: Path) -> None:
