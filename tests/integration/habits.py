@@ -732,7 +732,7 @@ CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         torch.backends.mha.get_fastpath_enabled,
     ),
     "filled_memory": (
-        partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory", False),
+        partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory", True),
         lambda: torch.utils.deterministic.fill_uninitialized_memory,
     ),
     "number_format": (
@@ -771,7 +771,8 @@ NODES: list[Any] = []
 def hook_accumulator(model: Any) -> None:
     """Halve a gradient where it is accumulated, as libraries for half precision do."""
     weight = model[0].weight
-    NODES.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+    with torch.enable_grad():
+        NODES.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
     NODES[-1].register_prehook(lambda gradients: tuple(0.5 * each for each in gradients))
 
 

@@ -125,10 +125,10 @@ def test_a_flag_that_is_raised_is_found() -> None:
 @pytest.mark.parametrize("habit", ["default_precision", "fast_path", "filled_memory"])
 def test_a_setting_that_can_be_read_is_compared(habit: str) -> None:
     change, _ = habits.CHANGES[habit]
-    before = _settings()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decimal.DefaultContext, "prec", decimal.DefaultContext.prec)
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        before = _settings()
         try:
             change()
             assert len(_changed(before, _settings())) == 1
