@@ -167,7 +167,7 @@ def check(run_dir: RunDir, damaged: set[str], claims: Path) -> int:
     ]
     newest = max(
         (each for each in map(CheckpointName.parse, claimed) if each is not None),
-        default=CheckpointName(0, 0),
+        default=CheckpointName(0, 0, 0),
     )
     if newest.step and (not sound or sound[-1].step < newest.step):
         raise SystemExit(

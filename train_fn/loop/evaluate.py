@@ -22,7 +22,7 @@ from storage.checkpoints.reader import best_of, is_better
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from train_fn.checks.check import Moment
 from train_fn.checks.returns import NO_LOSS, measures_loss
-from train_fn.checks.samples import with_samples_kept
+from train_fn.checks.trained import with_samples_kept
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica

@@ -14,8 +14,7 @@ from train_fn.checks.attributes import owners_of, warn_of_unsaved
 from train_fn.checks.check import Moment
 from train_fn.checks.fits import check_small_batch, smallest_micro_batch, trains_batch_norm
 from train_fn.checks.returns import check_gradients, check_moves, uses_nothing
-from train_fn.checks.samples import require_samples_kept
-from train_fn.checks.trained import GradientWatch
+from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
 from train_fn.errors import StateNotWhole
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators

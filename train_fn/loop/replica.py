@@ -21,8 +21,8 @@ from train_fn.checks.check import Check, Checks
 from train_fn.checks.fits import require_elastic
 from train_fn.checks.ranks import SameAfterStep, Together
 from train_fn.checks.returns import checked_loss
-from train_fn.checks.samples import DataKept
 from train_fn.checks.trained import (
+    DataKept,
     LearningRates,
     ModesKept,
     TrainedParameters,

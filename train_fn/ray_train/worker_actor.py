@@ -19,7 +19,7 @@ from train_fn.context import WorkerContext
 from train_fn.journal.rank_log import listen
 from train_fn.journal.server import LocalJournal
 from train_fn.node.memory import look_for_oom, oom_kills, wait_for_free_memory
-from train_fn.node.network import accepts_connection, interface_problem
+from train_fn.node.network import interface_problem
 from train_fn.node.node_check import versions
 from train_fn.node.node_dir import own_temporary_dir
 from train_fn.node.preflight import (
@@ -29,6 +29,7 @@ from train_fn.node.preflight import (
     pass_time,
     take_in,
 )
+from train_fn.node.probe import accepts_connection
 from train_fn.node.secrets import process_redactor, secrets_set
 from train_fn.node.usage import set_threads
 from train_fn.ray_train import rank_process
