@@ -140,7 +140,7 @@ def test_of_ranks_that_meet_one_writes_and_the_others_compare(
 
 def leave_slowly(ctx: WorkerContext, state: dict[str, Any], begun: Any) -> None:
     """Leave a state, but stop for good in the middle of its file."""
-    write = state_file._write
+    write = state_file.write_all
 
     def write_half(file: Any, data: Any) -> None:
         if file.tell() > 4096:
@@ -148,7 +148,7 @@ def leave_slowly(ctx: WorkerContext, state: dict[str, Any], begun: Any) -> None:
             signal.pause()
         write(file, data)
 
-    state_file._write = write_half
+    state_file.write_all = write_half
     leave_snapshot(ctx, state)
 
 
