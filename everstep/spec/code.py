@@ -106,7 +106,7 @@ class CodeSpec(Frozen):
             other = next(name for name, each in _OWNER_OF.items() if each == set_ones[0])
             raise PydanticCustomError(
                 "argument_of_the_other",
-                "is only passed to {owner}; move it to {other}",
+                "is only passed to code.{owner}; move it to code.{other}",
                 {"owner": owner, "other": other},
             )
         return value
