@@ -89,7 +89,7 @@ def stays(names: str) -> bool:
 
 TELLING = (
     *("cached_group", "own_group", "rank_of_build", "global_count", "deep_count", "own_thread"),
-    *("forward_hook", "teacher"),
+    *("forward_hook", "teacher", "replaced_method"),
 )
 HIDDEN = (
     *(*habits.COUNTS_IN, *habits.ITERATORS, *habits.CHANGES, *habits.REBUILDS, *habits.BUILDS),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -36,9 +37,12 @@ _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt
 _ABSENT = object()
 
 
+_METHODS = (types.FunctionType, types.MethodType)
+
+
 def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the attributes of an owner, and whether ``put_back`` restores each. Parts of torch's
-    own are left out: a state holds them.
+    """Yield the attributes of an owner, and whether ``put_back`` restores each. Of torch's own only
+    methods that somebody has replaced: a state holds their parts.
 
     Args:
         depth: 0 for an owner, 1 for an object that one holds.
@@ -48,7 +52,7 @@ def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
     for key, value in list(vars(owner).items()) if hasattr(owner, "__dict__") else ():
         if key in put_back:
             yield key, value, True
-        elif not is_torchs and key not in internal(owner):
+        elif key not in internal(owner) and (not is_torchs or isinstance(value, _METHODS)):
             yield key, value, False
 
 
