@@ -312,7 +312,9 @@ class LoopState(RunState):
         for name, optimizer in self.parts.optimizers.items():
             # Optimizer.load_state_dict keeps references to the tensors that it is given.
             saved = unpacked(copy.deepcopy(state["optimizer"][name]))
-            optimizer.load_state_dict(whole_optimizer(name, optimizer, saved, shards))
+            if self.piece is not None:
+                saved = whole_optimizer(name, optimizer, saved, shards)
+            optimizer.load_state_dict(saved)
             match_layout(optimizer)
         kept = {**state["task"]["parts"], **state["loaders"]}
         is_begun = state["step"] > 0
