@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -37,12 +36,9 @@ _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt
 _ABSENT = object()
 
 
-_METHODS = (types.FunctionType, types.MethodType)
-
-
 def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
     """Yield the attributes of an owner, and whether ``put_back`` restores each. Of torch's own only
-    methods that somebody has replaced: a state holds their parts.
+    functions that somebody may have replaced: a state holds their parts.
 
     Args:
         depth: 0 for an owner, 1 for an object that one holds.
@@ -52,7 +48,7 @@ def followed(owner: object, depth: int) -> Iterator[tuple[str, Any, bool]]:
     for key, value in list(vars(owner).items()) if hasattr(owner, "__dict__") else ():
         if key in put_back:
             yield key, value, True
-        elif key not in internal(owner) and (not is_torchs or isinstance(value, _METHODS)):
+        elif key not in internal(owner) and (not is_torchs or callable(value)):
             yield key, value, False
 
 
