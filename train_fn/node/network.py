@@ -72,7 +72,7 @@ def meet_on_the_clusters_network(ip: str) -> None:
 def store_at(ip: str, timeout: timedelta) -> TCPStore:
     """Open a store that listens on this address only, at a free port. By itself torch's would
     listen on every address of the node."""
-    with _listening(ip, 0) as listening:
+    with listen_at(ip) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
             ip,
@@ -107,7 +107,7 @@ def meet_at_the_given_address() -> None:
         if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return original(*given, *more, **named)
         try:
-            listening = _listening(hostname, port)
+            listening = listen_at(hostname, port)
         except OSError:
             return original(*given, *more, **named)
         with listening:
@@ -124,7 +124,9 @@ def meet_at_the_given_address() -> None:
     _rendezvous._create_c10d_store = create
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """Listen at this address only; at a free port by default. Raises OSError if it is not this
+    node's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)
 
@@ -252,6 +254,15 @@ def interface_of(ip: str) -> str | None:
     return next(
         (name for name, entries in addresses if any(entry.address == ip for entry in entries)), None
     )
+
+
+def own_address() -> str:
+    """Return the address of this host at which gloo listens, too."""
+    interface = os.environ.get(GLOO_VARIABLE, "").partition(",")[0]
+    for entry in psutil.net_if_addrs().get(interface, ()):
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address:
+            return entry.address
+    return socket.gethostbyname(socket.gethostname())
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:

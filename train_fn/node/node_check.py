@@ -23,7 +23,7 @@ from everstep.wire.deployment import StorageFacts, source_digest
 from storage import cluster
 from storage.errors import StorageError
 from storage.filesystem import open_storage
-from train_fn.node.network import interface_of, meet_on_the_clusters_network, store_at
+from train_fn.node.network import interface_of, listen_at, meet_on_the_clusters_network, store_at
 from train_fn.node.node_dir import SHARED_MEMORY
 from train_fn.node.probe import accepts_connection
 from train_fn.storage_proof import APPEAR_S, appeared
@@ -70,8 +70,7 @@ class NodeProbe:
     def listen(self) -> int:
         """Open a port of this node's address, and return it. The kernel accepts connections there
         until this process ends."""
-        family = socket.AF_INET6 if ":" in self._ip else socket.AF_INET
-        self._listener = socket.create_server((self._ip, 0), family=family, backlog=1024)
+        self._listener = listen_at(self._ip)
         return int(self._listener.getsockname()[1])
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> list[bool]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from train_fn.node.device import Product, compare_products, kernels
-from train_fn.node.network import interface_problem
+from train_fn.node.network import interface_problem, listen_at
 from train_fn.node.node_dir import shared_memory_root
 
 # ---------------------------------------------------------------- fitness
@@ -115,8 +115,7 @@ def take_in(ip: str, timeout_s: float) -> tuple[str, int]:
 
     Raises OSError if ``ip`` is not this node's.
     """
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    listener = socket.create_server((ip, 0), family=family)
+    listener = listen_at(ip)
     listener.settimeout(timeout_s)
     threading.Thread(
         target=_take_in, args=(listener, timeout_s), name="link-time", daemon=True

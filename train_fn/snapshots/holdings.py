@@ -25,14 +25,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
-
-from everstep.doctor.nodes import GLOO_VARIABLE
 from everstep.wire.events import EventKind
 from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.checkpoints.sharded import PieceSaves, short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
+from train_fn.node.network import listen_at, own_address
 from train_fn.snapshots.publisher import shortage, snapshots_of
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, heirs
@@ -354,8 +352,7 @@ class PieceLinks:
         self._take_in, self._lose = take_in, lose
         self._word: bytes = peers.share(secrets.token_bytes(_WORD_BYTES), 0)
         host = own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=128)
+        self._server = listen_at(host)
         self._places: list[tuple[str, int]] = peers.gather((host, self._server.getsockname()[1]))
         self._made: dict[int, socket.socket] = {}
         self._all = [self._server]
@@ -440,12 +437,3 @@ def _blocks(connection: socket.socket, size: int) -> Iterable[bytes]:
             raise ConnectionError("the peer has closed the connection")
         size -= len(block)
         yield block
-
-
-def own_address() -> str:
-    """Return the address of this node at which gloo listens, too."""
-    interface = os.environ.get(GLOO_VARIABLE, "").partition(",")[0]
-    for entry in psutil.net_if_addrs().get(interface, ()):
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address:
-            return entry.address
-    return socket.gethostbyname(socket.gethostname())

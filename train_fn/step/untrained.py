@@ -60,7 +60,7 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
     taken = {
         parameter.untyped_storage().data_ptr()
         for parameter in trained
-        if not hasattr(parameter, "device_mesh")
+        if not _is_sharded(parameter)
     }
     seen: set[int] = set()
     places = []
@@ -72,7 +72,7 @@ def untrained_places(model: nn.Module, trained: Iterable[torch.Tensor]) -> list[
                     or id(tensor) in seen
                     or is_lazy(tensor)
                     or tensor.layout is not torch.strided
-                    or hasattr(tensor, "device_mesh")
+                    or _is_sharded(tensor)
                 ):
                     continue
                 seen.add(id(tensor))
@@ -435,3 +435,7 @@ def _is_number(place: TensorPlace) -> bool:
     numbers, and for BatchNorm's count, which every pass increases by one."""
     is_count = place.key == "num_batches_tracked" and isinstance(place.module, _NormBase)
     return present(place).is_floating_point() or is_count
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")  # importing its class takes half a second
