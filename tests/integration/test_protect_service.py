@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -66,20 +67,29 @@ def trainer_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
     run.stop()
 
 
-@pytest.fixture
-def run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
+@contextmanager
+def driven(
+    cluster: RayCluster, tmp_path: Path, train_fn: str, epochs: int, min_workers: int
+) -> Iterator[DrivenRun]:
+    """A run of an example with a loop of its own, on two ranks."""
     digest = CodeStore(open_storage(str(tmp_path))).put(pack(EXAMPLE)).digest
     spec = RunSpec.model_validate(
         {
             "name": "own-loop",
-            "code": {"archive": digest, "train_fn": "train:train_fn", "config": {"epochs": 60}},
-            "scaling": {"min_workers": 1, "max_workers": 2},
+            "code": {"archive": digest, "train_fn": train_fn, "config": {"epochs": epochs}},
+            "scaling": {"min_workers": min_workers, "max_workers": 2},
             "checkpoint": {"every_steps": 100},
         }
     )
     run = DrivenRun(cluster, tmp_path, spec)
     yield run
     run.stop()
+
+
+@pytest.fixture
+def run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
+    with driven(cluster, tmp_path, "train:train_fn", epochs=60, min_workers=1) as run:
+        yield run
 
 
 def test_a_protected_loop_loses_no_step_is_paused_and_goes_on(run: DrivenRun) -> None:
@@ -116,18 +126,8 @@ def test_a_protected_loop_loses_no_step_is_paused_and_goes_on(run: DrivenRun) ->
 
 @pytest.fixture
 def sharded_run(cluster: RayCluster, tmp_path: Path) -> Iterator[DrivenRun]:
-    digest = CodeStore(open_storage(str(tmp_path))).put(pack(EXAMPLE)).digest
-    spec = RunSpec.model_validate(
-        {
-            "name": "sharded",
-            "code": {"archive": digest, "train_fn": "sharded:train_fn", "config": {"epochs": 12}},
-            "scaling": {"min_workers": 2, "max_workers": 2},
-            "checkpoint": {"every_steps": 100},
-        }
-    )
-    run = DrivenRun(cluster, tmp_path, spec)
-    yield run
-    run.stop()
+    with driven(cluster, tmp_path, "sharded:train_fn", epochs=12, min_workers=2) as run:
+        yield run
 
 
 def test_a_sharded_model_loses_no_reported_step(sharded_run: DrivenRun) -> None:

@@ -1,5 +1,5 @@
-"""For all unit tests: databases (``database_url`` is one of SQLite and one of PostgreSQL), and no
-test against the clock."""
+"""For all unit tests: databases (``database_url`` is one of SQLite and one of PostgreSQL), shared
+memory, and no test against the clock."""
 
 from __future__ import annotations
 
@@ -36,3 +36,13 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     server: PostgresServer = request.getfixturevalue("postgresql")
     with server.database() as url:
         yield url
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of the test's own in place of the node's shared memory."""
+    root = tmp_path / "shm"
+    root.mkdir()
+    for module in ("train_fn.snapshots.store", "train_fn.node.node_dir"):
+        monkeypatch.setattr(f"{module}.shared_memory_root", lambda: root)
+    return root

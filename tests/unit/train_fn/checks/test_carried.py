@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep.train as es
 from train_fn.checks.carried import carried, iterated
-from train_fn.node import node_dir
-from train_fn.snapshots import store as snapshot
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
-    monkeypatch.chdir(tmp_path)
-    yield
+def own_place(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shared_memory.parent)
 
 
 @pytest.mark.parametrize(

@@ -22,25 +22,16 @@ from tests.support.saves import advance, make_context, make_state
 from tests.support.storage_places import record_restored
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
-from train_fn.node import node_dir
 from train_fn.recovery.history import read_history
 from train_fn.snapshots import election, publisher
-from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.election import LastSave, save_own
 from train_fn.snapshots.publisher import leave_snapshot, publish_snapshot
 from train_fn.snapshots.store import SnapshotStore, snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, digest
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 DEADLINE_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    for module in (snapshot_module, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: root)
-    return root
 
 
 def left(tmp_path: Path, *steps: int) -> WorkerContext:

@@ -20,14 +20,13 @@ from storage.run_dir import RunDir
 from tests.support.one_rank import one_rank
 from tests.support.restore_rounds import make_state
 from train_fn.context import WorkerContext
-from train_fn.node import node_dir
 from train_fn.snapshots import publisher, state_file
 from train_fn.snapshots import store as snapshot
 from train_fn.snapshots.election import Offer, elect
 from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.store import snapshot_store
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
 
 SPEC = RunSpec.model_validate(
     {
@@ -39,13 +38,6 @@ SPEC = RunSpec.model_validate(
         },
     }
 )
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
 
 
 def ranks(tmp_path: Path, num: int) -> list[WorkerContext]:

@@ -21,9 +21,7 @@ from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.context import WorkerContext
 from train_fn.loop import build, replica, training
 from train_fn.loop.attempt import train
-from train_fn.node import node_dir
 from train_fn.recovery.evidence import StepFailed
-from train_fn.snapshots import store as snapshot
 from train_fn.standalone.rank import begin_run
 from train_fn.state.train_state import MOST_IN_A_ROW
 from train_fn.step.untrained import COPIED_BYTES
@@ -36,12 +34,10 @@ STEPS_PER_EPOCH = 12
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerContext]:
+def begin(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., WorkerContext]:
     """A run of a task, of one rank, about to train."""
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: shared)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def begin(task: Any, **train: Any) -> WorkerContext:

@@ -30,8 +30,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep.train as es
 from train_fn.errors import BadTask, DataChanged
-from train_fn.node import node_dir
-from train_fn.snapshots import store as snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the libraries
@@ -40,12 +38,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
-    monkeypatch.chdir(tmp_path)
-    yield
+def own_place(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shared_memory.parent)
 
 
 class Tiny(nn.Module):

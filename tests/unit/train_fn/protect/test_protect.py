@@ -21,18 +21,13 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from train_fn.errors import BadTask, DataChanged, PeersGone
-from train_fn.node import node_dir
 from train_fn.protect.commits import Commits, interrupted
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import UP_TO_LOADER, name_of
-from train_fn.snapshots import store as snapshot
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
+def own_place(shared_memory: Path) -> Iterator[None]:
     logging.getLogger("train_fn").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("train_fn").setLevel(logging.NOTSET)

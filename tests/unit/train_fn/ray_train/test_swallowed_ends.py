@@ -23,12 +23,10 @@ from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
 from train_fn.errors import StepNotWhole
-from train_fn.node import node_dir
 from train_fn.own_loop import Left, OwnLoop
 from train_fn.protect.commits import Commits
 from train_fn.ray_train import user_function
 from train_fn.recovery.evidence import RankError, StepFailed
-from train_fn.snapshots import store as snapshot_store
 
 __all__ = ["own_node"]
 
@@ -130,12 +128,9 @@ except BaseException:
 
 @pytest.fixture
 def rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[dict[str, str], str], WorkerContext]:
     """Make a rank of a run whose code is these files, and that is stopped once it calls ASK."""
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot_store, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
     found = SimpleNamespace(checkpoint=None, report_call_index=0)
 
     def report(*_: Any) -> None:

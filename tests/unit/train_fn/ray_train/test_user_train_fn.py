@@ -25,7 +25,6 @@ from tests.support.code_archives import tar_gz
 from tests.support.one_rank import journal_of, one_rank
 from tests.support.own_task import own_node
 from train_fn.context import WorkerContext
-from train_fn.node import node_dir
 from train_fn.ray_train import user_function as own_function
 from train_fn.ray_train.ray_checkpoints import (
     PARTS_METRIC,
@@ -37,7 +36,6 @@ from train_fn.ray_train.ray_checkpoints import (
 )
 from train_fn.recovery.evidence import StepFailed, describe_error
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.snapshots import store as snapshot_store
 
 __all__ = ["own_node"]
 
@@ -364,13 +362,10 @@ def train_fn(config):
 
 
 def test_a_protected_function_continues_from_its_own_state(
-    storage: Storage, ray_context: RayContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, ray_context: RayContext, shared_memory: Path
 ) -> None:
     """The run is not told that it begins anew, which would void the state: only where the state
     continues. A report beside it adds to its step."""
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot_store, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
     digest = CodeStore(storage).put(tar_gz({"own_protected.py": PROTECTED})).digest
 
     def attempt(number: int, raises: int | None) -> WorkerContext:

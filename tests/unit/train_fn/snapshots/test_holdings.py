@@ -26,9 +26,7 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.sharded import short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
-from train_fn.node import node_dir
 from train_fn.snapshots import holdings as holdings_module
-from train_fn.snapshots import store as store_module
 from train_fn.snapshots.holdings import Holdings
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, Piece
@@ -40,13 +38,8 @@ DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    for module in (store_module, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: root)
+def on_loopback(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    return root
 
 
 class Shard(RunState):

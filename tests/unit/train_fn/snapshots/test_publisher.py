@@ -28,7 +28,6 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
 from train_fn.context import WorkerContext
-from train_fn.node import node_dir
 from train_fn.snapshots import election
 from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots import store as snapshot_module
@@ -44,19 +43,10 @@ from train_fn.snapshots.store import SnapshotStore, snapshot_store
 from train_fn.state.tensor_tree import copy_to_cpu, digest, size_bytes
 from train_fn.state.train_state import TrainState
 
-pytestmark = pytest.mark.own_process
+pytestmark = [pytest.mark.own_process, pytest.mark.usefixtures("shared_memory")]
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    for module in (snapshot_module, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: root)
-    return root
 
 
 @pytest.fixture

@@ -17,9 +17,7 @@ import torch
 from tests.support.saves import advance, make_context, make_state
 from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
-from train_fn.node import node_dir
 from train_fn.snapshots import publisher as publisher_module
-from train_fn.snapshots import store as snapshot_module
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import snapshot_store
 from train_fn.state import run_state, tensor_tree
@@ -61,15 +59,12 @@ class Pinning:
 
 
 @pytest.fixture
-def pinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinning]:
+def pinning(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinning]:
     pinning = Pinning()
     monkeypatch.setattr(run_state, "on_gpu", lambda: True)
     monkeypatch.setattr(tensor_tree, "needs_pinning", lambda tensor: True)
     for module in (run_state, tensor_tree):
         monkeypatch.setattr(module, "new_memory", pinning.new_memory)
-    (tmp_path / "shm").mkdir()
-    for module in (snapshot_module, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: tmp_path / "shm")
     monkeypatch.setattr(publisher_module, "COST_RATIO", 0.0)
     yield pinning
     pinning.end()

@@ -23,7 +23,6 @@ from tests.support.one_rank import journal_of, one_rank
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.loop import replica
 from train_fn.loop.attempt import train
-from train_fn.node import node_dir
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Count, Ledger
 from train_fn.samples.sampler import Sampler
@@ -120,11 +119,7 @@ class RootOfZero(Regression):
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    for module in (snapshot, node_dir):
-        monkeypatch.setattr(module, "shared_memory_root", lambda: shared)
+def run_dir(shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return RunDir(open_storage(str(tmp_path / "storage")), "run_sound")
 
