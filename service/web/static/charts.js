@@ -281,7 +281,7 @@
         scales: { x: { time: clock }, y: state.logarithmic ? { distr: 3 } : {} },
         axes: [
           { ...axis, size: 32, ...(clock ? { values: moments, space: 80 } : this.axis === "time" ? { values: elapsed } : {}), ...(this.axis === "step" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7] } : {}) },
-          { ...axis, size: this.unit ? 66 : 54, values: (u, values) => values.map((value) => (value === null ? "" : withUnit(value, this.unit))) },
+          { ...axis, size: widthOf, values: (u, values) => values.map((value) => (value === null ? "" : withUnit(value, this.unit))) },
         ],
         series: [{ label: xLabel, ...(clock ? { value: "{HH}:{mm}:{ss}" } : {}) }, ...series],
         hooks: { draw: [single ? (u) => drawMarks(u, this.axis) : () => {}], setSelect: this.axis === state.axis ? [zoomTo] : [] },
@@ -292,6 +292,15 @@
       this.uplot?.destroy();
       this.figure.remove();
     }
+  }
+
+  // The width in CSS pixels that the words of a value axis need, with their ticks. uPlot asks again once it knows it.
+  function widthOf(u, words, index, asked) {
+    const axis = u.axes[index];
+    if (asked > 1) return axis._size;
+    u.ctx.font = axis.font[0];
+    const longest = Math.max(0, ...(words ?? []).map((each) => u.ctx.measureText(each).width));
+    return Math.max(54, Math.ceil(axis.ticks.size + axis.gap + longest / devicePixelRatio) + 4);
   }
 
   // A selection in one chart zooms all of them. uPlot repeats it in the others: the first counts.
