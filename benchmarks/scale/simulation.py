@@ -21,6 +21,7 @@ from benchmarks.scale.parameters import (
     REPLACED_S,
     Costs,
 )
+from train_fn.recovery.sizing import is_worth_growing
 
 What = Literal["node", "process", "joined"]
 Process = Generator[Any, Any, None]
@@ -107,12 +108,13 @@ class Trainer:
         self.fixed = costs.grow_s is None
         self.size = self.most
         self.account = Account()
-        mttf_s = 16_384 / (cluster.num_nodes * cluster.gpus_per_node) * MTTF_AT_16384_S
+        self.mttf_s = mttf_s = (
+            16_384 / (cluster.num_nodes * cluster.gpus_per_node) * MTTF_AT_16384_S
+        )
         young_daly_s = math.sqrt(2 * max(costs.stall_s, 0.01) * mttf_s)
         self.interval_s = min(max(young_daly_s, costs.stall_s, 5.0), costs.most_interval_s)
         self._since_save_s = 0.0
         self._recovered_at = -math.inf
-        self._grew_at = -math.inf
         self._pending: list[What] = []
 
     def run(self) -> Process:
@@ -124,12 +126,9 @@ class Trainer:
                 continue
             what = self._next()
             if what is None:
-                began = self.env.now
-                yield from self._interruptible(self._until_growth(), "training")
-                if self.env.now > began and not self._pending and self._room():
-                    yield from self._grow()
+                yield from self._interruptible(math.inf, "training")
             elif what == "joined":
-                if self._room() and self._until_growth() <= 0:
+                if self._may_grow():
                     yield from self._grow()
             else:
                 yield from self._restart()
@@ -142,11 +141,14 @@ class Trainer:
     def _next(self) -> What | None:
         return self._pending.pop(0) if self._pending else None
 
-    def _room(self) -> bool:
-        return not self.fixed and min(self.cluster.alive, self.most) > self.size
-
-    def _until_growth(self) -> float:
-        return self._grew_at + self.costs.grow_pause_s - self.env.now if self._room() else math.inf
+    def _may_grow(self) -> bool:
+        joining = min(self.cluster.alive, self.most) - self.size
+        if self.costs.grow_s is None or joining <= 0:
+            return False
+        pause_s = self._restart_s(self.costs.grow_s)
+        return not self.costs.weighs_growth or is_worth_growing(
+            self.size, joining, pause_s, self.mttf_s
+        )
 
     def _restart(self) -> Process:
         """Failures within a restart begin it again."""
@@ -167,7 +169,6 @@ class Trainer:
         self.account.growths += 1
         self._lose(self.costs.grow_loses_steps)
         self.size = min(self.cluster.alive, self.most)
-        self._grew_at = self.env.now
         yield from self._interruptible(self._restart_s(self.costs.grow_s), "growing")
 
     def _restart_s(self, seconds: float) -> float:

@@ -212,6 +212,10 @@ class ScalingSpec(Frozen):
     """Ray's strategy for placing ranks on nodes."""
     accelerator_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """Ray accelerator type, for example ``A100``; needs ``use_gpu``."""
+    grow_every_s: NonNegativeFiniteFloat | Literal["auto"] = "auto"
+    """Shortest time in seconds between two growths onto nodes that have become free. ``auto`` grows
+    once the ranks that join will add more work until the next failure than the others' pause
+    takes: at once in small groups, and for many nodes together in very large ones."""
 
     @field_validator("accelerator_type")
     @classmethod

@@ -325,7 +325,7 @@ ASSUMED_MTBF_S = 24 * 3600.0
 observed failure."""
 READ_BATCH = 5000
 
-_NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
+NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
 """Failures that more frequent checkpoints do not help against: code that raises again, and moves
 to other nodes, which save first."""
 
@@ -361,7 +361,7 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
                     event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None
                 ):
                     trained_s, began = trained_s + max(0.0, event.at - began), None
-                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in _NO_RISK:
+                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in NO_RISK:
                     num_failures += 1
             if not events:
                 break

@@ -11,6 +11,7 @@ from typing import Any
 from everstep.text import failure as failure_words
 from everstep.wire import Verdict
 from everstep.wire.events import EventKind, Rung
+from train_fn.checkpoints.cadence import NO_RISK, ObservedFailures
 from train_fn.journal.client import ActorJournalClient
 from train_fn.ray_train.journal_actor import deliver_to
 from train_fn.ray_train.ray_internals import Worker
@@ -43,6 +44,7 @@ class AttemptLog:
         self._done_before = engine.history.last_step or 0, engine.history.total_steps
         """Steps done and in all, according to earlier submissions."""
         self.failures: list[PastFailure] = list(engine.history.failures)
+        self._began_at, self._failures_before = time.monotonic(), len(self.failures)
         self.recovery: RecoveryNote | None = engine.recovery
         """What the next attempt reports about its recovery; None if it follows no failure."""
         self.journal = ActorJournalClient(
@@ -119,6 +121,13 @@ class AttemptLog:
         logger.warning(
             "attempt %d failed: %s; %s", self.attempt, failure_words.line(failure), failure.action
         )
+
+    def mtbf_s(self) -> float:
+        """Return the estimated mean seconds between the run's failures since the controller
+        began."""
+        failures = self.failures[self._failures_before :]
+        count = sum(failure.verdict.value not in NO_RISK for failure in failures)
+        return ObservedFailures(count, time.monotonic() - self._began_at).mtbf_s()
 
     def worked_s(self, evidence_at: float) -> float | None:
         """Return how long the attempt's script had been running, in seconds, if it reports no

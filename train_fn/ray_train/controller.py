@@ -35,7 +35,7 @@ from train_fn.ray_train.ray_internals import (
     ShuttingDownState,
     TrainController,
 )
-from train_fn.ray_train.scaling import LiveNodes, LiveScalingPolicy
+from train_fn.ray_train.scaling import GrowthRule, LiveNodes, LiveScalingPolicy
 from train_fn.recovery.hang import HangWatch
 from train_fn.recovery.launch import YIELDED, ControllerOutcome, Engine
 from train_fn.recovery.marks import WorkersLimit
@@ -106,6 +106,11 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._journal,
             self._nodes.read,
             self._placement.held,
+            GrowthRule(
+                job.spec.scaling.grow_every_s,
+                self._attempt_log.mtbf_s,
+                lambda: self._attempt_log.has_stepped,
+            ),
             WorkersLimit(job.run_dir, job.workers_limit).value,
         )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -30,7 +30,7 @@ from train_fn.ray_train.ray_internals import (
 from train_fn.recovery.links import ExcludedNodes
 from train_fn.recovery.marks import MarksReader
 from train_fn.recovery.settings import RecoverySettings
-from train_fn.recovery.sizing import Fit, NodeView, fit_workers
+from train_fn.recovery.sizing import Fit, NodeView, fit_workers, is_worth_growing
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,48 @@ class _Room:
     fit: Fit
 
 
+class GrowthRule:
+    """Say when a group may grow again, by ``scaling.grow_every_s``, what growths have cost so far,
+    and how often the run fails.
+
+    Args:
+        every_s: shortest seconds between two growths, or ``auto``.
+        mtbf_s: returns the mean seconds between the run's failures.
+        has_stepped: returns whether the present group has made a step.
+    """
+
+    def __init__(
+        self,
+        every_s: float | Literal["auto"],
+        mtbf_s: Callable[[], float],
+        has_stepped: Callable[[], bool],
+    ) -> None:
+        self._every_s = every_s
+        self._mtbf_s = mtbf_s
+        self._has_stepped = has_stepped
+        self._grew_at = float("-inf")
+        self._is_open = False
+        """Whether the group that grew last has not made a step yet."""
+        self._pause_s = 0.0
+        """The longest time without a step that a growth has cost."""
+
+    def allows(self, num_ranks: int, num_then: int, now: float) -> bool:
+        """Return whether the group may grow from ``num_ranks`` to ``num_then``. ``now`` is in
+        monotonic seconds."""
+        if self._is_open:
+            if not self._has_stepped():
+                return False
+            self._is_open = False
+            self._pause_s = max(self._pause_s, now - self._grew_at)
+        if self._every_s != "auto":
+            return now - self._grew_at >= self._every_s
+        return is_worth_growing(num_ranks, num_then - num_ranks, self._pause_s, self._mtbf_s())
+
+    def grows(self, now: float) -> None:
+        """Note that the ranks of a group have left for a larger one."""
+        self._grew_at, self._is_open = now, True
+
+
 class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
     """Size the worker group by the resources that are available now. Runs in the controller."""
 
@@ -54,6 +96,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         journal: ActorJournalClient,
         read_nodes: ReadNodes,
         held: Callable[[Collection[str]], Mapping[str, int]],
+        growth: GrowthRule,
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Set up the policy.
@@ -62,6 +105,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             read_nodes: returns the nodes.
             held: takes the ids of live nodes, and returns the number of this run's own bundles on
                 each. These count as free.
+            growth: says when the group may grow again.
             limit: returns the most ranks that the run may use now; None for as many as it asks for.
         """
         super().__init__(scaling_config)
@@ -69,6 +113,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._journal = journal
         self._read_nodes = read_nodes
         self._held = held
+        self._growth = growth
         self._limit = limit
         self._not_before = 0.0
         self._waiting_since: float | None = None
@@ -190,7 +235,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         exceptions are draining nodes and a limit set by the service.
         """
         if worker_group_status.finished:
-            return self._resize_after_yield()
+            return self._resize_after_yield(worker_group_state.num_workers)
         now = time.monotonic()
         if now - self._checked_at < self._settings.resize_interval_s:
             return NoopDecision()
@@ -206,7 +251,9 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
             self.wanted = self._most_workers()
         elif now - worker_group_state.start_time < self._settings.growth_cooldown_s:
             return NoopDecision()
-        elif room.fit.num_workers <= worker_group_state.num_workers:
+        elif room.fit.num_workers <= worker_group_state.num_workers or not self._growth.allows(
+            worker_group_state.num_workers, room.fit.num_workers, now
+        ):
             self._room_since = None
         elif self._room_since is None:
             self._room_since = now
@@ -228,7 +275,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         )
         return frozenset(node.node_id for node in leaving)
 
-    def _resize_after_yield(self) -> ScalingDecision:
+    def _resize_after_yield(self, num_ranks: int) -> ScalingDecision:
         """Resize after the ranks have exited. The size fits the current nodes, not those at the
         time of the request.
 
@@ -240,9 +287,10 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         room = self._room()
         if room is None:
             return NoopDecision()
-        return self._resize(
-            self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
-        )
+        num_then = self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
+        if num_then > num_ranks:
+            self._growth.grows(time.monotonic())
+        return self._resize(num_then)
 
     def _resize(self, num_workers: int) -> ScalingDecision:
         return ResizeDecision(

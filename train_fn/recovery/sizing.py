@@ -83,6 +83,12 @@ def fit_workers(
     )
 
 
+def is_worth_growing(num_ranks: int, num_joining: int, pause_s: float, mtbf_s: float) -> bool:
+    """Return whether the work that the joining ranks add until the next failure is at least what
+    the others miss in their pause."""
+    return num_joining > 0 and num_joining * mtbf_s >= num_ranks * pause_s
+
+
 def _wanted(per_worker: Mapping[str, float]) -> dict[str, float]:
     return {name: amount for name, amount in per_worker.items() if amount > 0}
 

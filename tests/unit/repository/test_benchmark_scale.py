@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale.parameters import EVERSTEP, HOT_SPARE, MTTF_AT_16384_S, TORCHRUN, Costs
+from benchmarks.scale.parameters import (
+    EVERSTEP,
+    HOT_SPARE,
+    KEPT,
+    MTTF_AT_16384_S,
+    TORCHRUN,
+    Costs,
+)
 from benchmarks.scale.simulation import predict, simulate
 
 PLAIN = replace(EVERSTEP, stall_s=0.0, per_gpu_s=0.0, state_s=0.0, warm_after_s=0.0)
@@ -22,9 +29,9 @@ def test_without_failures_every_second_counts() -> None:
 
 def test_a_kill_costs_its_recovery_and_a_node_its_return_too() -> None:
     ranks = [(60.0 * minute + 20, "process") for minute in range(10)]
-    assert predict(PLAIN, ranks, 600) == pytest.approx(1 - 0.58 / 60)
+    assert predict(PLAIN, ranks, 600) == pytest.approx(1 - PLAIN.recovery_s / 60)
     nodes = [(60.0 * minute + 20, "node") for minute in range(10)]
-    assert predict(PLAIN, nodes, 600) == pytest.approx(1 - (0.58 + 3.8) / 60)
+    assert predict(PLAIN, nodes, 600) == pytest.approx(1 - (PLAIN.recovery_s + 0.51) / 60)
 
 
 def test_steps_since_the_last_save_are_lost_where_nobody_keeps_them() -> None:
@@ -37,10 +44,10 @@ def test_steps_since_the_last_save_are_lost_where_nobody_keeps_them() -> None:
 
 def test_a_failure_within_a_recovery_begins_it_again() -> None:
     kills = [(100.0, "process"), (100.4, "process")]
-    assert predict(PLAIN, kills, 200) == pytest.approx(1 - (0.4 + 0.58) / 200)
+    assert predict(PLAIN, kills, 200) == pytest.approx(1 - (0.4 + PLAIN.recovery_s) / 200)
     slow = replace(PLAIN, warm_after_s=20.0)
     assert predict(slow, [(100.0, "process"), (105.0, "process")], 200) == pytest.approx(
-        1 - (0.58 + 4.5) / 200
+        1 - (PLAIN.recovery_s + 4.5) / 200
     )
 
 
@@ -56,6 +63,14 @@ def test_goodput_at_scale_is_what_the_rates_say() -> None:
     )
     assert shares["restarting"] == pytest.approx(60 / MTTF_AT_16384_S, rel=0.1)
     assert goodput + sum(shares.values()) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_growth_waits_until_it_is_worth_its_pause() -> None:
+    """Where a pause of all ranks costs more than one node adds until the next failure, nodes join
+    together, or at the next recovery."""
+    at_once, weighed = (simulate(costs, 65_536, num_failures=800) for costs in (KEPT, EVERSTEP))
+    assert weighed[1]["growing"] < at_once[1]["growing"] / 2 and weighed[0] > at_once[0] + 0.03
+    assert simulate(KEPT, 512) == simulate(EVERSTEP, 512)
 
 
 def test_spares_cost_their_share_and_save_the_waiting() -> None:

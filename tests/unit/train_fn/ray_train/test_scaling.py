@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from ray.train import ScalingConfig
 
 from everstep.wire.events import EventKind
 from train_fn.ray_train.ray_internals import NoopDecision, ResizeDecision
-from train_fn.ray_train.scaling import LiveScalingPolicy
+from train_fn.ray_train.scaling import GrowthRule, LiveScalingPolicy
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.sizing import NodeView
 
@@ -69,9 +69,11 @@ def policy_on(
     workers: tuple[int, int],
     journal: Journal,
     limit: Callable[[], int | None] = lambda: None,
+    growth: GrowthRule | None = None,
 ) -> LiveScalingPolicy:
     config = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1})
-    return LiveScalingPolicy(config, SETTINGS, journal, cluster.look, cluster.held, limit)  # type: ignore[arg-type]
+    growth = growth or GrowthRule("auto", lambda: 3600.0, lambda: True)
+    return LiveScalingPolicy(config, SETTINGS, journal, cluster.look, cluster.held, growth, limit)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -192,3 +194,53 @@ def test_nobody_is_dispensable_while_the_nodes_cannot_be_read(
     policy = policy_on(Cluster.of("abc", ranks="ab"), (1, 2), journal)
     monkeypatch.setattr(policy, "_read_nodes", fail)
     assert policy.dispensable() == []
+
+
+def rule(every_s: float | Literal["auto"], mtbf_s: float = 3600.0) -> GrowthRule:
+    return GrowthRule(every_s, lambda: mtbf_s, lambda: True)
+
+
+def test_growths_keep_the_time_between_them_that_the_spec_asks_for() -> None:
+    growth = rule(600.0)
+    assert growth.allows(2, 3, now=5.0), "the first one waits for nothing"
+    growth.grows(5.0)
+    assert [growth.allows(3, 4, now) for now in (10.0, 604.9, 605.0)] == [False, False, True]
+
+
+def test_a_growth_waits_for_the_first_step_of_the_one_before() -> None:
+    stepped = False
+    growth = GrowthRule("auto", lambda: 3600.0, lambda: stepped)
+    growth.grows(0.0)
+    assert not growth.allows(2, 3, now=100.0)
+    stepped = True
+    assert growth.allows(2, 3, now=101.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "joining", "mtbf_s", "allowed"),
+    [
+        (2, 1, 60.0, True),
+        (1000, 8, 3600.0, True),
+        (100_000, 8, 1000.0, False),
+        (100_000, 600, 1000.0, True),
+    ],
+)
+def test_by_itself_a_group_grows_where_that_is_worth_the_pause(
+    ranks: int, joining: int, mtbf_s: float, allowed: bool
+) -> None:
+    growth = rule("auto", mtbf_s)
+    growth.grows(0.0)
+    growth.allows(ranks, ranks, now=5.0)  # the first step after 5 s
+    assert growth.allows(ranks, ranks + joining, now=6.0) is allowed
+
+
+def test_a_group_stays_as_it_is_until_its_rule_allows_more_ranks(journal: Journal) -> None:
+    cluster, growth = Cluster.of("abcd", ranks="ab"), rule(1e9)
+    growth.grows(0.0)
+    policy = policy_on(cluster, (1, 4), journal, growth=growth)
+    for _ in range(3):
+        policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted is None
+    cluster.mark("a", draining=True)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert policy.wanted == 3, "who must leave anyway comes back as many as there is room for"
