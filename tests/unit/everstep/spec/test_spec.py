@@ -53,6 +53,7 @@ CONTRACT: dict[str, Any] = {
         "use_gpu": "auto",
         "placement_strategy": "SPREAD",
         "accelerator_type": None,
+        "grow_every_s": "auto",
     },
     "checkpoint": {
         "every_steps": 50,
