@@ -359,7 +359,7 @@ def rehearsal_key(spec: RunSpec, versions: Mapping[str, str]) -> str:
 
 def rehearsed_ranks(spec: RunSpec) -> int:
     """Return the ranks of a run's rehearsal: two show what more would."""
-    return min(2, spec.scaling.max_workers)
+    return min(2, spec.most_workers)
 
 
 def read_rehearsal(storage: Storage, key: str) -> dict[str, Any] | None:

@@ -201,7 +201,7 @@ class RunSpec(Frozen):
         code: CodeSpec | None = info.data.get("code")
         if train is None or (code is not None and code.task is None):
             return value
-        num_micro = math.ceil(train.global_batch_size / _micro_batch_size(train, value))
+        num_micro = _num_micro_batches(train, value)
         if value.min_workers > num_micro:
             raise PydanticCustomError(
                 "more_workers_than_micro_batches",
@@ -210,6 +210,12 @@ class RunSpec(Frozen):
                 {"workers": value.min_workers, "num_micro": num_micro},
             )
         return value
+
+    @property
+    def most_workers(self) -> int:
+        """Return the most ranks that the run may have. Of a task no more than a global batch has
+        micro-batches: others would have nothing to do."""
+        return most_workers(self.train, self.scaling, is_own_loop=self.runs_own_function)
 
     @property
     def full_size(self) -> int:
@@ -262,6 +268,16 @@ def _micro_batch_size(train: TrainSpec, scaling: ScalingSpec) -> int:
     if train.micro_batch_size != "auto":
         return train.micro_batch_size
     return auto_micro_batch_size(train.global_batch_size, scaling.max_workers)
+
+
+def _num_micro_batches(train: TrainSpec, scaling: ScalingSpec) -> int:
+    return math.ceil(train.global_batch_size / _micro_batch_size(train, scaling))
+
+
+def most_workers(train: TrainSpec, scaling: ScalingSpec, *, is_own_loop: bool) -> int:
+    """Return ``RunSpec.most_workers`` of a spec with these sections."""
+    most = scaling.max_workers
+    return most if is_own_loop else min(most, _num_micro_batches(train, scaling))
 
 
 def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:

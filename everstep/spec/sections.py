@@ -200,7 +200,8 @@ class ScalingSpec(Frozen):
     min_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
     """The run waits while fewer ranks than this can be placed."""
     max_workers: Annotated[int, Field(ge=1, le=MAX_WORKERS), AfterValidator(_max_reaches_min)] = 1
-    """Ranks that the run uses if the cluster has room."""
+    """Ranks that the run uses if the cluster has room. A run of a task uses no more than a global
+    batch has micro-batches."""
     resources_per_worker: dict[ResourceName, PositiveFiniteFloat] = Field(
         default_factory=lambda: {"CPU": 1.0}
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Select, Table, select
 
-from everstep.spec.run_spec import origin_of, rehearsal_mode
+from everstep.spec.run_spec import most_workers, origin_of, rehearsal_mode
 from everstep.spec.sections import (
     CheckpointSpec,
     NotifySpec,
@@ -286,6 +286,11 @@ class StoredSpec(BaseModel):
     def runs_own_function(self) -> bool:
         """As ``RunSpec.runs_own_function``."""
         return self.code is not None and (self.code.train_fn or self.code.script) is not None
+
+    @property
+    def most_workers(self) -> int:
+        """As ``RunSpec.most_workers``."""
+        return most_workers(self.train, self.scaling, is_own_loop=self.runs_own_function)
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> Self:

@@ -156,7 +156,8 @@ def facts_of(
     tail: TailFact = TailFact.BEHIND,
 ) -> RunFacts:
     """Return the facts of a row, with what is known about its job and its journal."""
-    scaling, deadline_s = row.stored_spec.scaling, row.stored_spec.recovery.deadline_s
+    spec = row.stored_spec
+    scaling, deadline_s = spec.scaling, spec.recovery.deadline_s
     shrunk = row.shrunk or {}
     return RunFacts(
         id=row.id,
@@ -178,7 +179,7 @@ def facts_of(
         deadline_at=None if deadline_s is None else row.created_at + deadline_s,
         steps_done=row.total_steps is not None and row.step >= row.total_steps,
         min_workers=scaling.min_workers,
-        max_workers=scaling.max_workers,
+        max_workers=spec.most_workers,
         workers_limit=row.workers_limit,
         shrunk_to=shrunk.get("to"),
         shrunk_by=shrunk.get("by"),

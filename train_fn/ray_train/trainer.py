@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from everstep.spec.run_spec import RunSpec
-from everstep.spec.sections import ScalingSpec
 from train_fn.ray_train.controller import EverstepController
 from train_fn.ray_train.journal_actor import NAMESPACE, controller_name
 from train_fn.ray_train.rank import run_rank
@@ -50,7 +49,7 @@ class EverstepTrainer(TorchTrainer):  # type: ignore[misc]
                 backend=group_backend(torch.device("cuda" if job.use_gpu else "cpu")),
                 timeout_s=settings.collective_timeout_s,
             ),
-            scaling_config=_scaling_config(job.spec.scaling, job.use_gpu),
+            scaling_config=_scaling_config(job.spec, job.use_gpu),
             run_config=ray.train.RunConfig(
                 name=job.run_dir.run_id,
                 storage_path=job.run_dir.parent_uri,
@@ -133,11 +132,12 @@ def _checkpoint_config(spec: RunSpec) -> ray.train.CheckpointConfig:
     )
 
 
-def _scaling_config(spec: ScalingSpec, use_gpu: bool) -> ray.train.ScalingConfig:
+def _scaling_config(run: RunSpec, use_gpu: bool) -> ray.train.ScalingConfig:
     """Return the scaling limits of the spec. The scaling policy applies the number of ranks that
     the service currently allows within them."""
+    spec = run.scaling
     return ray.train.ScalingConfig(
-        num_workers=(spec.min_workers, spec.max_workers),
+        num_workers=(spec.min_workers, run.most_workers),
         use_gpu=use_gpu,
         resources_per_worker=worker_resources(spec, use_gpu),
         placement_strategy=spec.placement_strategy,

@@ -34,18 +34,13 @@ class RankJob:
     train: str
     """``module:function`` of the training loop."""
     workers_limit: int | None = None
-    """Most ranks that the service allowed when the run started; None for
-    ``scaling.max_workers``."""
+    """Most ranks that the service allowed when the run started; None for as many as it asks for."""
 
     @property
     def max_workers(self) -> int:
         """Return the most ranks that the run may start with."""
-        scaling = self.spec.scaling
-        return (
-            scaling.max_workers
-            if self.workers_limit is None
-            else max(scaling.min_workers, min(scaling.max_workers, self.workers_limit))
-        )
+        most, limit = self.spec.most_workers, self.workers_limit
+        return most if limit is None else max(self.spec.scaling.min_workers, min(most, limit))
 
 
 @dataclass(frozen=True)

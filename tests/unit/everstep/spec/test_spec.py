@@ -226,3 +226,11 @@ def test_only_elastic_exactness_and_audits_make_auto_strict() -> None:
         )
         assert train.wants_determinism == found
     assert not TrainSpec(exactness="elastic").compile
+
+
+def test_a_tasks_run_has_no_more_ranks_than_a_global_batch_has_micro_batches() -> None:
+    scaling = {"max_workers": 32}
+    train = {"global_batch_size": 256, "micro_batch_size": 64}
+    assert parse_spec(spec(train=train, scaling=scaling)).most_workers == 4
+    own = {"name": "a", "code": OWN_FUNCTION, "scaling": scaling}
+    assert parse_spec(own).most_workers == 32
