@@ -88,6 +88,8 @@ class Parts:
     """What the process held once it had built these; None before the first pass."""
     ignored: set[str] = field(default_factory=set)
     """Names of those that depend on the batch alone."""
+    is_tried: bool = False
+    """Whether a first pass has found that the model takes the run's micro-batches."""
     flops_per_sample: float | None = None
     """As counted; None if it was not."""
 

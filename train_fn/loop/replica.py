@@ -296,14 +296,20 @@ class Replica:
         self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
         if not self.parts.is_kept:
-            self.parts.flops_per_sample = counted_flops(
-                self.task, self.state.model, batch, len(first)
-            )
             self.state.task = self.task_state.capture()
-            try_smallest(self)
+            self._try_once(batch, len(first))
         self.volatile = run_first_pass(self, batch, loaded, first, is_fresh=is_fresh)
         if self.exchange is not None:
             self.exchange.watch()
+
+    def _try_once(self, batch: Any | None, num_samples: int) -> None:
+        """Count the operations of a sample, and refuse micro-batches that are too small, unless a
+        pass ahead has done both with the same samples."""
+        if not self.parts.is_tried:
+            flops = counted_flops(self.task, self.state.model, batch, num_samples)
+            self.parts.flops_per_sample = flops
+            try_smallest(self)
+            self.parts.is_tried = True
 
     def let_go(self) -> None:
         """Take off what ties the parts to the peers of this attempt: DDP, hooks, and gradients in

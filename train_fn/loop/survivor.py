@@ -233,11 +233,13 @@ class Beginning:
 
 def take_inventory(parts: Parts) -> Inventory:
     """Return the present inventory of a process with these parts."""
-    values: dict[str, object] | None
     try:
-        values = held_values(parts.owners, tensors_of(parts.state))
+        return _inventory(held_values(parts.owners, tensors_of(parts.state)))
     except TooMuch:
-        values = None
+        return _inventory(None)
+
+
+def _inventory(values: dict[str, object] | None) -> Inventory:
     return Inventory(
         values,
         dict(os.environ),
@@ -256,8 +258,8 @@ def take_inventory(parts: Parts) -> Inventory:
 def note_inventory(parts: Parts) -> None:
     """Note what the process holds after the first pass of an attempt. A process that stays holds
     the values of its first one, and in all else what Ray and Everstep have made of it since."""
-    now, first = take_inventory(parts), parts.inventory
-    parts.inventory = now if first is None else replace(now, values=first.values)
+    first = parts.inventory
+    parts.inventory = take_inventory(parts) if first is None else _inventory(first.values)
 
 
 def tensors_of(state: TrainState) -> Iterator[object]:

@@ -165,12 +165,20 @@ def loop_of(job: RankJob) -> tuple[ModuleType, str]:
     """Import the module of the training loop. Return it, and the name of its function."""
     name, _, function = job.train.partition(":")
     module = importlib.import_module(name)
-    if gc.get_freeze_count() == 0:
-        # Objects of the imports stay alive. A rank that leaves a broken step collects garbage,
-        # which should not search all of torch. Only once in a process: an object of an earlier
-        # attempt must not stay forever.
-        gc.freeze()
+    _freeze_imports()
     return module, function
+
+
+@cache
+def _freeze_imports() -> None:
+    """Keep the objects of the imports alive. A rank that leaves a broken step collects garbage,
+    which should not search all of torch.
+
+    Only once in a process: an object of an earlier attempt must not stay forever. To count the
+    frozen objects takes a tenth of a second.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
 
 
 def _context(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tests.integration.trainees import Regression
 from tests.support.one_rank import Journal, journal_of, one_rank, small_task_alone
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.saver import Saver
-from train_fn.loop import attempt, departure, replica
-from train_fn.loop.attempt import train
+from train_fn.loop import attempt, departure, replica, survivor
+from train_fn.loop.attempt import build_ahead, train
 from train_fn.node import device as broken_device
 from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
@@ -358,3 +359,29 @@ def test_nothing_of_a_broken_device_is_freed(
     monkeypatch.setattr(Reporter, "step_done", break_here)
     fail(run_dir, 1)
     assert (ends[0]() is not None) is broken
+
+
+def test_a_model_that_was_built_ahead_is_not_tried_a_second_time(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait while a rank that joins counts operations and walks through what it holds."""
+    done: list[str] = []
+    for owner, name in ((replica, "counted_flops"), (survivor, "held_values")):
+        call = getattr(owner, name)
+
+        def counted(*arguments: Any, name: str = name, call: Any = call) -> Any:
+            done.append(name)
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+    first, second = (replace(one_rank(SPEC, run_dir, attempt=n), in_process=True) for n in (1, 2))
+    build_ahead(first)
+    assert done == ["held_values", "counted_flops", "held_values"]
+    break_after_step_3(monkeypatch)
+    with pytest.raises(StepFailed):
+        train(first)
+    assert done[3:] == ["held_values"], "once, after the first pass"
+    parts = replica.build_replica(second).parts
+    survivor.note_inventory(parts)
+    survivor.note_inventory(parts)
+    assert done[4:] == ["held_values"], "a process holds the values of its first attempt"
