@@ -4,19 +4,26 @@ nobody killed."""
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
-from dataclasses import replace
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from tests.support.own_loops import Ended, LoopJob, events, losses, start, train_to_end
-from tests.support.rank_processes import run_id_for
+from tests.support.rank_processes import DEADLINE_S, run_id_for
 from train_fn.checkpoints.sharded import main
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.standalone.rank import EXIT_STOPPED
@@ -199,3 +206,218 @@ def test_what_is_left_of_a_run_without_a_service_becomes_a_checkpoint(
     assert {*found} == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
     for name, value in found.items():
         np.testing.assert_array_equal(value.numpy(), ended.values[name.replace(".", "_")])
+
+
+def test_another_run_begins_from_a_checkpoint_in_pieces_at_any_size(
+    tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    """With the weights, moments and place in the data of the other run; at the same size, its very
+    bits. The other run lies in the same storage."""
+    directory = twin[0].directory
+    whole = train_to_end(job_of(directory, "longer", steps=STEPS + 4))
+    same = job_of(directory, "fork", steps=STEPS + 4, origin=twin[0].run_id)
+    ended = train_to_end(same)
+    found = restored(same)
+    assert (found["source"], found["step"]) == ("fork", STEPS)
+    assert found["origin"]["run_id"] == twin[0].run_id
+    assert ended.weights == whole.weights and {*losses(same)} == {*range(STEPS + 1, STEPS + 5)}
+    other = job_of(directory, "other", steps=STEPS + 4, origin=twin[0].run_id)
+    other = replace(other, nodes=("a", "b"), world_size=2)
+    start(replace(other, killed=(1, STEPS + 2, "torn")))
+    ended = train_to_end(other)
+    assert restored(other)["source"] == "snapshot"
+    for name, value in whole.values.items():
+        np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_may_begin_from_what_another_trainer_saved(tmp_path: Path) -> None:
+    """A plain directory of torch.distributed.checkpoint, loaded before `with state:`, at another
+    number of ranks. What was loaded is part of what deaths cannot take."""
+    plain = tmp_path / "plain"
+    train_to_end(job_of(tmp_path, "first", nodes=("a", "b"), world_size=2, steps=6, plain=plain))
+    whole = job_of(tmp_path, "whole", steps=6, plain=plain)
+    ended = train_to_end(whole)
+    job = job_of(tmp_path, "killed", steps=6, plain=plain)
+    start(replace(job, killed=(1, 1, "gate")))
+    assert train_to_end(job).weights == ended.weights and losses(job) == losses(whole)
+    assert restored(job)["source"] == "snapshot"
+    assert losses(job)[1] < losses(job_of(tmp_path, "first"))[1]
+
+
+# ---------------------------------------------------------------- full memory, late ranks
+
+
+def test_a_full_memory_costs_protection_and_no_bit(
+    tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    """Neither its own piece nor its ward's fits for three steps. The run says so, and trains on;
+    once they fit again, a node's death costs nothing."""
+    job = job_of(tmp_path, "full", nodes=("a", "b", "c"))
+    start(replace(job, odd=(2, 3, "full"), killed=(1, 9, "torn")))
+    without, kept = events(job, EventKind.SNAPSHOTS)
+    assert (without["snapshots"], kept["snapshots"]) == ("none", "survivors")
+    assert 3 < without["step"] < kept["step"] < 9 and "rank" in without["problem"]
+    reported = newest_reported(job)
+    lose(job, "b")
+    ended = train_to_end(replace(job, nodes=("a", "d", "c")))
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported >= 8
+    require_like(job, ended, twin)
+
+
+def wait_until_stopped(ranks: list[Any]) -> None:
+    """Wait until these processes are stopped by a signal."""
+    deadline = time.monotonic() + DEADLINE_S
+    while any(psutil.Process(each.pid).status() != psutil.STATUS_STOPPED for each in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("late", [pytest.param((2,), marks=pytest.mark.chaos), (0, 1, 2)])
+def test_what_a_late_attempt_leaves_counts_for_nothing(
+    late: tuple[int, ...], tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    """Ranks are stopped, and the run goes on without them from what lies on their nodes. Then they
+    wake up, and all together train on, keep newer pieces and save newer checkpoints."""
+    job = job_of(tmp_path, "late", every_steps=3)
+    first, *mates = late
+
+    def replaced(ranks: list[Any]) -> None:
+        wait_until_stopped([ranks[at] for at in late])
+        for at in {*range(len(ranks))} - {*late}:
+            ranks[at].kill()
+        start(replace(job, killed=(1, 7, "torn")))
+        for at in late:
+            os.kill(ranks[at].pid, signal.SIGCONT)
+
+    start(
+        replace(job, killed=(first, 5, "backward"), mates=tuple(mates), by=signal.SIGSTOP), replaced
+    )
+    saved = {(each.submission, each.step) for each in CheckpointStore(job.run_dir).list()}
+    assert (len(late) == len(NODES)) == ((1, STEPS) in saved)
+    ended = train_to_end(job)
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] in (7, 8)
+    require_like(job, ended, twin)
+    newest = CheckpointStore(job.run_dir).lineage()[-1]
+    assert (newest.submission, newest.step) == (3, STEPS)
+
+
+# ---------------------------------------------------------------- random plans
+
+PLACES = ("forward", "backward", "gate", "torn", "committed", "copying")
+
+
+@dataclass(frozen=True)
+class Death:
+    """What dies in an attempt, and where: the victim, and others at the same time."""
+
+    nodes: tuple[str, ...]
+    """Of all ranks of the attempt."""
+    ranks: tuple[int, ...]
+    """The victim first."""
+    from_step: int
+    place: str
+    is_stopped: bool
+    """By SIGSTOP; killed once all are stopped, as a controller does."""
+    lost: str | None
+    """Node whose memory is lost."""
+
+
+def plan_of(seed: int, num_deaths: int = 3) -> tuple[list[Death], tuple[str, ...]]:
+    """Return deaths that must cost no reported step, one for each attempt, and the nodes of the
+    attempt that ends. Even seeds keep the number of ranks.
+
+    After a node is lost, what it had is on one node until an attempt has passed its first gate: no
+    other one is lost before.
+    """
+    rng = random.Random(seed)
+    size = rng.randint(2, 5)
+    nodes = [*"abcd"[: rng.randint(2, min(4, size))]]
+    nodes = sorted(nodes + rng.choices(nodes, k=size - len(nodes)))
+    found: list[Death] = []
+    step, newest, is_exposed, new = 0, 0, False, iter("efghijkl")
+    for number in range(num_deaths):
+        step += rng.randint(0 if number else 1, 3)
+        place = rng.choice([*PLACES, "moving", "moving"] if number else PLACES)
+        if place != "moving" and step > newest:  # it passes its first gate
+            is_exposed = False
+        may_lose = len({*nodes}) > 1 and not is_exposed
+        if place != "moving":
+            newest = max(step, newest) + 1  # that the next attempt may begin with
+        victim = rng.randrange(len(nodes))
+        mates = [at for at, node in enumerate(nodes) if node == nodes[victim] and at != victim]
+        lost = nodes[victim] if may_lose and rng.random() < 0.6 else None
+        if lost is None:
+            mates = [at for at in range(len(nodes)) if at != victim and rng.random() < 0.3]
+        ranks = (victim, *mates)
+        found.append(Death(tuple(nodes), ranks, step, place, rng.random() < 0.25, lost))
+        is_exposed = is_exposed or lost is not None
+        replacement = next(new)
+        nodes = [replacement if node == lost else node for node in nodes]
+        if seed % 2:
+            nodes = other_size(rng, nodes, replacement)
+    return found, tuple(nodes)
+
+
+def other_size(rng: random.Random, nodes: list[str], new: str) -> list[str]:
+    """Return the nodes of a group that grew, shrank or stayed."""
+    change = rng.choice([-1, 0, 1])
+    if change > 0 and len(nodes) < 5:
+        return [*nodes, new]
+    gone = [at for at, node in enumerate(nodes) if nodes.count(node) > 1 or node == new]
+    if change < 0 and len(nodes) > 2 and gone:
+        del nodes[rng.choice(gone)]
+    return nodes
+
+
+@cache
+def twin_of(directory: Path, size: int) -> tuple[LoopJob, Ended]:
+    job = job_of(directory, f"of-{size}", nodes=("a",) * size, world_size=size)
+    return job, train_to_end(job)
+
+
+def end_stopped(death: Death, ranks: list[Any]) -> None:
+    if death.is_stopped:
+        wait_until_stopped([ranks[at] for at in death.ranks])
+        for at in death.ranks:
+            ranks[at].kill()
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("twins")
+    twin_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "seed", [*(pytest.param(at, marks=pytest.mark.chaos) for at in range(100)), 100, 101]
+)
+def test_deaths_at_random_cost_no_reported_step(seed: int, tmp_path: Path, twins: Path) -> None:
+    deaths, nodes = plan_of(seed)
+    job = job_of(tmp_path, "plan")
+    for number, death in enumerate(deaths):
+        where = death.ranks[0], death.from_step, death.place
+        by = signal.SIGSTOP if death.is_stopped else signal.SIGKILL
+        job = replace(job, nodes=death.nodes, world_size=len(death.nodes))
+        reported = newest_reported(job)
+        ended = start(
+            replace(job, killed=where, mates=death.ranks[1:], by=by),
+            lambda ranks, death=death: end_stopped(death, ranks),
+        )
+        assert {ended[at].exit_code for at in death.ranks} == {-9}, (death, ended)
+        if number:
+            found = restored(job)
+            assert found["source"] == "snapshot" and found["step"] >= reported, (death, found)
+            assert not found["rejected"], found
+        if death.lost is not None:
+            lose(job, death.lost)
+    reported = newest_reported(job)
+    job = replace(job, nodes=nodes, world_size=len(nodes))
+    ended = train_to_end(job)
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported
+    whole = twin_of(twins, len(nodes))
+    if len({len(nodes), *(len(death.nodes) for death in deaths)}) == 1:
+        require_like(job, ended, whole)
+        return
+    assert {*losses(job)} == {*range(1, STEPS + 1)}
+    for name, value in whole[1].values.items():
+        np.testing.assert_allclose(ended.values[name], value, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -34,7 +35,10 @@ class LoopJob:
     norm: bool = True
     """With BatchNorm and dropout, which depend on the world size."""
     killed: tuple[int, int, str] | None = None
-    """(rank, steps done, place): that rank ends itself there with SIGKILL."""
+    """(rank, steps done, place): that rank ends itself there with SIGKILL; in a sharded loop, at
+    the first such place from there on."""
+    by: int = signal.SIGKILL
+    """The signal, of a sharded loop."""
     odd: tuple[int, int, str] | None = None
     """(rank, steps done, what): what that rank does once that its peers do not."""
     every_steps: int | None = 1000
@@ -42,6 +46,11 @@ class LoopJob:
     """Node of each rank; by default, all are on this machine's."""
     mates: tuple[int, ...] = ()
     """Ranks that die with the killed one."""
+    origin: str | None = None
+    """Run whose newest checkpoint this one begins from."""
+    plain: Path | None = None
+    """Directory of torch.distributed.checkpoint from which a sharded loop begins; it is written if
+    it does not exist."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -59,8 +68,8 @@ class Ended:
     """The final weights."""
 
 
-def start(job: LoopJob) -> list[Ended]:
-    """Run the loop on all ranks to its end, whatever that is."""
+def start(job: LoopJob, meanwhile: Callable[[list[Any]], None] = lambda ranks: None) -> list[Ended]:
+    """Run the loop on all ranks to its end, whatever that is. ``meanwhile`` gets the processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["train_fn.protect.door", "torch._dynamo", "tests.support.own_loops"]
@@ -71,7 +80,7 @@ def start(job: LoopJob) -> list[Ended]:
         context.Process(target=_rank_main, args=(job, rank, str(base)))
         for rank in range(job.world_size)
     ]
-    run_to_end(ranks)
+    run_to_end(ranks, meanwhile)
     return [_ended(base / f"{rank}.pickle", ranks[rank].exitcode) for rank in range(job.world_size)]
 
 
@@ -153,7 +162,12 @@ def die(job: LoopJob, rank: int, step: int, place: str) -> None:
 
 def protect(job: LoopJob, **parts: Any) -> Any:
     import everstep.train as es
+    from everstep.spec.sections import ResumeFrom
+    from train_fn.protect import training
 
+    if job.origin is not None:  # as the spec of a service's run says it
+        of_run, chosen = training._spec, ResumeFrom(run_id=job.origin, step="latest")
+        training._spec = lambda *given: of_run(*given).model_copy(update={"resume_from": chosen})
     return es.protect(
         **parts,
         storage=str(job.directory / "storage"),
@@ -262,19 +276,28 @@ def sharded(job: LoopJob, rank: int) -> Any:
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
+    if job.plain is not None and job.plain.exists():
+        load_plain(model, optimizer, job.plain)
     state = protect(job, model=model, optimizer=optimizer, scheduler=scheduler)
     data = es.loader(Noisy(), global_batch_size=24, seed=5)
     pids: list[Any] = [None] * job.world_size
     dist.all_gather_object(pids, os.getpid())
 
-    def at(place: str) -> None:
-        if job.killed == (rank, state.step_number, place):
-            for mate in job.mates:
-                os.kill(pids[mate], signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+    victim, from_step, where = job.killed or (None, 0, "")
 
-    if job.killed is not None and job.killed[0] == rank and job.killed[2] == "copying":
-        die_while_sending(job.killed[1], lambda: at("copying"))
+    def die() -> None:
+        for mate in job.mates:
+            os.kill(pids[mate], job.by)
+        os.kill(os.getpid(), job.by)
+
+    def at(place: str) -> None:
+        if (rank, place) == (victim, where) and state.step_number >= from_step:
+            die()
+
+    if rank == victim and where == "copying":
+        die_while_sending(from_step, die)
+    if rank == victim and where == "moving":
+        die_while_moving(die)
     with state:
         optimizer.register_step_pre_hook(lambda *_: at("gate"))
         for x, y in data.batches(state, steps=job.steps):
@@ -289,30 +312,91 @@ def sharded(job: LoopJob, rank: int) -> Any:
             optimizer.zero_grad()
             if job.odd == (rank, state.step_number, "stop"):
                 os.kill(os.getpid(), signal.SIGTERM)
+            if job.odd is not None and job.odd[0] == rank and job.odd[2] == "full":
+                fill_memory(state.step_number in range(job.odd[1], job.odd[1] + 3))
             state.step(loss=loss)
             at("committed")
+    if job.plain is not None and not job.plain.exists():
+        save_plain(model, optimizer, job.plain)
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     return nn.ParameterDict({name.replace(".", "_"): value for name, value in whole.items()})
 
 
+def save_plain(model: Any, optimizer: Any, directory: Path) -> None:
+    """Save as a trainer does that knows nothing of Everstep."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=directory)
+
+
+def load_plain(model: Any, optimizer: Any, directory: Path) -> None:
+    """Load what ``save_plain`` has saved, at any number of ranks."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
 def die_while_sending(step: int, die: Callable[[], None]) -> None:
-    """Let this rank die when half of its piece of a step is on its way to its heir."""
+    """Let this rank die when half of a piece is on its way to its heir, of that step or later."""
     from train_fn.snapshots import holdings
 
     send = holdings.PieceLinks.send
 
-    def send_half(links: Any, rank: int, label: Any) -> None:
-        if label.step != step:
+    def sending(links: Any, rank: int, label: Any) -> None:
+        if label.step < step:
             send(links, rank, label)
-            return
-        with links._store.open(label) as file:
-            data = file.read()
-        said = json.dumps(asdict(label)).encode()
-        head = holdings._HEAD.pack(len(said), len(data)) + said
-        links._to(rank).sendall(head + data[: len(data) // 2])
+        else:
+            send_half(links, rank, label)
+            die()
+
+    holdings.PieceLinks.send = sending  # type: ignore[method-assign]
+
+
+def die_while_moving(die: Callable[[], None]) -> None:
+    """Let this rank die when pieces of an earlier attempt move to the nodes that need them: in the
+    middle of one that it sends, or that it receives, else beside them."""
+    from train_fn.snapshots.holdings import Holdings
+
+    bring = Holdings.bring
+
+    def receive_some(holdings: Any, blocks: Any) -> Any:
+        yield next(iter(blocks))
         die()
 
-    holdings.PieceLinks.send = send_half  # type: ignore[method-assign]
+    def dying(holdings: Any, wanted: Any, labels: Any) -> Any:
+        wanted, rank = list(wanted), holdings._peers.rank
+        for move in wanted:
+            if move.source == rank:
+                send_half(holdings._links, move.target, labels[move.number])
+                die()
+        if not any(move.target == rank for move in wanted):
+            die()
+        Holdings._noticed = receive_some  # type: ignore[method-assign]
+        return bring(holdings, wanted, labels)
+
+    Holdings.bring = dying  # type: ignore[method-assign]
+
+
+def send_half(links: Any, rank: int, label: Any) -> None:
+    """Send the first half of a snapshot's file."""
+    from train_fn.snapshots import holdings
+
+    with links._store.open(label) as file:
+        data = file.read()
+    said = json.dumps(asdict(label)).encode()
+    head = holdings._HEAD.pack(len(said), len(data)) + said
+    links._to(rank).sendall(head + data[: len(data) // 2])
+
+
+def fill_memory(is_full: bool) -> None:
+    """Let this process's writes of files fail beyond a kilobyte, as those of a full memory do."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if is_full else most, most))
 
 
 def own_data(job: LoopJob, rank: int) -> Any:

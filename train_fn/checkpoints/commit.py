@@ -213,7 +213,7 @@ def piece_contents(state: Mapping[str, Any], *, with_common: bool) -> dict[str, 
     Args:
         with_common: also what all pieces have in common.
     """
-    own = {name: state[name] for name in ("piece", "rows", "shards")}
+    own = {name: state.get(name) for name in ("piece", "rows", "shards", "unsaved")}
     common = {STATE_FILE: {**state, "shards": None}} if with_common else {}
     return {**common, piece_file(Piece(*state["piece"])): own}
 
@@ -282,9 +282,7 @@ def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     def read(file: str) -> Any:
         if file not in _LOADED:
             return store.verify_file(manifest.name, file)
-        return store.load_file(
-            manifest.name, file, partial(torch.load, map_location="cpu", weights_only=True)
-        )
+        return store.load_file(manifest.name, file, _load)
 
     is_sharded = num_pieces(manifest) > 0
     files = sorted({STATE_FILE, *manifest.files, *(() if is_sharded else (MODEL_FILE,))})
@@ -300,17 +298,25 @@ def load_checkpoint(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+_load = partial(torch.load, map_location="cpu", weights_only=True)
+
+
+def load_common(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+    """Return what the pieces of a checkpoint have in common. Raises as ``load_checkpoint``."""
+    common = CheckpointStore(run_dir).load_file(manifest.name, STATE_FILE, _load)
+    return {**common, "parent": manifest.name}
+
+
 def load_pieces(
     run_dir: RunDir, manifest: Manifest, numbers: Iterable[int]
 ) -> dict[int, dict[str, Any]]:
     """Return these pieces of a checkpoint by number, as ``piece_contents`` has them. Raises as
     ``load_checkpoint``."""
     store, of = CheckpointStore(run_dir), num_pieces(manifest)
-    load = partial(torch.load, map_location="cpu", weights_only=True)
     found = {}
     for number in numbers:
         name = piece_file(Piece(number, of))
-        found[number] = store.load_file(manifest.name, name, load)
+        found[number] = store.load_file(manifest.name, name, _load)
         if tuple(found[number]["piece"]) != (number, of):
             raise CorruptCheckpoint(
                 manifest.name, name, str(Piece(number, of)), str(found[number]["piece"])

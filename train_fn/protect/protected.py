@@ -155,7 +155,6 @@ class Protected:
             training.shadows.take()
         if session.holdings is not None:
             # Under the new heirs, before anything changes: the next death may follow at once.
-            session.reporter.report_up_to(state.step)
             session.holdings.publish()
         ctx.report_state_bytes(size_bytes(state.state_dict()))
         self._hooks = [
@@ -174,6 +173,8 @@ class Protected:
         if session.restored.origin is not None:
             # After its first save a fork no longer depends on the run that it comes from.
             session.saver.offer(due=True, is_best=True)
+            if session.holdings is not None:
+                session.holdings.hold()
         self.reseed(state.seeds_at)
         session.reporter.start_clock()
 

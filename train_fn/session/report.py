@@ -326,7 +326,11 @@ class Reporter:
             entry["data"] for entry in tail.points if entry["data"]["step"] > journaled
         ]
         for entry in tail.others:
-            if entry.get("step", journaled) >= journaled:
+            if (at := entry.get("step", journaled)) < journaled:
+                continue
+            if at > self._newest:
+                self._events.append((at, EventKind(entry["kind"]), entry["data"]))
+            else:
                 self._journal.emit(EventKind(entry["kind"]), entry["data"])
 
     def seconds_of_epoch(self) -> float:
@@ -340,6 +344,7 @@ class Reporter:
 
     def close(self) -> None:
         """Report what is left, also metrics from before the restore that no step took along."""
-        ready = [each for each in self._points if each["step"] <= self._newest]
-        self._points, self._late_points = [*ready, *self._late_points], []
+        points = [*self._points, *self._late_points]
+        self._points = [each for each in points if each["step"] <= self._newest]
+        self._late_points = []
         self.hand_over()

@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +17,17 @@ import torch.distributed as dist
 
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.retention import attempt_starts, reported_checkpoints
+from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint
 from storage.run_control import Distrust
-from storage.run_dir import CheckpointName
-from train_fn.checkpoints.commit import STATE_FILE, load_pieces, load_trusted, num_pieces
+from storage.run_dir import CheckpointName, RunDir
+from train_fn.checkpoints.commit import (
+    STATE_FILE,
+    load_common,
+    load_pieces,
+    load_trusted,
+    num_pieces,
+)
 from train_fn.checkpoints.fork import Origin, read_origin
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, NonFiniteWeights, StateNotWhole
@@ -75,8 +82,8 @@ def find_newest(
     say so, and they are read for such a snapshot only.
 
     Args:
-        holdings: of a sharded model. Each rank then gets its piece as ``Restored.shards``, and the
-            holder returns what all ranks have in common.
+        holdings: of a sharded model. Each rank then returns its own part of the state, unless the
+            run is new, and none travels from one rank to all.
     """
     own_labels = _earlier(ctx, snapshot_store(ctx).labels())
     of_ranks = list(enumerate(peers.gather((own_labels, own))))
@@ -100,7 +107,7 @@ def find_newest(
             if offer is None or offer.label.step <= newest_durable:
                 _require_newest(newest_kept, newest_durable)
                 if kept.piece is not None:
-                    restored = replace(restored, shards=durable_shards(ctx, peers, kept, restored))
+                    state = durable_part(ctx, peers, kept, restored, state, adopt_origin)
                 return restored, state
             # The newest checkpoints were rejected, and the snapshot is newer than the one that is
             # sound.
@@ -120,11 +127,9 @@ def find_newest(
             state = kept.state_dict() if has_it else None
             return Restored("process", offer.rank, None, struck + elected.rejected), state
         if holdings is not None:
-            found = read_pieces(ctx, peers, kept, holdings, elected.offers)
-            if isinstance(found, Pieces):
-                rejected = struck + elected.rejected
-                restored = Restored("snapshot", found.holder, None, rejected, shards=found.shards)
-                return restored, found.common
+            state, found = read_pieces(ctx, peers, kept, holdings, elected.offers)
+            if not found:
+                return Restored("snapshot", offer.rank, None, struck + elected.rejected), state
             offers = [
                 each for each in offers if (holdings.nodes[each.rank], each.label) not in found
             ]
@@ -199,8 +204,6 @@ class Restored:
     rejected: tuple[Rejection, ...]
     origin: Origin | None = None
     """Of a fork."""
-    shards: dict[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
-    """This rank's piece of a state that is sharded, until it is loaded."""
 
     @property
     def is_kept(self) -> bool:
@@ -284,15 +287,13 @@ def newest_step(ctx: WorkerContext) -> int:
 # The state of a sharded model, elected as above: each rank gets the rows that are its own.
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """What a rank has of an elected state."""
+_OF_ITS_OWN = ("piece", "rows", "shards", "unsaved")
+"""What a rank's piece holds of this rank alone."""
+_IN_ALL = frozenset({*_OF_ITS_OWN, "model", "optimizer", "task"})
+"""What each rank takes from its own piece, however large it is. Gates compare what is in common."""
 
-    shards: dict[str, torch.Tensor]
-    holder: int
-    """Rank that has read what all ranks have in common."""
-    common: dict[str, Any] | None
-    """That, on this rank alone."""
+Bad = dict[tuple[str, Label], str]
+"""Files that cannot be used, by node and label, and why."""
 
 
 def read_pieces(
@@ -301,10 +302,10 @@ def read_pieces(
     kept: RunState,
     holdings: Holdings,
     offers: Sequence[Offer],
-) -> Pieces | dict[tuple[str, Label], str]:
-    """Read this rank's part of a state from the pieces on its node, and bring those that lie on
-    other nodes only. Return which files cannot be used instead, by node and label, the same on all
-    ranks. A collective.
+) -> tuple[dict[str, Any] | None, Bad]:
+    """Return this rank's part of a state, from the pieces on its node, once those are here that lie
+    on other nodes only. Or return the files that cannot be used, the same on all ranks. A
+    collective.
     """
     assert kept.piece is not None
     nodes, of = holdings.nodes, offers[0].label.pieces
@@ -318,12 +319,11 @@ def read_pieces(
         for rank in range(peers.world_size)
     ]
     failed = holdings.bring(list(moves(held, needs, nodes)), labels)
-    bad = {(nodes[move.source], labels[move.number]): why for move, why in failed}
+    bad: Bad = {(nodes[move.source], labels[move.number]): why for move, why in failed}
     if bad := _of_all(peers, bad):  # and every file is in its place
-        return bad
-    holder = min(rank for rank, numbers in enumerate(held) if 0 in numbers)
-    common, found = None, {}
-    for number in {*needs[peers.rank], *([0] if holder == peers.rank else [])}:
+        return None, bad
+    found = {}
+    for number in needs[peers.rank]:
         state, problem = _read(ctx, kept, labels[number])
         if state is not None and state.get("shards") is None:
             problem = "it is of a model that is not sharded"
@@ -332,51 +332,71 @@ def read_pieces(
         if state is not None:
             found[number] = state
     if bad := _of_all(peers, bad):
-        return bad
-    if holder == peers.rank:
-        common = {**found[0], "shards": None}
-    shards = _cut(kept, {number: found[number] for number in needs[peers.rank]}, of)
-    return Pieces(shards, holder, common)
+        return None, bad
+    own = next(iter(found.values()))
+    # What is small, and may differ between ranks, is that of one of them.
+    rest = {name: value for name, value in own.items() if name not in _IN_ALL}
+    rest = peers.share(rest if peers.rank == 0 else None, 0)
+    return part_of(kept, {**own, **rest}, found, of), {}
 
 
-def _of_all(peers: Peers, bad: dict[tuple[str, Label], str]) -> dict[tuple[str, Label], str]:
+def _of_all(peers: Peers, bad: Bad) -> Bad:
     return {key: problem for each in peers.gather(bad) for key, problem in each.items()}
 
 
-def _cut(kept: RunState, pieces: Mapping[int, Mapping[str, Any]], of: int) -> dict[str, Any]:
-    """Return this rank's rows from those of pieces of another group."""
+def part_of(
+    kept: RunState, common: Mapping[str, Any], pieces: Mapping[int, Mapping[str, Any]], of: int
+) -> dict[str, Any]:
+    """Return this rank's part of a state: what is in common, and its rows from the pieces of a
+    group of another size."""
     assert kept.piece is not None
-    rows = next(iter(pieces.values()))["rows"]
+    first = next(iter(pieces.values()))
     shards = {number: piece["shards"] for number, piece in pieces.items()}
-    return cut_anew(rows, shards, of, kept.piece)
+    own = {
+        "piece": tuple(kept.piece),
+        "rows": first["rows"],
+        "shards": cut_anew(first["rows"], shards, of, kept.piece),
+        "unsaved": first.get("unsaved", common.get("unsaved")),
+    }
+    return {**common, **own}
 
 
-def durable_shards(
-    ctx: WorkerContext, peers: Peers, kept: RunState, restored: Restored
-) -> dict[str, torch.Tensor] | None:
-    """Return this rank's rows of a checkpoint, from the pieces that it needs; None for a new run.
-    A collective: an error of one rank is raised by all."""
+def durable_part(
+    ctx: WorkerContext,
+    peers: Peers,
+    kept: RunState,
+    restored: Restored,
+    common: dict[str, Any] | None,
+    adopt_origin: Callable[[dict[str, Any], Origin], dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Return this rank's part of a checkpoint, of this run or another one, from the files that it
+    needs; for a new run, ``common`` as it is. A collective: an error of one rank is raised by all.
+
+    Args:
+        common: what the pieces have in common, on the rank that has read it.
+    """
     assert kept.piece is not None
-    found: dict[str, torch.Tensor] | None = None
     error: Exception | None = None
-    if restored.source == "fork":
-        raise BadTask(
-            "resume_from cannot start a sharded model yet; resume the run itself, or start another"
-        )
     if restored.checkpoint is not None:
         try:
-            manifest = ctx.checkpoints.manifest(restored.checkpoint)
+            origin = restored.origin
+            run_dir = ctx.run_dir if origin is None else RunDir(ctx.run_dir.storage, origin.run_id)
+            name = restored.checkpoint if origin is None else origin.checkpoint
+            manifest = CheckpointStore(run_dir).manifest(name)
             if not (of := num_pieces(manifest)):
                 raise BadTask(
                     f"checkpoint {manifest.name} is of a model that is not sharded; start a new run"
                 )
+            if common is None:
+                common = load_common(run_dir, manifest)
+                common = common if origin is None else adopt_origin(common, origin)
             numbers = needed(kept.rows.values(), of, kept.piece)
-            found = _cut(kept, load_pieces(ctx.run_dir, manifest, numbers), of)
+            common = part_of(kept, common, load_pieces(run_dir, manifest, numbers), of)
         except Exception as exc:
             error = exc
     if errors := [each for each in peers.gather(error) if each is not None]:
         raise errors[0]
-    return found
+    return common
 
 
 # ---------------------------------------------------------------- broadcast

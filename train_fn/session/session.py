@@ -117,13 +117,13 @@ class Session:
         has_it = restored.is_kept and found is not None
         if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
             found = state.state_dict()
-        if self.holdings is not None:
-            shards = restored.shards or state.state_dict()["shards"]
-            common = None if found is None else {**found, "shards": None}
-            found = {**broadcast(peers, common, restored.holder), "shards": shards}
-            self.restored = dataclasses.replace(restored, shards=None)
-        else:
+        if self.holdings is None:
             found = broadcast(peers, found, restored.holder)
+        elif restored.source == "fresh":
+            own = state.state_dict()
+            common = None if found is None else {**found, "shards": None}
+            found = {**broadcast(peers, common, restored.holder), "shards": own["shards"]}
+        assert found is not None
         if not has_it:
             state.load_state_dict(found, gives_memory=not is_mapped or may_stay(ctx, found))
         snapshot_store(ctx).remove_after(state.step)
@@ -171,7 +171,11 @@ class Session:
         self.saver = Saver(self.ctx, self.state, copies, collect)
         if holdings is not None:
             assert exchange is not None
-            holdings.open(copies, exchange, self.state.step)
+            # Of a state in pieces the newest step may have passed no gate: a death may yet lose it.
+            is_gated = self.restored.source not in ("snapshot", "process")
+            known = self.state.step if is_gated else max(0, self.state.step - 1)
+            holdings.open(copies, exchange, known)
+            self.reporter.report_up_to(known)
         self.publisher = Publisher(self.ctx, self.state, copies, insures=self.restored.is_kept)
 
     def begin(self, facts: Mapping[str, Any]) -> None:

@@ -209,9 +209,9 @@ class Holdings:
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
         label = self._label(copy.step)
-        self._common = tree_digest([copy.state["model"], copy.state["task"]])
-        problem = shortage(self._store, copy.state)
         try:
+            self._common = tree_digest([copy.state["model"], copy.state["task"]])
+            problem = shortage(self._store, copy.state)
             if problem is None:
                 return self._store.write(label, copy.state), None
         except Exception as exc:
