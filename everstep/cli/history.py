@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import webbrowser
 from datetime import UTC, datetime
 from pathlib import Path
@@ -308,10 +309,7 @@ def download(
     _download(out, run, checkpoint, target)
     notes = [f"step {checkpoint.step}, {words.size(checkpoint.size_bytes)}, all files verified"]
     if any(target.glob("piece-*-of-*.pt")):
-        notes.append(
-            f"the model is sharded: python -m train_fn.checkpoints.sharded {target} joins its "
-            "pieces into model.safetensors"
-        )
+        notes.append(_joined(target))
     if leaves_out_frozen(target):
         notes.append(
             "model.pt holds trained parameters and buffers, not the frozen ones: build the model "
@@ -319,6 +317,21 @@ def download(
         )
     value = {"directory": str(target.absolute()), "checkpoint": checkpoint}
     return Said(value, [str(target)], notes)
+
+
+JOINING = "train_fn.checkpoints.sharded"
+
+
+def _joined(target: Path) -> str:
+    """Join the pieces of a sharded model, if this Python has torch. Return a note about it."""
+    try:
+        importlib.import_module(JOINING).join(target)
+    except ImportError:
+        return (
+            "the model is sharded, and joining it needs torch: where that is installed, "
+            f"python -m {JOINING} {target} joins its pieces into model.safetensors"
+        )
+    return "the model is sharded: model.safetensors holds its joined weights"
 
 
 def _which(text: str) -> Which:

@@ -4,7 +4,8 @@ Rank 0 begins the checkpoint as ever, and writes what all ranks have in common a
 With the rows of the gates it says where the others are to write theirs, and they say what they have
 written. It commits once every piece is there, or not at all.
 
-``python -m train_fn.checkpoints.sharded DIRECTORY`` joins the pieces of a downloaded checkpoint.
+``everstep download`` joins the pieces into one file; where torch is missing,
+``python -m train_fn.checkpoints.sharded DIRECTORY`` does so elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from storage.checkpoints.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from storage.checkpoints.manifest import MANIFEST, FileEntry, parse_manifest
 from storage.checkpoints.writer import CheckpointWriter, write_beside
 from storage.errors import StorageError, StorageUnavailable
 from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, piece_file
@@ -151,27 +152,41 @@ def short(text: str | None) -> str | None:
 
 # ---------------------------------------------------------------- joined
 
-# The weights of a downloaded checkpoint in one file. The files are mapped, so that only the weights
-# need memory, and not the moments.
+# The weights of a downloaded checkpoint in one file. The other files are mapped, and tensors joined
+# one after the other, so that no more than the largest of them has to fit into memory.
 
 _WEIGHT = "model/"
 OUT = "model.safetensors"
 
 
-def joined_weights(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Return the weights and buffers of a checkpoint whose files lie in ``directory``. Raises
-    ValueError if it is not in pieces."""
+def join(directory: Path) -> Path:
+    """Join the weights and buffers of a checkpoint whose files lie in ``directory`` into one file
+    there. Return its path. Raises ValueError if the checkpoint is not in pieces, StorageError,
+    OSError."""
+    manifest = parse_manifest((directory / MANIFEST).read_bytes())
     of = num_pieces(manifest)
     if not of:
         raise ValueError(f"{directory} is not a checkpoint in pieces; load its model.pt")
-    pieces: dict[int, dict[str, Any]] = {
-        number: _load(directory / piece_file(Piece(number, of))) for number in range(of)
+    pieces = [_load(directory / piece_file(Piece(number, of))) for number in range(of)]
+    shards = {number: piece["shards"] for number, piece in enumerate(pieces)}
+    rows, common = pieces[0]["rows"], _load(directory / STATE_FILE)["model"]
+
+    def value_of(name: str) -> torch.Tensor:
+        if (shard := f"{_WEIGHT}{name}") not in rows:
+            return cast(torch.Tensor, common[name])
+        return cut_anew({shard: rows[shard]}, shards, of, WHOLE)[shard]
+
+    shapes = {
+        name.removeprefix(_WEIGHT): shards[0][name].new_empty(
+            (count, *shards[0][name].shape[1:]), device="meta"
+        )
+        for name, count in rows.items()
+        if name.startswith(_WEIGHT)
     }
-    rows = {name: count for name, count in pieces[0]["rows"].items() if name.startswith(_WEIGHT)}
-    shards = {number: piece["shards"] for number, piece in pieces.items()}
-    weights = cut_anew(rows, shards, of, WHOLE)
-    named = {name.removeprefix(_WEIGHT): value for name, value in weights.items()}
-    return {**_load(directory / STATE_FILE)["model"], **named}
+    draft = directory / f"{OUT}.tmp"
+    with draft.open("wb") as file:
+        write_safetensors({**common, **shapes}, file, value_of)
+    return draft.replace(directory / OUT)
 
 
 def _load(path: Path) -> Any:
@@ -179,19 +194,15 @@ def _load(path: Path) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, and return the exit code."""
+    """Join the pieces in a directory, and return the exit code."""
     if len(arguments) != 1:
         print("usage: python -m train_fn.checkpoints.sharded DIRECTORY", file=sys.stderr)
         return 2
-    directory = Path(arguments[0])
     try:
-        weights = joined_weights(directory, parse_manifest((directory / MANIFEST).read_bytes()))
+        print(join(Path(arguments[0])))
     except (OSError, ValueError, StorageError) as exc:
         print(f"{exc}. Pass the directory of `everstep download`", file=sys.stderr)
         return 1
-    with (directory / OUT).open("xb") as file:
-        write_safetensors(weights, file)
-    print(directory / OUT)
     return 0
 
 

@@ -13,7 +13,7 @@ import json
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
@@ -202,9 +202,18 @@ def require_safetensors(state: Mapping[str, Any]) -> None:
     assert sys.byteorder == "little"
 
 
-def write_safetensors(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> None:
+def write_safetensors(
+    state: Mapping[str, torch.Tensor],
+    file: IO[bytes],
+    value_of: Callable[[str], torch.Tensor] | None = None,
+) -> None:
     """Write a ``state_dict`` with tensors on the CPU. Tensors with the widest elements come first,
-    so that all are aligned."""
+    so that all are aligned.
+
+    Args:
+        value_of: gives a tensor when it is to be written; ``state`` then says shapes and dtypes
+            alone.
+    """
     ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -218,7 +227,8 @@ def write_safetensors(state: Mapping[str, torch.Tensor], file: IO[bytes]) -> Non
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
+    for name, tensor in ordered:
+        tensor = tensor if value_of is None else value_of(name)
         flat = tensor.detach().contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
