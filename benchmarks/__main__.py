@@ -29,6 +29,7 @@ ON_REQUEST = {
     "reconciler": "reconciler",
     "scale": "scale.sweep",
     "scaling": "scaling",
+    "sharded": "sharded",
     "staying": "staying",
 }
 """Take long, or need a GPU, cores, PostgreSQL, or figures to start from; the module of each."""

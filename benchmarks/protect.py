@@ -18,8 +18,14 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.report import summary, write
 
@@ -32,12 +38,13 @@ WIDTH, BATCH = 640, 160
 """Of the model and a rank's batch: what takes about 25 ms on a core."""
 
 
-def _rank(rank: int, base: str, num_turns: int) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
+def _rank(
+    rank: int,
+    base: str,
+    num_turns: int,
+    wrap: Callable[[nn.Sequential], nn.Module] = DistributedDataParallel,
+    idle_s: float = 0.0,
+) -> None:
     import everstep.train as es
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -47,13 +54,14 @@ def _rank(rank: int, base: str, num_turns: int) -> None:
     )
     torch.manual_seed(0)
     layers = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model = wrap(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     inputs = torch.randn(BATCH, WIDTH)
     state = es.protect(model=model, optimizer=optimizer, storage=f"{base}/storage", run_id="bench")
 
     def train() -> torch.Tensor:
         loss: torch.Tensor = model(inputs).square().mean()
+        time.sleep(idle_s)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,14 +110,20 @@ def results_of(turns: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--turns", type=int, default=200, help="an even number; more than four")
-    options = parser.parse_args(argv)
+def by_turns(
+    num_turns: int,
+    wrap: Callable[[nn.Sequential], nn.Module] = DistributedDataParallel,
+    idle_s: float = 0.0,
+) -> dict[str, Any]:
+    """Measure a model that ``wrap`` wraps on each rank.
+
+    Args:
+        idle_s: how long each step leaves the cores to others, as one does on a GPU.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="bench-") as base:
         ranks = [
-            context.Process(target=_rank, args=(rank, base, options.turns))
+            context.Process(target=_rank, args=(rank, base, num_turns, wrap, idle_s))
             for rank in range(WORLD_SIZE)
         ]
         for process in ranks:
@@ -118,4 +132,10 @@ def main(argv: list[str]) -> None:
             process.join()
         if any(process.exitcode for process in ranks):
             raise RuntimeError(f"ranks ended with {[process.exitcode for process in ranks]}")
-        write("protect", results_of(json.loads(Path(base, "turns.json").read_text())))
+        return results_of(json.loads(Path(base, "turns.json").read_text()))
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--turns", type=int, default=200, help="an even number; more than four")
+    write("protect", by_turns(parser.parse_args(argv).turns))
