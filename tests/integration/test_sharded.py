@@ -244,6 +244,38 @@ def test_a_loop_may_begin_from_what_another_trainer_saved(tmp_path: Path) -> Non
     assert losses(job)[1] < losses(job_of(tmp_path, "first"))[1]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "mates", "place"),
+    [
+        ("aabb", (3,), "torn"),
+        pytest.param("aabb", (3,), "committed", marks=pytest.mark.chaos),
+        pytest.param("aabb", (3,), "gate", marks=pytest.mark.chaos),
+        pytest.param("abab", (0,), "copying", marks=pytest.mark.chaos),
+        pytest.param("abac", (), "backward", marks=pytest.mark.chaos),
+    ],
+)
+def test_replicas_keep_each_other_s_pieces(
+    nodes: str, mates: tuple[int, ...], place: str, tmp_path: Path
+) -> None:
+    """A node of two sharded replicas dies. What no other node holds was sent there. Then another run
+    goes on with one replica."""
+    job = job_of(tmp_path, "hybrid", nodes=tuple(nodes), world_size=4, replicas=2)
+    whole = replace(job, run_id=run_id_for(tmp_path, "whole"))
+    ended = train_to_end(whole)
+    start(replace(job, killed=(2, 5, place), mates=mates))
+    reported = newest_reported(job)
+    lose(job, nodes[2])
+    names = tuple("new" if node == nodes[2] else node for node in nodes)
+    start(replace(job, nodes=names, killed=(1, 9, "gate")))
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported >= 4
+    once_more = replace(job, run_id=job.run_id, nodes=names)
+    again = train_to_end(once_more)
+    assert again.weights == ended.weights and losses(job) == losses(whole)
+    fork = replace(job, run_id=run_id_for(tmp_path, "fork"), origin=job.run_id, steps=STEPS + 2)
+    train_to_end(replace(fork, nodes=("a", "b"), world_size=2, replicas=1))
+    assert restored(fork)["source"] == "fork" and {*losses(fork)} == {STEPS + 1, STEPS + 2}
+
+
 # ---------------------------------------------------------------- full memory, late ranks
 
 

@@ -46,6 +46,8 @@ class LoopJob:
     """Node of each rank; by default, all are on this machine's."""
     mates: tuple[int, ...] = ()
     """Ranks that die with the killed one."""
+    replicas: int = 1
+    """Groups of ranks of which each has a sharded model."""
     origin: str | None = None
     """Run whose newest checkpoint this one begins from."""
     plain: Path | None = None
@@ -271,7 +273,10 @@ def sharded(job: LoopJob, rank: int) -> Any:
 
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 30), nn.LayerNorm(30), nn.Tanh(), nn.Linear(30, 4))
-    mesh = init_device_mesh("cpu", (job.world_size,))
+    shape = (
+        (job.world_size,) if job.replicas == 1 else (job.replicas, job.world_size // job.replicas)
+    )
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in (model[0], model[3], model):
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -368,16 +373,16 @@ def die_while_moving(die: Callable[[], None]) -> None:
         yield next(iter(blocks))
         die()
 
-    def dying(holdings: Any, wanted: Any, labels: Any) -> Any:
-        wanted, rank = list(wanted), holdings._peers.rank
-        for move in wanted:
+    def dying(holdings: Any, wanted: Any) -> Any:
+        rank = holdings._peers.rank
+        for move, label in wanted.items():
             if move.source == rank:
-                send_half(holdings._links, move.target, labels[move.number])
+                send_half(holdings._links, move.target, label)
                 die()
         if not any(move.target == rank for move in wanted):
             die()
         Holdings._noticed = receive_some  # type: ignore[method-assign]
-        return bring(holdings, wanted, labels)
+        return bring(holdings, wanted)
 
     Holdings.bring = dying  # type: ignore[method-assign]
 

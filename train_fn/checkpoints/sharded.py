@@ -43,8 +43,9 @@ class PieceSaves:
     writes.
     """
 
-    def __init__(self, ctx: WorkerContext) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: WorkerContext, of: int) -> None:
+        """``of``: how many pieces there are. If there are more ranks, the others write none."""
+        self._ctx, self._of = ctx, of
         self._changed = threading.Condition()
         self._copies: dict[int, BoundaryCopy] = {}
         """By step, for one checkpoint that is being saved and the one after it."""
@@ -87,6 +88,8 @@ class PieceSaves:
                 self._changed.notify_all()
                 return
             wanted, saved = rows[0]["wanted"], self._saved
+        if self._ctx.world_rank >= self._of:
+            return
         if wanted is None or (saved is not None and saved["directory"] == wanted[1]):
             return
         if self._writer is None or not self._writer.is_alive():
@@ -124,7 +127,7 @@ class PieceSaves:
     def collect(self, writer: CheckpointWriter, step: int, on_write: Callable[[], None]) -> None:
         """Let the other ranks write their pieces, and make them part of the checkpoint. Raises
         StorageUnavailable if one cannot, or has left."""
-        others = range(1, self._ctx.world_size)
+        others = range(1, self._of)
         deadline = time.monotonic() + PATIENCE_S
         with self._changed:
             self._entries, self._wanted = {}, (step, writer.directory)
@@ -142,7 +145,7 @@ class PieceSaves:
             if problem := found[rank].get("problem"):
                 raise StorageUnavailable(f"rank {rank} could not write its piece: {problem}")
             entry = FileEntry(size_bytes=found[rank]["size_bytes"], blake3=found[rank]["blake3"])
-            writer.adopt(piece_file(Piece(rank, self._ctx.world_size)), entry)
+            writer.adopt(piece_file(Piece(rank, self._of)), entry)
 
 
 def short(text: str | None) -> str | None:

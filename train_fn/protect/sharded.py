@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from train_fn.errors import BadTask
 from train_fn.state.pieces import Piece, rows_of
@@ -41,10 +41,11 @@ def piece_of(
 ) -> Piece:
     """Return which piece of the models this rank holds. Raises BadTask for what cannot be kept in
     pieces."""
-    piece = Piece(dist.get_rank(), dist.get_world_size())
     held = {
         id(each) for one in optimizers.values() for g in one.param_groups for each in g["params"]
     }
+    of = _num_pieces(models)
+    piece = Piece(dist.get_rank() % of, of)
     for prefix, model in models.items():
         for name, value in model.named_parameters():
             problem = _problem_of(value, piece, is_trained=value.requires_grad or id(value) in held)
@@ -80,17 +81,32 @@ def _problem_of(value: torch.Tensor, piece: Piece, *, is_trained: bool) -> str |
         if is_trained:
             return "is trained and not sharded: apply fully_shard to the whole model, too"
         return None
-    mesh = value.device_mesh
-    if mesh.ndim != 1:
-        return f"is on a mesh of {mesh.ndim} dimensions: shard it over one, by one of all ranks"
-    if mesh.mesh.tolist() != list(range(piece.of)):
-        return f"is on ranks {mesh.mesh.tolist()}: use a mesh of all {piece.of} ranks in order"
-    if tuple(value.placements) != (Shard(0),):
+    mesh, size = value.device_mesh.mesh, dist.get_world_size()
+    if mesh.flatten().tolist() != list(range(size)) or mesh.shape[-1] != piece.of:
+        return (
+            f"is on ranks {mesh.tolist()}: use one mesh of all {size} ranks in order for the whole "
+            "model, of one dimension, or of two to replicate and shard"
+        )
+    if piece.of == 1 < size:
+        return "is sharded over one rank: use DistributedDataParallel, or more of them"
+    if not _is_cut(value):
         return f"has the placements {value.placements}: shard it along its first dimension"
     first, end = rows_of(value.shape[0], piece)
     if value.to_local().shape[0] != end - first:
         return f"has {value.to_local().shape[0]} rows on rank {piece.number}, not {end - first}"
     return None
+
+
+def _num_pieces(models: Mapping[str, nn.Module]) -> int:
+    """Return over how many ranks the models are sharded."""
+    values = (value for model in models.values() for value in model.parameters())
+    return next(value.device_mesh.size(-1) for value in values if isinstance(value, DTensor))
+
+
+def _is_cut(value: DTensor) -> bool:
+    """Return whether a tensor is cut along its first dimension by the last one of its mesh."""
+    *others, last = value.placements
+    return last == Shard(0) and all(each == Replicate() for each in others)
 
 
 # ---------------------------------------------------------------- state
@@ -143,7 +159,7 @@ def apart(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
             for key, value in values.items():
                 if isinstance(value, DTensor):
                     name = f"{MOMENT}{at}/{number}/{key}"
-                    if tuple(value.placements) != (Shard(0),):
+                    if not _is_cut(value):
                         raise BadTask(_unlike(key, f"has the placements {value.placements}"))
                     shards[name], rows[name] = local(value), value.shape[0]
                 elif isinstance(value, torch.Tensor) and value.numel() > 1:

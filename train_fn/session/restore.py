@@ -308,27 +308,25 @@ def read_pieces(
     collective.
     """
     assert kept.piece is not None
-    nodes, of = holdings.nodes, offers[0].label.pieces
-    labels = {each.label.piece.number: each.label for each in offers}
-    held = [
-        {each.label.piece.number for each in offers if each.rank == rank}
-        for rank in range(peers.world_size)
-    ]
-    needs = [
-        needed(kept.rows.values(), of, Piece(rank, peers.world_size))
-        for rank in range(peers.world_size)
-    ]
-    failed = holdings.bring(list(moves(held, needs, nodes)), labels)
-    bad: Bad = {(nodes[move.source], labels[move.number]): why for move, why in failed}
+    nodes, of, size = holdings.nodes, offers[0].label.pieces, kept.piece.of
+    there: list[dict[int, Label]] = [{} for _ in nodes]
+    for offer in offers:
+        there[offer.rank].setdefault(offer.label.piece.number, offer.label)
+    needs = [needed(kept.rows.values(), of, Piece(at % size, size)) for at in range(len(nodes))]
+    wanted = {move: there[move.source][move.number] for move in moves(there, needs, nodes)}
+    bad: Bad = {(nodes[move.source], wanted[move]): why for move, why in holdings.bring(wanted)}
     if bad := _of_all(peers, bad):  # and every file is in its place
         return None, bad
+    own_node = nodes[peers.rank]
+    moved = {move.number: label for move, label in wanted.items() if nodes[move.target] == own_node}
     found = {}
     for number in needs[peers.rank]:
-        state, problem = _read(ctx, kept, labels[number])
+        label = {**moved, **there[peers.rank]}[number]
+        state, problem = _read(ctx, kept, label)
         if state is not None and state.get("shards") is None:
             problem = "it is of a model that is not sharded"
         if problem is not None:
-            bad[nodes[peers.rank], labels[number]] = problem
+            bad[own_node, label] = problem
         if state is not None:
             found[number] = state
     if bad := _of_all(peers, bad):

@@ -95,7 +95,7 @@ class Session:
             # Before anything is read that older attempts leave.
             claim_attempt(ctx.run_dir, (ctx.submission, ctx.attempt))
         if state.piece is not None:
-            self.holdings = Holdings(ctx, peers)
+            self.holdings = Holdings(ctx, peers, state.piece.of)
         try:
             self._restore(adopt_origin, before_load, kept)
         except BaseException:

@@ -33,7 +33,6 @@ from train_fn.checkpoints.torch_file import save
 from train_fn.context import WorkerContext
 from train_fn.node import node_dir
 from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in
-from train_fn.state.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     while usable:
         newest = max((offer.label.step, offer.label.origin) for offer in usable)
         peers = [offer for offer in usable if (offer.label.step, offer.label.origin) == newest]
-        digests: dict[Piece, set[str | None]] = {}
+        digests: dict[int, set[str | None]] = {}
         for offer in peers:
-            digests.setdefault(offer.label.piece, set()).add(offer.label.digest)
-        alike = [offer for offer in peers if len(digests[offer.label.piece]) == 1]
+            digests.setdefault(_compared(offer.label), set()).add(offer.label.digest)
+        alike = [offer for offer in peers if len(digests[_compared(offer.label)]) == 1]
         if alike and are_whole([offer.label for offer in alike]):
             return Elected(
                 min(alike, key=lambda offer: (not offer.in_process, offer.rank, offer.label.rank)),
@@ -105,6 +104,12 @@ def elect(offers: list[Offer], submission: int) -> Elected:
         ]
         usable = [offer for offer in usable if offer not in peers]
     return Elected(None, tuple(rejected))
+
+
+def _compared(label: Label) -> int:
+    """Return what is the same for labels whose digests must be equal: those of a state that every
+    rank holds whole, or the copies of one rank's piece."""
+    return -1 if label.pieces == 1 else label.rank
 
 
 def are_whole(labels: Sequence[Label]) -> bool:
@@ -270,7 +275,7 @@ def commit_elected(
     if elected.offer.label.pieces == 1:
         return commit_whole(elected.offer)
     label = elected.offer.label
-    pieces = {offer.label.rank: offer for offer in reversed(elected.offers)}
+    pieces = {offer.label.piece.number: offer for offer in reversed(elected.offers)}
     checkpoints, facts = CheckpointStore(run_dir), dict[str, Any]()
     try:
         with checkpoints.begin(label.step, submission, label.attempt) as writer:
@@ -304,7 +309,7 @@ def write_piece(
         state = store.read(offer.label)
     except Exception as exc:
         return Unreadable(f"{snapshot_name(offer.label)} cannot be read: {exc}", offer)
-    is_first = offer.label.rank == 0
+    is_first = offer.label.piece.number == 0
     contents = piece_contents(state, with_common=is_first)
     entries = {
         name: write_beside(run_dir, directory, name, partial(save, content))

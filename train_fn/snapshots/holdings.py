@@ -57,11 +57,12 @@ class Holdings:
     A collective: all ranks make it at once, before they restore.
     """
 
-    def __init__(self, ctx: WorkerContext, peers: Peers) -> None:
-        self._ctx, self._peers = ctx, peers
+    def __init__(self, ctx: WorkerContext, peers: Peers, of: int) -> None:
+        """``of``: how many pieces there are."""
+        self._ctx, self._peers, self._of = ctx, peers, of
         self._store = snapshot_store(ctx)
         self.nodes: list[str] = peers.gather(ctx.node_id)
-        by_rank = heirs(self.nodes)
+        by_rank = heirs(self.nodes, of)
         self._heir = by_rank[peers.rank]
         self._wards = [rank for rank, heir in enumerate(by_rank) if heir == peers.rank]
         self._changed = threading.Condition()
@@ -70,7 +71,7 @@ class Holdings:
         self._gone: set[int] = set()
         self._moved_at = time.monotonic()
         self._links = (
-            PieceLinks(ctx, peers, self._take_in, self._lose) if by_rank[0] is not None else None
+            PieceLinks(ctx, peers, self._take_in, self._lose) if len({*self.nodes}) > 1 else None
         )
         self._jobs: queue.Queue[BoundaryCopy | None] = queue.Queue()
         self._newest: Label | None = None
@@ -79,12 +80,13 @@ class Holdings:
         """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
         """The same for this rank's own."""
-        self._common: str | None = None
-        """A digest of what must be the same on all ranks in the state that was written last."""
+        self._digests: tuple[str | None, str | None] = None, None
+        """Of what must be the same on all ranks in the state that was written last, and of the
+        shards if other ranks hold the same ones."""
         self._is_closed = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
-        self.saves = PieceSaves(ctx)
+        self.saves = PieceSaves(ctx, of)
 
     def open(self, copies: BoundaryCopies, exchange: Exchange, begins_at: int) -> None:
         """Begin to keep states, after so many steps. What may fail has come before."""
@@ -94,25 +96,24 @@ class Holdings:
 
     # -- before an attempt's first step
 
-    def bring(self, wanted: Iterable[Move], labels: Mapping[int, Label]) -> list[tuple[Move, str]]:
+    def bring(self, wanted: Mapping[Move, Label]) -> list[tuple[Move, str]]:
         """Bring pieces of an earlier state to the nodes that need them. Return those that did not
         reach this node, and why. Raises PeersGone.
 
         Args:
-            labels: the state's label for each piece.
+            wanted: the label of what moves.
         """
-        wanted = list(wanted)
         assert self._links is not None or not wanted
-        for move in wanted:
+        for move, label in wanted.items():
             if move.source == self._peers.rank and self._links is not None:
                 try:
-                    self._links.send(move.target, labels[move.number])
+                    self._links.send(move.target, label)
                 except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
                     self._lose(move.target, exc)
         failed = []
-        for move in wanted:
+        for move, label in wanted.items():
             if move.target == self._peers.rank:
-                problem = self._wait_for(labels[move.number], move.source)
+                problem = self._wait_for(label, move.source)
                 if problem is not None:
                     failed.append((move, problem))
         return failed
@@ -137,12 +138,17 @@ class Holdings:
         for ward in self._wards:
             problem = problem or self._wait_for(replace(newest, rank=ward), ward)
         said = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
-        rows = self._meet({**said, "common": self._common})
+        common, shards = self._digests
+        rows = self._meet({**said, "common": common, "shards": shards})
         for rank, row in enumerate(rows):
             if (row["step"], row["attempt"]) != (newest.step, newest.attempt):
                 raise StepNotWhole(
                     newest.step,
                     f"rank {rank} has kept step {row['step']} of attempt {row['attempt']}",
+                )
+            if row["shards"] != rows[rank % self._of]["shards"]:
+                raise StepNotWhole(
+                    newest.step, f"rank {rank} has other shards than rank {rank % self._of}"
                 )
             if row["common"] != rows[0]["common"]:
                 raise BadTask(
@@ -167,7 +173,7 @@ class Holdings:
 
     def hold(self) -> None:
         """Keep a copy of the present state for a checkpoint of it. Called on every rank."""
-        if self._peers.rank:
+        if 0 < self._peers.rank < self._of:
             self.saves.hold(self._copies.take(), self._copies.release)
 
     # -- the end
@@ -210,7 +216,11 @@ class Holdings:
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
         label = self._label(copy.step)
         try:
-            self._common = tree_digest([copy.state["model"], copy.state["task"]])
+            has_replicas = self._peers.world_size > self._of
+            self._digests = (
+                tree_digest([copy.state["model"], copy.state["task"]]),
+                tree_digest(copy.state["shards"]) if has_replicas else None,
+            )
             problem = shortage(self._store, copy.state)
             if problem is None:
                 return self._store.write(label, copy.state), None
@@ -229,7 +239,7 @@ class Holdings:
             digest=None,
             problem=None,
             storage=ctx.run_dir.storage.uri,
-            pieces=ctx.world_size,
+            pieces=self._of,
         )
 
     # -- what arrives

@@ -46,7 +46,8 @@ class Label:
     """URI of the storage that holds the run's directory, for a later process that checks whether
     the state still counts."""
     pieces: int = 1
-    """Pieces that make up the state. If there are several, this is the one of number ``rank``."""
+    """Pieces that make up the state. If there are several, this is the one of number ``rank``; if
+    there are more ranks than pieces, of its remainder."""
 
     @property
     def origin(self) -> Origin:
@@ -55,7 +56,7 @@ class Label:
     @property
     def piece(self) -> Piece:
         """Return which piece of the state it is."""
-        return WHOLE if self.pieces == 1 else Piece(self.rank, self.pieces)
+        return WHOLE if self.pieces == 1 else Piece(self.rank % self.pieces, self.pieces)
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,23 @@ def cut_anew(
 # ---------------------------------------------------------------- heirs
 
 
-def heirs(nodes: Sequence[str]) -> list[int | None]:
+def heirs(nodes: Sequence[str], of: int | None = None) -> list[int | None]:
     """Return for each rank the one on another node that keeps copies of its pieces; None for all
-    if there is one node.
+    if there is one node, and for a rank whose piece a rank of another node has in any case.
 
     Each rank is the heir of one, unless a node has over half of the ranks.
+
+    Args:
+        of: how many pieces there are, if ranks hold the same one. Rank r has piece r % of.
     """
+    of = of or len(nodes)
+    return [
+        None if {*nodes[rank % of :: of]} - {nodes[rank]} else heir
+        for rank, heir in enumerate(_on_other_nodes(nodes))
+    ]
+
+
+def _on_other_nodes(nodes: Sequence[str]) -> list[int | None]:
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)

@@ -44,7 +44,7 @@ def parts(model: nn.Module, extra: Any = None, kind: Any = torch.optim.AdamW) ->
 
 
 def of_two_dimensions() -> nn.Module:
-    return sharded(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard")))
+    return sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard")))
 
 
 def of_one_rank() -> nn.Module:
@@ -64,8 +64,8 @@ def in_part() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (of_two_dimensions, r"0.weight is on a mesh of 2 dimensions: shard it over one"),
-        (of_one_rank, r"0.weight is on ranks \[0\]: use a mesh of all 2 ranks in order"),
+        (of_two_dimensions, r"0.weight is sharded over one rank: use DistributedDataParallel"),
+        (of_one_rank, r"0.weight is on ranks \[0\]: use one mesh of all 2 ranks in order"),
         (along_columns, r"0.weight has the placements .*: shard it along its first dimension"),
         (in_part, r"1.weight is trained and not sharded: apply fully_shard to the whole model"),
     ],

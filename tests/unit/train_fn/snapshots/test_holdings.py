@@ -91,7 +91,7 @@ class Rank:
         self.rank, self.world_size, self._together = rank, 2, together
         self.ctx, self.state = ctx, Shard(Piece(rank, 2))
         self.copies = BoundaryCopies(self.state)
-        self.holdings = Holdings(ctx, self)  # type: ignore[arg-type]
+        self.holdings = Holdings(ctx, self, 2)  # type: ignore[arg-type]
         self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -228,7 +228,7 @@ def test_pieces_are_brought_to_a_node_that_lacks_them(pair: list[Rank]) -> None:
     label = newest(pair[0])
     snapshot_store(pair[1].ctx).remove(label)
     pair[1].holdings._arrived.clear()
-    failed = both(lambda rank: rank.holdings.bring([Move(0, 1, 0)], {0: label}), pair)
+    failed = both(lambda rank: rank.holdings.bring({Move(0, 1, 0): label}), pair)
     assert failed == [[], []] and (1, 0) in pair[1].labels()
 
 
@@ -241,7 +241,7 @@ def test_a_damaged_file_is_named_and_not_kept(pair: list[Rank]) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    failed = both(lambda rank: rank.holdings.bring([Move(0, 1, 0)], {0: label}), pair)
+    failed = both(lambda rank: rank.holdings.bring({Move(0, 1, 0): label}), pair)
     assert failed[0] == []
     [(move, problem)] = failed[1]
     assert move == Move(0, 1, 0) and "it did not arrive whole" in problem

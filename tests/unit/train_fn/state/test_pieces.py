@@ -66,6 +66,12 @@ def test_an_heir_is_on_another_node(nodes: list[str]) -> None:
         assert len(set(found)) == len(nodes), "each rank is the heir of one"
 
 
+def test_a_rank_needs_no_heir_if_its_piece_is_on_another_node() -> None:
+    assert heirs(["a", "a", "b", "b"], 2) == [None] * 4
+    assert heirs(["a", "b", "a", "b"], 2) == [1, 0, 3, 2]
+    assert heirs(["a", "b", "a", "c"], 2) == [1, None, 3, None]
+
+
 @given(st.data())
 def test_moves_bring_to_each_node_what_its_ranks_need_once(data: st.DataObject) -> None:
     nodes = data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=6))
