@@ -257,8 +257,8 @@ def test_a_loop_may_begin_from_what_another_trainer_saved(tmp_path: Path) -> Non
 def test_replicas_keep_each_other_s_pieces(
     nodes: str, mates: tuple[int, ...], place: str, tmp_path: Path
 ) -> None:
-    """A node of two sharded replicas dies. What no other node holds was sent there. Then another run
-    goes on with one replica."""
+    """A node of two sharded replicas dies. What no other node holds was sent there. Then another
+    run goes on with one replica."""
     job = job_of(tmp_path, "hybrid", nodes=tuple(nodes), world_size=4, replicas=2)
     whole = replace(job, run_id=run_id_for(tmp_path, "whole"))
     ended = train_to_end(whole)

@@ -261,7 +261,7 @@ def gan(job: LoopJob, rank: int) -> Any:
 
 def sharded(job: LoopJob, rank: int) -> Any:
     """A model that FSDP2 shards: some tensors have fewer rows than there are ranks, some are not
-    divisible; gradients are clipped."""
+    divisible; gradients are clipped, and weights averaged."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -271,19 +271,26 @@ def sharded(job: LoopJob, rank: int) -> Any:
 
     import everstep.train as es
 
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 30), nn.LayerNorm(30), nn.Tanh(), nn.Linear(30, 4))
     shape = (
         (job.world_size,) if job.replicas == 1 else (job.replicas, job.world_size // job.replicas)
     )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for layer in (model[0], model[3], model):
-        fully_shard(layer, mesh=mesh)
+
+    def built() -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 30), nn.LayerNorm(30), nn.Tanh(), nn.Linear(30, 4))
+        for layer in (model[0], model[3], model):
+            fully_shard(layer, mesh=mesh)
+        return model
+
+    model, averaged = built(), built().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 25], 0.5)
     if job.plain is not None and job.plain.exists():
         load_plain(model, optimizer, job.plain)
-    state = protect(job, model=model, optimizer=optimizer, scheduler=scheduler)
+    state = protect(
+        job, model=model, optimizer=optimizer, scheduler=scheduler, extra={"ema": averaged}
+    )
     data = es.loader(Noisy(), global_batch_size=24, seed=5)
     pids: list[Any] = [None] * job.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -315,6 +322,8 @@ def sharded(job: LoopJob, rank: int) -> Any:
             at("torn")
             scheduler.step()
             optimizer.zero_grad()
+            for mean, value in zip(averaged.parameters(), model.parameters(), strict=True):
+                mean.lerp_(value.detach(), 0.1)
             if job.odd == (rank, state.step_number, "stop"):
                 os.kill(os.getpid(), signal.SIGTERM)
             if job.odd is not None and job.odd[0] == rank and job.odd[2] == "full":
@@ -323,8 +332,9 @@ def sharded(job: LoopJob, rank: int) -> Any:
             at("committed")
     if job.plain is not None and not job.plain.exists():
         save_plain(model, optimizer, job.plain)
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    return nn.ParameterDict({name.replace(".", "_"): value for name, value in whole.items()})
+    both = {**model.state_dict(), **averaged.state_dict(prefix="ema.")}
+    whole = {name.replace(".", "_"): value.full_tensor() for name, value in both.items()}
+    return nn.ParameterDict(whole)
 
 
 def save_plain(model: Any, optimizer: Any, directory: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.protect.arguments import LoopParts
+from train_fn.protect.sharded import localized
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import (
@@ -197,7 +198,7 @@ class PartCopies:
 
     def begin(self) -> None:
         """Note the parts for the first time, once a state is loaded."""
-        states = self.live()
+        states = localized(self.live())
         self._large = frozenset(
             name for name, value in states.items() if size_bytes(value) > _COPIED_BYTES
         )
@@ -213,7 +214,7 @@ class PartCopies:
 
     def note(self) -> None:
         """Take the present values."""
-        states = self.live()
+        states = localized(self.live())
         self._states = copy_to_cpu(
             {name: value for name, value in states.items() if name not in self._large},
             self._states,
@@ -270,7 +271,7 @@ class PartCopies:
                 value.requires_grad_(name not in names)
 
     def _has_changed(self, name: str) -> bool:
-        state = self._parts.others[name].state_dict()
+        state = localized(self._parts.others[name].state_dict())
         if name in self._large:
             return _marks(state) != self._marks[name]
         # One copy waits once for a GPU, not for each tensor.

@@ -16,12 +16,14 @@ from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
 from train_fn.protect.sharded import (
+    EXTRA,
     WEIGHT,
     apart,
     load_weights,
     local,
     localized,
     rows_in,
+    whole_extra,
     whole_optimizer,
 )
 from train_fn.samples.sampler import Sampler
@@ -47,7 +49,7 @@ class LoopState(RunState):
         super().__init__()
         self.parts = parts
         self.piece = parts.piece
-        self.rows = rows_in(parts.models) if parts.piece is not None else {}
+        self.rows = rows_in(parts.models, parts.others) if parts.piece is not None else {}
         self.seed = torch.initial_seed() & (1 << 63) - 1
         """Seeds the random numbers of every step. It is that of ``torch.manual_seed`` when the run
         began."""
@@ -225,7 +227,7 @@ class LoopState(RunState):
                 for name, optimizer in parts.optimizers.items()
             },
             **{
-                name: tree_digest(part.state_dict())
+                name: tree_digest(localized(part.state_dict()))
                 for name, part in parts.others.items()
                 if name in parts.settled
             },
@@ -233,7 +235,8 @@ class LoopState(RunState):
 
     def is_of_rank(self, name: str) -> bool:
         """Return whether a part of these may differ between ranks: loaders, and what is sharded."""
-        is_common = name in self.parts.others or name == BUFFERS
+        is_cut = any(each.startswith(f"{EXTRA}{name}/") for each in self.rows)
+        is_common = (name in self.parts.others and not is_cut) or name == BUFFERS
         return name in self.parts.loaders or (self.piece is not None and not is_common)
 
     def digest_of_rest(self) -> dict[str, str]:
@@ -241,7 +244,7 @@ class LoopState(RunState):
         own = {*self._trained, *(name.removeprefix(WEIGHT) for name in self.rows)}
         rest = {name: value for name, value in self._weights().items() if name not in own}
         others = {
-            name: tree_digest(part.state_dict())
+            name: tree_digest(localized(part.state_dict()))
             for name, part in self.parts.others.items()
             if name not in self.parts.settled
         }
@@ -320,7 +323,10 @@ class LoopState(RunState):
         is_begun = state["step"] > 0
         for name, part in self.parts.others.items():
             if is_begun or name not in self.parts.loaders:
-                part.load_state_dict(of_own_types(copy.deepcopy(kept[name]), part.state_dict()))
+                saved = copy.deepcopy(kept[name])
+                if self.piece is not None:
+                    saved = whole_extra(name, part, saved, shards)
+                part.load_state_dict(of_own_types(saved, part.state_dict()))
         self.volatile.load_unsaved(state["unsaved"])
         self.volatile.renew()
         self.seed = state["task"]["seed"]

@@ -7,7 +7,7 @@ rank's rows of every sharded tensor, by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,12 +67,25 @@ def piece_of(
                 f"es.protect: {name} is a GradScaler, and a sharded model takes none; use bf16 by "
                 "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
-        if any(isinstance(leaf, DTensor) for _, leaf in leaves(part.state_dict())):
-            raise BadTask(
-                f"es.protect: {name} holds sharded tensors, such as averages of weights; only the "
-                "model and its optimizer may. Leave it out"
-            )
+        state = part.state_dict()
+        found = [(path, leaf) for path, leaf in leaves(state) if isinstance(leaf, DTensor)]
+        for path, leaf in found:
+            problem = _problem_of(leaf, piece, is_trained=False)
+            if problem is None and path not in _shards_in(state):
+                problem = "is in a list: let state_dict() give dicts of tensors"
+            if problem is not None:
+                raise BadTask(f"es.protect: {name}{path} {problem}. {WAY_OUT}")
     return piece
+
+
+def _shards_in(tree: Any, path: str = "") -> dict[str, DTensor]:
+    """Return the sharded tensors in nested dicts, by their path."""
+    if isinstance(tree, DTensor):
+        return {path: tree}
+    found: dict[str, DTensor] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        found |= _shards_in(value, f"{path}/{name}")
+    return found
 
 
 def _problem_of(value: torch.Tensor, piece: Piece, *, is_trained: bool) -> str | None:
@@ -111,7 +124,7 @@ def _is_cut(value: DTensor) -> bool:
 
 # ---------------------------------------------------------------- state
 
-WEIGHT, MOMENT = "model/", "optimizer/"
+WEIGHT, MOMENT, EXTRA = "model/", "optimizer/", "extra/"
 """Begin the names of shards."""
 
 
@@ -125,14 +138,47 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 def localized(tree: Any) -> Any:
     """Return nested dicts with this rank's part in place of each sharded tensor."""
-    if isinstance(tree, dict):
-        return {name: localized(value) for name, value in tree.items()}
-    return local(tree) if isinstance(tree, DTensor) else tree
+    shards = _shards_in(tree)
+    return filled(tree, tree, lambda path: local(shards[path])) if shards else tree
 
 
-def rows_in(models: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Return how many rows each sharded weight has over all ranks, by the name of its shard."""
-    return {
+def filled(tree: Any, like: Any, values: Callable[[str], Any], path: str = "") -> Any:
+    """Return nested dicts with another value in place of each tensor that is sharded in ``like``.
+
+    Args:
+        values: gives it by the tensor's path.
+    """
+    if isinstance(like, DTensor):
+        return values(path)
+    if isinstance(tree, dict) and isinstance(like, dict):
+        return {
+            name: filled(value, like.get(name), values, f"{path}/{name}")
+            for name, value in tree.items()
+        }
+    return tree
+
+
+def as_in(like: DTensor, rows: torch.Tensor) -> DTensor:
+    """Return a sharded tensor of this rank's rows, which are copied, with the layout of another."""
+    return DTensor.from_local(
+        rows.to(like.device, copy=True),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size((like.shape[0], *rows.shape[1:])),
+        stride=like.stride(),
+    )
+
+
+def rows_in(models: Mapping[str, nn.Module], extras: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many rows each sharded weight, and each sharded tensor of an extra, has over all
+    ranks, by the name of its shard."""
+    of_extras = {
+        f"{EXTRA}{name}{path}": value.shape[0]
+        for name, part in extras.items()
+        for path, value in _shards_in(part.state_dict()).items()
+    }
+    return of_extras | {
         f"{WEIGHT}{prefix}{name}": value.shape[0]
         for prefix, model in models.items()
         for name, value in model.state_dict().items()
@@ -145,7 +191,12 @@ def apart(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
     how many each has over all ranks. Raises BadTask for values that cannot be kept in pieces."""
     shards: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
-    model = {}
+    model, parts = {}, {}
+    for part, values in state["task"]["parts"].items():
+        for path, value in _shards_in(values).items():
+            name = f"{EXTRA}{part}{path}"
+            shards[name], rows[name] = local(value), value.shape[0]
+        parts[part] = filled(values, values, lambda path: None)
     for name, value in state["model"].items():
         if isinstance(value, DTensor):
             shards[f"{WEIGHT}{name}"], rows[f"{WEIGHT}{name}"] = local(value), value.shape[0]
@@ -170,6 +221,7 @@ def apart(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
     return {
         **state,
         "model": model,
+        "task": {**state["task"], "parts": parts},
         "optimizer": optimizers,
         "piece": tuple(piece),
         "rows": rows,
@@ -226,12 +278,19 @@ def whole_optimizer(
             continue
         number, _, key = name.removeprefix(f"{MOMENT}{at}/").partition("/")
         weight = weights[int(number)]
-        state.setdefault(int(number), {})[key] = DTensor.from_local(
-            value.to(weight.device, copy=True),
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=torch.Size((weight.shape[0], *value.shape[1:])),
-            stride=weight.stride(),
-        )
+        state.setdefault(int(number), {})[key] = as_in(weight, value)
     return {**plain, "state": state}
+
+
+def whole_extra(name: str, part: Any, plain: Any, shards: Mapping[str, torch.Tensor]) -> Any:
+    """Return an extra's ``state_dict`` from what ``apart`` took of it. Raises BadTask if it has
+    other sharded tensors now."""
+    like, start = part.state_dict(), f"{EXTRA}{name}/"
+    own = _shards_in(like)
+    saved = {each.removeprefix(start[:-1]) for each in shards if each.startswith(start)}
+    if differing := sorted(own.keys() ^ saved):
+        raise BadTask(
+            f"{name} of the state to resume differs in {', '.join(differing[:5])}; build the same, "
+            "or start a new run"
+        )
+    return filled(plain, like, lambda path: as_in(own[path], shards[f"{EXTRA}{name}{path}"]))

@@ -88,12 +88,27 @@ def test_optimizers_are_refused_by_name(kind: Any, name: str) -> None:
         parts(sharded(), kind=kind)
 
 
+class Averages:
+    """Sharded tensors in a form that no name leads to."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.all = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": self.all}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state["all"]
+
+
 def test_other_parts_are_refused_by_name() -> None:
     model = sharded()
     with pytest.raises(BadTask, match=r"extra.scaler is a GradScaler.*; use bf16 by"):
         parts(model, {"scaler": torch.amp.GradScaler("cpu")})
-    with pytest.raises(BadTask, match=r"extra.ema holds sharded tensors, such as averages"):
-        parts(model, {"ema": model})
+    with pytest.raises(
+        BadTask, match=r"extra.ema/all/0 is in a list: let state_dict\(\) give dicts"
+    ):
+        parts(model, {"ema": Averages([*model.parameters()])})
     with pytest.raises(BadTask, match=r"has 2 optimizers: a sharded model takes one"):
         two = [torch.optim.SGD(each.parameters(), 0.1) for each in model.children()]
         parts_of(model, two, None, None, may_be_sharded=True)
@@ -168,6 +183,29 @@ def test_a_change_of_local_rows_is_seen() -> None:
     with torch.no_grad():
         next(model.parameters()).to_local().add_(1)
     assert state.weights_have_changed()
+
+
+def test_averages_of_sharded_weights_are_part_of_a_piece() -> None:
+    def averaged() -> LoopState:
+        return LoopState(parts(sharded(), {"ema": sharded().requires_grad_(False)}))
+
+    state = averaged()
+    with torch.no_grad():
+        for value in state.parts.others["extra.ema"].parameters():
+            value.to_local().fill_(7)
+    state._copies.begin()
+    found = copy_to_cpu(state.state_dict())
+    assert set(found["task"]["parts"]["extra.ema"].values()) == {None}
+    shard = found["shards"]["extra/extra.ema/1.weight"]
+    assert shard.shape == (2, 6) and found["rows"]["extra/extra.ema/1.weight"] == 3
+    other = averaged()
+    other.load_state_dict(found)
+    assert all((v.to_local() == 7).all() for v in other.parts.others["extra.ema"].parameters())
+    assert other.is_of_rank("extra.ema")
+    for name in [each for each in found["shards"] if each.endswith("ema/1.bias")]:
+        del found["shards"][name]
+    with pytest.raises(BadTask, match=r"extra.ema of the state to resume differs in /1.bias"):
+        averaged().load_state_dict(found)
 
 
 def test_frozen_rows_are_part_of_a_piece_and_of_nothing_that_ranks_share() -> None:
