@@ -34,7 +34,8 @@ def parts_of_accelerator(accelerator: Any, extra: Any) -> LoopParts:
     if kind not in _WHOLE_STATE:
         raise BadTask(
             f"es.protect(accelerator=…) is distributed by {kind}: every rank must hold the whole "
-            "state. Use DDP, or leave es.protect out and report checkpoints by ray.train.report"
+            "state. Use DDP, apply fully_shard without the Accelerator, or leave es.protect out "
+            "and report checkpoints by ray.train.report"
         )
     models, optimizers = accelerator._models, accelerator._optimizers
     if not models or not optimizers:

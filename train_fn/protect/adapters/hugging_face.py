@@ -288,7 +288,8 @@ def _check(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise BadTask(
             "es.hf.Protect: the Trainer shards its state by DeepSpeed or FSDP, and every rank must "
-            "hold the whole. Leave es.hf.Protect out and let Ray's RayTrainReportCallback report"
+            "hold the whole. Apply fully_shard in a loop of your own, or leave es.hf.Protect out "
+            "and let Ray's RayTrainReportCallback report"
         )
     if trainer.model_init is not None:
         raise BadTask("es.hf.Protect: Trainer(model_init=…) makes the model anew; pass model=…")

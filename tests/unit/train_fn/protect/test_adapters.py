@@ -93,7 +93,9 @@ def test_a_trainer_that_makes_its_model_anew_is_refused() -> None:
 def test_a_trainer_that_shards_its_state_is_refused(sharded: str) -> None:
     trainer = hf_trainer(Tiny())
     setattr(trainer, sharded, True)
-    with pytest.raises(BadTask, match=r"by DeepSpeed or FSDP.* Leave es.hf.Protect out and let"):
+    with pytest.raises(
+        BadTask, match=r"by DeepSpeed or FSDP.* Apply fully_shard in .*, or leave es.hf"
+    ):
         es.hf.Protect(trainer)
 
 
@@ -232,7 +234,9 @@ def accelerator(*prepared: Any) -> Accelerator:
 
 def test_an_accelerator_that_shards_its_state_is_refused() -> None:
     given = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    with pytest.raises(BadTask, match=r"accelerator=….* by FSDP.* Use DDP, or leave"):
+    with pytest.raises(
+        BadTask, match=r"accelerator=….* by FSDP.* Use DDP, apply fully_shard without"
+    ):
         es.protect(accelerator=given)
 
 
