@@ -114,6 +114,20 @@ def test_two_deaths_and_other_sizes(tmp_path: Path, twin: tuple[LoopJob, Ended])
     assert {*losses(job)} == {*range(1, STEPS + 1)}
 
 
+def test_a_step_that_passed_no_gate_is_not_reported(
+    tmp_path: Path, twin: tuple[LoopJob, Ended]
+) -> None:
+    """A rank is killed while its piece is on its own node alone. The run goes on from there, and
+    that node dies before the piece is anywhere else: the step is made again."""
+    job = job_of(tmp_path, "gateless")
+    start(replace(job, killed=(1, 6, "copying")))
+    start(replace(job, killed=(1, 0, "copying"), mates=(2,)))
+    assert restored(job)["step"] == 6 and newest_reported(job) <= 5
+    lose(job, "b")
+    require_like(job, train_to_end(replace(job, nodes=("a", "c", "c"))), twin)
+    assert restored(job)["step"] == 5
+
+
 @pytest.mark.chaos
 def test_a_second_death_before_the_first_gate_costs_nothing(
     tmp_path: Path, twin: tuple[LoopJob, Ended]
@@ -267,7 +281,7 @@ def test_replicas_keep_each_other_s_pieces(
     lose(job, nodes[2])
     names = tuple("new" if node == nodes[2] else node for node in nodes)
     start(replace(job, nodes=names, killed=(1, 9, "gate")))
-    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= reported >= 4
+    assert restored(job)["source"] == "snapshot" and restored(job)["step"] >= max(reported, 4)
     once_more = replace(job, run_id=job.run_id, nodes=names)
     again = train_to_end(once_more)
     assert again.weights == ended.weights and losses(job) == losses(whole)
@@ -327,7 +341,8 @@ def test_what_a_late_attempt_leaves_counts_for_nothing(
     saved = {(each.submission, each.step) for each in CheckpointStore(job.run_dir).list()}
     assert (len(late) == len(NODES)) == ((1, STEPS) in saved)
     ended = train_to_end(job)
-    assert restored(job)["source"] == "snapshot" and restored(job)["step"] in (7, 8)
+    assert restored(job)["step"] in (7, 8)
+    assert ".s002." in (restored(job)["checkpoint"] or ".s002."), "of the second attempt"
     require_like(job, ended, twin)
     newest = CheckpointStore(job.run_dir).lineage()[-1]
     assert (newest.submission, newest.step) == (3, STEPS)

@@ -298,6 +298,8 @@ def sharded(job: LoopJob, rank: int) -> Any:
     victim, from_step, where = job.killed or (None, 0, "")
 
     def die() -> None:
+        nonlocal victim
+        victim = None  # once: a process that was stopped may go on
         for mate in job.mates:
             os.kill(pids[mate], job.by)
         os.kill(os.getpid(), job.by)
