@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSES = ("everstep", "storage", "service", "train_fn")
 
-MAX_FILES = 432
+MAX_FILES = 434
 MAX_LINES = 104_000
 MAX_FILES_A_FOLDER: dict[str, int] = {}
 """Folders that still have more than MAX_FILES_ELSEWHERE files."""

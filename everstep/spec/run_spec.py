@@ -139,6 +139,31 @@ class RunSpec(Frozen):
             )
         return value
 
+    @field_validator("checkpoint", "resume_from")
+    @classmethod
+    def _pieces_are_of_one_run(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse checkpoints that a sharded model does not have, or cannot begin from."""
+        train: TrainSpec | None = info.data.get("train")
+        if train is None or train.sharding == "none" or value is None:
+            return value
+        problem = None
+        if isinstance(value, ResumeFrom):
+            problem = "no sharded model begins from another run's checkpoint yet. Remove it"
+        elif value.safetensors:
+            problem = (
+                "safetensors is true, but checkpoints of a sharded model are pieces. Remove it, "
+                "and join them by python -m train_fn.checkpoints.sharded"
+            )
+        elif value.parameters != "all":
+            problem = "parameters is trainable, but pieces hold all parameters. Set it to all"
+        if problem is not None:
+            raise PydanticCustomError(
+                "not_sharded",
+                "{problem}, or set train.sharding to none",
+                {"problem": problem},
+            )
+        return value
+
     @field_validator("replay")
     @classmethod
     def _loop_records_steps(
@@ -234,6 +259,12 @@ class RunSpec(Frozen):
         """Return whether a user's Ray Train function or script replaces Everstep's training
         loop."""
         return self.code is not None and self.code.task is None
+
+    @property
+    def keeps_processes(self) -> bool:
+        """Return whether ranks that survive may keep their processes for the next attempt."""
+        has_whole_state = not self.runs_own_function and self.train.sharding == "none"
+        return self.recovery.in_process and has_whole_state
 
     @property
     def runs_script(self) -> bool:

@@ -98,6 +98,16 @@ class LoaderSpec(Frozen):
     """Micro-batches that each loader process prefetches."""
 
 
+_UNSHARDED: tuple[tuple[str, Any, str], ...] = (
+    ("exactness", "world_size", "Leave exactness out"),
+    ("audit_fraction", 0.0, "Leave audit_fraction out"),
+    ("compile", False, "Leave compile out"),
+    ("unused_parameters", "zero", "Leave unused_parameters out, and use all parameters"),
+    ("ema_decay", None, "Leave ema_decay out"),
+)
+"""Fields of ``train``, what they must be if the model is sharded, and what to do."""
+
+
 class TrainSpec(Frozen):
     epochs: PositiveInt = 1
     """Passes over the training set."""
@@ -140,6 +150,11 @@ class TrainSpec(Frozen):
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and saved too; null
     keeps none."""
+    sharding: Literal["none", "full"] = "none"
+    """How the model is spread over the ranks. ``none``: each rank has all of it, by
+    DistributedDataParallel. ``full``: each rank has its rows of all weights and moments, by FSDP2;
+    the task's ``shard_modules(model)`` returns the modules that are gathered one at a time, else
+    their size decides."""
 
     @property
     def wants_determinism(self) -> bool | Literal["auto"]:
@@ -177,6 +192,32 @@ class TrainSpec(Frozen):
                     "value": str(value).lower(),
                     "needed": str(needed).lower(),
                 },
+            )
+        return value
+
+    @field_validator("sharding")
+    @classmethod
+    def _shards_by_rows_alone(cls, value: str, info: ValidationInfo) -> str:
+        """Refuse settings under which a model cannot be sharded."""
+        for name, fits, way_out in _UNSHARDED if value != "none" else ():
+            if (found := info.data.get(name, fits)) != fits:
+                raise PydanticCustomError(
+                    "not_sharded",
+                    "is {sharding}, and {field} is {found}, which no sharded model has yet. "
+                    "{way_out}, or set sharding to none",
+                    {
+                        "sharding": value,
+                        "field": name,
+                        "found": str(found).lower(),
+                        "way_out": way_out,
+                    },
+                )
+        if value != "none" and info.data.get("precision") == "fp16":
+            raise PydanticCustomError(
+                "not_sharded",
+                "is {sharding}, and precision is fp16, whose loss scaler no sharded model has. Set "
+                "precision to bf16, or sharding to none",
+                {"sharding": value},
             )
         return value
 

@@ -25,6 +25,7 @@ OPTIONAL_METHODS = {
     "build_optimizer": 1,
     "build_scheduler": 2,
     "after_step": 2,
+    "shard_modules": 1,
     "collate": 1,
     "on_epoch_end": 3,
     "state_dict": 0,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.drills import DrillKind
@@ -30,6 +30,7 @@ from train_fn.recovery.launch import Left
 if TYPE_CHECKING:
     from train_fn.context import WorkerContext
 
+Place = Literal["backward", "gate", "update", "committed", "copying", "evaluation"]
 _LOST = "lost"
 """A file beside the ranks' results: one of them has died, or raised."""
 
@@ -53,6 +54,12 @@ class Job:
     killed_telling: int | None = None
     """Steps done: rank 0 ends itself with SIGKILL when it is about to tell that their checkpoint is
     committed."""
+    place: Place = "backward"
+    """Where in that step."""
+    with_it: tuple[int, ...] = ()
+    """Ranks that end themselves there as well."""
+    nodes: tuple[str, ...] = ()
+    """Node of each rank; by default, each is on its own."""
     abandon: tuple[int, int] | None = None
     """(rank, steps done): that rank hears that the attempt was given up, while its peers live."""
     stopped: tuple[Stop, int] | None = None
@@ -72,6 +79,12 @@ class Job:
     """Collectives fail as NCCL's do; ranks are let go once one of them has died, or raised."""
     device: str = "cpu"
     """What all ranks train on; ``cuda:0`` for a GPU that they share, over NCCL."""
+
+    def dies(self, rank: int, step: int, place: Place) -> bool:
+        """Return whether a rank ends itself there."""
+        if self.killed is None or (self.killed[1], self.place) != (step, place):
+            return False
+        return rank in (self.killed[0], *self.with_it)
 
     @property
     def hangs_without_peers(self) -> bool:
@@ -122,7 +135,7 @@ class ListJournal:
     def stop_requested(self) -> Stop | None:
         """The loop asks once a step on every rank, before its last backward."""
         step, self._asked = self.first_step() + self._asked, self._asked + 1
-        if self._job.killed == (self._rank, step):
+        if self._job.dies(self._rank, step, "backward"):
             if self._job.killed_after is not None:
                 wait_for(self._is_committed, 60, f"the checkpoint of step {self._job.killed_after}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -273,6 +286,8 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     journal = ListJournal(job, rank, outcome)
     context = context_of(job, rank, journal, outcome)
     _follow_restores(journal)
+    if job.killed is not None and job.place != "backward":
+        _die_at(job, rank, journal)
     try:
         outcome.stop = train(context)
     except Exception as exc:
@@ -291,6 +306,11 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
 
     from train_fn.context import WorkerContext
 
+    nodes = job.nodes or (
+        ("node",) * job.world_size
+        if job.one_node
+        else tuple(f"node{each}" for each in range(job.world_size))
+    )
     return WorkerContext(
         spec=job.spec,
         run_dir=job.run_dir,
@@ -298,10 +318,10 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
         attempt=job.attempt,
         world_rank=rank,
         world_size=job.world_size,
-        local_rank=rank if job.one_node else 0,
-        local_world_size=job.world_size if job.one_node else 1,
-        node_id="node" if job.one_node else f"node{rank}",
-        num_nodes=1 if job.one_node else job.world_size,
+        local_rank=nodes[:rank].count(nodes[rank]),
+        local_world_size=nodes.count(nodes[rank]),
+        node_id=nodes[rank],
+        num_nodes=len({*nodes}),
         device=torch.device(job.device),
         journal=journal,
         report_checkpoint=lambda name, metrics: outcome.reported.append(name),
@@ -311,6 +331,41 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
         hands_over=lambda: job.in_process and job.stopped is not None,
         flip_ordered=journal.flip_ordered,
     )
+
+
+def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
+    """Let this rank end itself where the job says."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from tests.support.own_loops import die_while_sending
+    from train_fn.loop import attempt
+    from train_fn.session.session import Session
+
+    def at(place: Place, step: int | None = None) -> None:
+        if job.dies(rank, journal.steps_done() if step is None else step, place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pass_gate, keep, evaluate = Session.pass_gate, Session.keep, attempt.evaluate
+
+    def pass_gate_or_die(session: Session) -> None:
+        at("gate")
+        pass_gate(session)
+
+    def keep_or_die(session: Session, **options: Any) -> None:
+        at("committed", journal.steps_done() - 1)
+        keep(session, **options)
+
+    def evaluate_or_die(*arguments: Any) -> Any:
+        at("evaluation", journal.steps_done() - 1)
+        return evaluate(*arguments)
+
+    Session.pass_gate = pass_gate_or_die  # type: ignore[method-assign]
+    Session.keep = keep_or_die  # type: ignore[method-assign]
+    attempt.evaluate = evaluate_or_die
+    register_optimizer_step_pre_hook(lambda *_: at("update"))
+    assert job.killed is not None
+    if job.dies(rank, job.killed[1], "copying"):
+        die_while_sending(job.killed[1], lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def build_ahead_of(job: Job) -> None:

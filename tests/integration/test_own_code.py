@@ -13,6 +13,7 @@ import pytest
 from everstep.code import pack
 from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
 from storage.code import CodeStore
 from storage.filesystem import open_storage
 from storage.logs.rank_logs import read_rank_logs
@@ -83,6 +84,54 @@ def test_a_task_that_steps_two_optimizers_loses_no_step(
     assert {(each.data["used_once"], each.data["missing"]) for each in closed} == {(400, 0)}
     assert 0 <= run.last(EventKind.EVALUATED).data["metrics"]["val_accuracy"] <= 1
     assert run.last(EventKind.FINISHED).data["outcome"] == "succeeded"
+
+
+SHARDED_STEPS = 16
+"""Of 1,000 samples in global batches of 64."""
+
+
+def begin_sharded(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> DrivenRun:
+    train = {"epochs": 12, "global_batch_size": 64, "sharding": "full", "grad_clip_norm": 1.0}
+    code = {"task": "sharded_gpt:ShardedGpt"}
+    archive = example("gallery")
+    run = begin(started, cluster, tmp_path, archive, code, min_workers=2, train=train)
+    run.wait_for_step(40)
+    return run
+
+
+def require_whole(run: DrivenRun) -> None:
+    """No reported step was lost, every sample was used, and the checkpoint is in two pieces."""
+    assert run.wait_for_end() == 0, run.describe()
+    run.check_sequence()
+    assert run.last(EventKind.RECOVERED).data["steps_lost"] == 0
+    found = run.last(EventKind.RESTORED).data
+    assert found["source"] == "snapshot" and found["step"] >= 40 and not found["rejected"]
+    assert {step for step, _ in run.steps()} == set(range(1, 12 * SHARDED_STEPS + 1))
+    closed = run.of(EventKind.EPOCH_COMPLETED)
+    assert {(each.data["used_once"], each.data["missing"]) for each in closed} == {(1000, 0)}
+    newest = CheckpointStore(run.run_dir).list()[-1]
+    assert newest.step == 12 * SHARDED_STEPS and len(newest.files) == 3
+    CheckpointStore(run.run_dir).verify(newest.name)
+
+
+def test_a_task_whose_model_is_sharded_loses_no_reported_step(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    run = begin_sharded(started, cluster, tmp_path)
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    require_whole(run)
+    assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]
+
+
+def test_a_task_whose_model_is_sharded_loses_no_reported_step_with_a_node(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+) -> None:
+    """A new node takes the dead one's place; the pieces that it had come from the other one."""
+    run = begin_sharded(started, cluster, tmp_path)
+    cluster.kill_node(run.worker(1)["node_id"])
+    new = cluster.add_node()
+    require_whole(run)
+    assert new in {run.worker(rank)["node_id"] for rank in (0, 1)}
 
 
 def test_a_train_fn_goes_on_from_its_own_checkpoint(

@@ -183,6 +183,11 @@ def adopt(
 def _check_model(state: Mapping[str, Any], into: TrainState, origin: Origin) -> None:
     """Raise ForkRefused if keys or shapes differ, and name them; also for other contents of frozen
     parameters that one of the two runs leaves out of its checkpoints."""
+    if state.get("piece") is not None:
+        raise ForkRefused(
+            f"{origin.name} is of a sharded model, and no other run begins from its pieces yet; "
+            "leave resume_from out"
+        )
     own, left_out = into.model.state_dict(), state.get("frozen") or {}
     saved = {**{name: own.get(name) for name in left_out}, **state["model"]}
     _check_shapes(saved, own, origin)

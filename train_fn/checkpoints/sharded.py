@@ -28,7 +28,7 @@ from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, 
 from train_fn.checkpoints.save_slot import BoundaryCopy
 from train_fn.checkpoints.torch_file import save, write_safetensors
 from train_fn.context import WorkerContext
-from train_fn.state.pieces import WHOLE, Piece, cut_anew
+from train_fn.state.pieces import WEIGHT, WHOLE, Piece, cut_anew
 
 PATIENCE_S = 900.0
 """Longest wait of rank 0 for the pieces of all ranks."""
@@ -62,9 +62,10 @@ class PieceSaves:
     # -- the training thread
 
     def hold(self, copy: BoundaryCopy, release: Callable[[BoundaryCopy], None]) -> None:
-        """Keep a copy of the state that a checkpoint is to hold, beside that of the one before."""
+        """Keep a copy of the state that a checkpoint is to hold, beside those of the two before:
+        while one is collected, the best state so far may wait."""
         with self._changed:
-            free = [step for step in sorted(self._copies)[:-1] if step != self._in_use]
+            free = [step for step in sorted(self._copies)[:-2] if step != self._in_use]
             unused = [self._copies.pop(step) for step in free]
             if copy.step in self._copies:
                 unused.append(copy)
@@ -158,7 +159,6 @@ def short(text: str | None) -> str | None:
 # The weights of a downloaded checkpoint in one file. The other files are mapped, and tensors joined
 # one after the other, so that no more than the largest of them has to fit into memory.
 
-_WEIGHT = "model/"
 OUT = "model.safetensors"
 
 
@@ -175,16 +175,16 @@ def join(directory: Path) -> Path:
     rows, common = pieces[0]["rows"], _load(directory / STATE_FILE)["model"]
 
     def value_of(name: str) -> torch.Tensor:
-        if (shard := f"{_WEIGHT}{name}") not in rows:
+        if (shard := f"{WEIGHT}{name}") not in rows:
             return cast(torch.Tensor, common[name])
         return cut_anew({shard: rows[shard]}, shards, of, WHOLE)[shard]
 
     shapes = {
-        name.removeprefix(_WEIGHT): shards[0][name].new_empty(
+        name.removeprefix(WEIGHT): shards[0][name].new_empty(
             (count, *shards[0][name].shape[1:]), device="meta"
         )
         for name, count in rows.items()
-        if name.startswith(_WEIGHT)
+        if name.startswith(WEIGHT)
     }
     draft = directory / f"{OUT}.tmp"
     with draft.open("wb") as file:

@@ -29,6 +29,7 @@ from train_fn.step.fingerprints import (
     audited_place,
     audited_rank,
     is_audited,
+    local,
     settled,
 )
 from train_fn.step.report import StepTotals
@@ -299,7 +300,8 @@ class BitFlips:
                 continue
             parameter = self.chosen(replica)
             tensor = parameter.grad if kind is DrillKind.CORRUPT_GRADIENT else parameter.data
-            if tensor is None or tensor.layout is not torch.strided:
+            tensor = None if tensor is None else local(tensor)
+            if tensor is None or tensor.layout is not torch.strided or not tensor.numel():
                 logger.warning("drill %s: there is no gradient in which to flip a bit", kind)
                 return
             flip_low_bit(tensor)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from everstep.wire.events import EventKind
@@ -33,7 +32,7 @@ from train_fn.errors import (
     RanksApart,
 )
 from train_fn.snapshots.store import snapshot_store
-from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch, sketch_weights
+from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TrainState
 from train_fn.step.fingerprints import Fingerprints, word_sum
@@ -92,20 +91,18 @@ def require_same_samples(peers: Peers, contents: Contents, data_name: str, advic
 
 
 @checked(Moment.RESTORED, cost="a sketch of all weights, and a small exchange")
-def check_model(
-    peers: Peers, source: str, model: nn.Module, built: dict[str, Sketch], *, fresh: bool
-) -> None:
+def check_model(peers: Peers, source: str, mine: dict[str, Sketch], *, fresh: bool) -> None:
     """Raise BadTask if a rank has built another model than rank 0. A collective.
 
     Weights that a restored state replaces are compared only if ``fresh``. What a rank has trained
-    in an earlier attempt of its process is compared as it was ``built``.
+    in an earlier attempt of its process is compared as it was built.
 
     Args:
         source: the method that built it.
+        mine: sketches of this rank's weights.
     """
     if peers.alone:
         return
-    mine = sketch_weights(model, all_of_it=True) if fresh else built
     theirs = peers.share(mine, 0)
     names = [
         name
@@ -229,8 +226,8 @@ class Together(Check):
             source: the code that was run since the ranks were last compared.
             excused: whether this code may have changed weights by itself.
         """
-        if self._peers.alone:
-            return
+        if self._peers.alone or self._state.piece is not None:
+            return  # no rank has what another one has
         sums = self._peers.gather(self._trained.sums())
         names = sorted({name for other in sums for name in self._trained.differing(sums[0], other)})
         if not names:

@@ -351,7 +351,7 @@ def _by_name(names: dict[int, str]) -> dict[str, int]:
 
 # Each rank, and each loader process, would train on changes of its own.
 
-Batches = Callable[[], Generator[tuple[int, Any]]]
+Batches = Callable[[], Generator[tuple[int | None, Any]]]
 
 
 @checked(Moment.FIRST_PASS, Moment.TRIED, cost="a sketch of one batch")
@@ -377,7 +377,7 @@ def require_samples_kept(
         )
 
 
-def with_samples_kept(source: str, read: Batches) -> Generator[tuple[int, Any]]:
+def with_samples_kept(source: str, read: Batches) -> Generator[tuple[int | None, Any]]:
     """Yield what ``read`` yields, and require of each batch that its samples are kept."""
     with closing(read()) as batches:
         for number, batch in batches:

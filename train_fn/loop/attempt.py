@@ -48,11 +48,13 @@ def train(ctx: WorkerContext, progress: RankProgress | None = None) -> Left | No
     """
     close_left_groups()
     progress = RankProgress() if progress is None else progress
-    progress.rescue = rescue = Rescue(ctx, progress)
+    if ctx.spec.train.sharding == "none":  # else nodes keep pieces of every step
+        progress.rescue = Rescue(ctx, progress)
     try:
         with watching() if ctx.in_process else nullcontext():
             left = train_openly(ctx, progress)
-        rescue.leave()
+        if progress.rescue is not None:
+            progress.rescue.leave()
         if left == YIELDED:
             hand_over(progress)
         return left
@@ -88,6 +90,7 @@ def take_step(training: Training) -> tuple[bool, Stop | None]:
     totals = run_passes(training)  # a collective: it returns on every rank or on none
     require_whole(training, totals)  # the gate: every rank passes it, or none
     replica.together.require(totals)
+    session.pass_gate()  # a collective of sharded models
     if training.audit is not None:
         training.audit.check(totals)
     values = commit(training, totals)  # no collective: what one rank does here, all do
@@ -121,20 +124,22 @@ def begin(training: Training) -> bool:
     Return whether the present state is the best so far.
     """
     ctx, session, replica = training.ctx, training.session, training.replica
-    saver = session.saver
     # After its first save a fork no longer depends on the run that it comes from. A fork that is
     # evaluated now is saved afterwards, with its metrics.
     is_unsaved_fork = session.restored.origin is not None
     if is_unsaved_fork:
         if not evaluation_is_due(ctx, replica):
-            saver.offer(due=True, is_best=True)
+            session.save(is_due=True, is_best=True)
             is_unsaved_fork = False
     elif renew_best(ctx, replica):
-        saver.offer(due=False, is_best=True)
+        session.save(is_due=False, is_best=True)
     session.begin(_facts(training))
     is_best = close_boundary(training, is_new=False)
     if (is_best or is_unsaved_fork) and replica.state.step < replica.last_step:
-        saver.offer(due=is_unsaved_fork, is_best=True)
+        session.save(is_due=is_unsaved_fork, is_best=True)
+    if session.holdings is not None:
+        # Under the new heirs, before anything changes: the next death may follow at once.
+        session.holdings.publish()
     session.reporter.start_clock()
     return is_best
 
@@ -299,6 +304,7 @@ def finish(training: Training, is_best: bool, stop: Stop | None) -> None:
     if replica.state.frozen is not None:
         replica.state.frozen.require_unchanged(thorough=True)
     training.profiler.close()
+    training.session.pass_gate()
     training.session.finish(
         stop,
         is_best=is_best,

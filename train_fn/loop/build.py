@@ -27,6 +27,7 @@ from train_fn.checks.returns import (
 from train_fn.checks.trained import check_no_scheduler
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
+from train_fn.loop.sharded import require_elementwise, shard_model
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
 from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
@@ -76,6 +77,8 @@ class Parts:
     hold few."""
     built_weights: dict[str, Sketch]
     """Sketches of the weights as they were built that the model's ``state_dict`` leaves out."""
+    every_weight: dict[str, Sketch] | None = None
+    """Sketches of all weights as they were built, if a rank keeps some of their rows only."""
     origin: Origin | None = None
     """Submission and attempt that trained the state; None if this attempt built it."""
     numerics: Numerics | None = None
@@ -127,7 +130,10 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
     datasets = build_datasets(ctx, task)
     contents = Contents(datasets)
     seed_building(train.seed, _MODEL)
-    model = checked_model(task, task.build_model()).to(ctx.device)
+    model = checked_model(task, task.build_model())
+    is_sharded = train.sharding != "none"
+    if not is_sharded:  # else module after module goes to the device, and this rank's rows stay
+        model = model.to(ctx.device)
     in_eval = set_modes_for_training(model)
     require_fit_for(ctx.device, model)
     require_fits(spec, task, model, datasets["train"])
@@ -136,11 +142,16 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         first = sampler.global_batch(0, 0)[: sampler.micro_batch_size]
         loaded = train_set.first(MicroBatch(0, 0, first))
         seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
-        shape_lazy_tensors(task, model, to_device(loaded.batch, ctx.device))
+        shape_lazy_tensors(task, model.to(ctx.device), to_device(loaded.batch, ctx.device))
+    built_weights = sketch_weights(model, all_of_it=False)
+    every_weight = sketch_weights(model, all_of_it=True) if is_sharded else None
+    shards = shard_model(ctx, task, model, datasets.get("val")) if is_sharded else None
     all_steps = train.epochs * sampler.steps_per_epoch
     total_steps = min(all_steps, train.max_steps or all_steps)
     seed_building(train.seed, _OPTIMIZER)
     optimizer = built_optimizer(spec, task, model)
+    if shards is not None:
+        require_elementwise(optimizer, optimizer_source(task))
     scheduler = built_scheduler(spec, task, optimizer, total_steps)
     state = TrainState(
         model,
@@ -156,6 +167,7 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         sampler=sampler,
         bookmarks=train_set.bookmarks if isinstance(train_set, StreamSet) else None,
         data_source=where(task, "build_datasets") if spec.code is not None else None,
+        shards=shards,
     )
     owners = {**owners_of(task, model), **steppers_of(state), **_data_of(datasets)}
     return Parts(
@@ -168,7 +180,8 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         warnings=list(warnings_of(model, in_eval)),
         built=PlainAttributes(owners),
         owners=owners,
-        built_weights=sketch_weights(model, all_of_it=False),
+        built_weights=built_weights,
+        every_weight=every_weight,
     )
 
 

@@ -24,6 +24,7 @@ from train_fn.session.report import Reporter
 from train_fn.state.optim import drop_gradients
 from train_fn.state.sound_state import not_finite
 from train_fn.state.tensor_tree import tree_digest
+from train_fn.step.fingerprints import local
 from train_fn.step.report import StepTotals
 from train_fn.tasks.protocol import step_method, where
 
@@ -133,30 +134,27 @@ def _finish_gradients(training: Training, totals: StepTotals) -> dict[str, float
     # The weights of this step's samples are known only now, for example of sequences of several
     # lengths.
     expected = totals.facts.num_samples * replica.weight_per_sample
+    factor = 1.0
     if totals.weight != expected:
+        factor = expected / totals.weight
         gradients = [
-            parameter.grad for parameter in replica.parameters if parameter.grad is not None
+            local(parameter.grad) for parameter in replica.parameters if parameter.grad is not None
         ]
         if gradients:
-            torch._foreach_mul_(gradients, expected / totals.weight)
+            torch._foreach_mul_(gradients, factor)
     optimizer = replica.state.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
     replica.state.scaler.unscale_(optimizer)
     if training.grad_clip_norm is None:
         return {}
-    return {"grad_norm": _finite(_clip(replica, training.grad_clip_norm))}
-
-
-def _clip(replica: Replica, max_norm: float) -> float:
-    """Clip the gradients and return their norm before that."""
+    norm = training.exchange.clip(training.grad_clip_norm, factor)
     state = replica.state
-    norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters, max_norm))
     # A loss scaler skips such a step.
     if not math.isfinite(norm) and not state.scaler.is_enabled():
         raise NonFiniteLoss(
             state.step, None, norm, where(replica.task, "loss"), what="gradient norm"
         )
-    return norm
+    return {"grad_norm": _finite(norm)}
 
 
 def _update_weights(replica: Replica) -> bool:
@@ -200,7 +198,7 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     """
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
-    replica.before_hook = _reach(replica)
+    replica.before_hook = _reach(replica) if replica.shards is None else None
     with replica.checks.around(Moment.EPOCH_HOOK, where(replica.task, "on_epoch_end")):
         replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()

@@ -26,7 +26,7 @@ from train_fn.loop.training import RankProgress
 from train_fn.node.device import keep_if_broken
 from train_fn.node.memory import memory_summary
 from train_fn.recovery.evidence import RankError, StepFailed
-from train_fn.session.session import Remains, keep_state, not_copied
+from train_fn.session.session import Remains, keep_state, not_copied, pieces_left
 from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import newest_durable
 from train_fn.snapshots.publisher import leave_snapshot
@@ -50,10 +50,12 @@ class _Departure:
         self._rescued = progress.rescue.leave() if progress.rescue is not None else None
         self._distrusted: str | None = None
         self._may_stay = False
+        self._error: RankError | None = None
         self.memory: str | None = None
 
     def let_go(self, cause: BaseException, error: RankError) -> None:
         ctx, replica, training = self._ctx, self._progress.replica, self._progress.training
+        self._error = error
         self._distrusted = _why_distrusted(ctx, cause)
         self._may_stay = ctx.in_process and error.collateral and not isinstance(cause, _LEAVING)
         self.memory = memory_summary(cause, ctx.device)
@@ -62,6 +64,8 @@ class _Departure:
             forget_frames(cause)
         if training is not None:
             training.clock.close()
+            if (holdings := training.session.holdings) is not None:
+                holdings.let_go()
         if replica is not None and not broken:
             replica.let_go()
 
@@ -72,14 +76,19 @@ class _Departure:
     def keep(self) -> Remains:
         """Leave the state as a snapshot, or where it is (``survivor``) if this rank merely lost a
         peer and its process may serve the next attempt."""
+        training = self._progress.training
+        if training is not None and training.session.holdings is not None:
+            assert self._error is not None
+            training.profiler.give_up()
+            return pieces_left(training.session, self._error)
         step, problem = _leave_state(
             self._ctx, self._progress, distrusted=self._distrusted, may_stay=self._may_stay
         )
         stays_at = kept_step_here()
         if problem is not None and self._distrusted is None and self._rescued is not None:
             step, problem = self._rescued, None  # a device that fails now was read before
-        if self._progress.training is not None:
-            self._progress.training.profiler.give_up()
+        if training is not None:
+            training.profiler.give_up()
         is_on_node = problem is None and stays_at is None
         return Remains(step, problem, step if is_on_node else None, stays_at)
 
@@ -122,6 +131,8 @@ def _leave_state(
         return taken.step, taken.leave()
     state = replica.state
     step = state.step if progress.is_restored or state.complete else None
+    if state.piece is not None:
+        return step, "the attempt made no step; pieces of an earlier one stay where they are"
     if distrusted is not None:
         return step, distrusted
 

@@ -26,6 +26,7 @@ from train_fn.checks.trained import with_samples_kept
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica
+from train_fn.loop.sharded import require_same_order
 from train_fn.samples.loader import (
     KeyedDataset,
     Loaded,
@@ -47,6 +48,8 @@ _NO_GRADIENT = "does not require grad"
 """In torch's message where something is differentiated that has no graph."""
 Sums = dict[str, tuple[float, float]]
 Loss = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
+Numbered = Generator[tuple[int | None, Any]]
+"""Micro-batches with their numbers; None for one that does not count."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +89,11 @@ def _averages(ctx: WorkerContext, replica: Replica) -> dict[str, float]:
     checks = replica.checks.around(Moment.EVALUATED, _measuring(replica.task))
     with checks, evaluating(state.model), replica.volatile.kept():
         mine = _measure_share(ctx, replica, own)
-    shares = replica.peers.gather((mine, own.states()))
-    return averages_of([entry for share, _ in shares for entry in share]) | own.computed(
-        [states for _, states in shares]
+    order = 0 if replica.order is None else replica.order.take()
+    shares = replica.peers.gather((mine, own.states(), order))
+    require_same_order([each for *_, each in shares], _measuring(replica.task), "in an evaluation")
+    return averages_of([entry for share, *_ in shares for entry in share]) | own.computed(
+        [states for _, states, _ in shares]
     )
 
 
@@ -143,7 +148,7 @@ def try_evaluation(ctx: WorkerContext, replica: Replica) -> None:
             return
     model, own = replica.state.model, _own_metrics(replica)
 
-    def first() -> Generator[tuple[int, Any]]:
+    def first() -> Numbered:
         if is_iterable(val_set):
             return first_batch(ctx, replica, val_set)
         return batches_by_index(ctx, replica, most=1)
@@ -180,22 +185,32 @@ def _measure_share(ctx: WorkerContext, replica: Replica, own: OwnMetrics) -> lis
 
 @torch.no_grad()
 def _measure_all(
-    ctx: WorkerContext, replica: Replica, own: OwnMetrics, numbered: Generator[tuple[int, Any]]
+    ctx: WorkerContext, replica: Replica, own: OwnMetrics, numbered: Numbered
 ) -> list[tuple[int, Sums]]:
     spec, device, task = ctx.spec, ctx.device, replica.task
-    measured, num_empty = [], 0
+    measured: list[tuple[int, Any]] = []
+    num_empty = 0
     loss = _loss_of(replica) if measures_loss(task) else None
     own.to(device)
     with closing(numbered) as batches:
         for number, batch in batches:
             if batch is None:  # left out, as in training
+                if replica.shards is not None:
+                    raise BadTask(
+                        "collate returned None for a batch of the validation set, and all ranks "
+                        "must call a sharded model equally often. Leave broken samples out of the "
+                        "data set, or set train.sharding to none"
+                    )
                 num_empty += 1
                 continue
             replica.volatile.rewind()  # a model may change its buffers in eval mode as well
-            seed_micro_batch(spec.train.seed, replica.state.step, number, device)
+            seed_micro_batch(spec.train.seed, replica.state.step, number or 0, device)
             with autocast(spec.train.precision, device):
                 found = _measured(task, replica.state.model, batch, loss)
-                measured.append((number, own.update(found, number)))
+                if number is not None:
+                    measured.append((number, own.update(found, number)))
+    if replica.shards is not None:
+        replica.shards.reshard()
     if num_empty:
         logger.warning(
             "collate returned None for %d batches of the validation set; they are left out",
@@ -287,26 +302,28 @@ MIN_MICRO_BATCH = 128
 in training."""
 
 
-def batches_by_index(
-    ctx: WorkerContext, replica: Replica, most: int | None = None
-) -> Generator[tuple[int, Any]]:
+def batches_by_index(ctx: WorkerContext, replica: Replica, most: int | None = None) -> Numbered:
     """Yield this rank's contiguous share of the micro-batches, with their numbers. With ``most``,
-    yield that many, read by one loader process."""
+    yield that many, read by one loader process.
+
+    A sharded model is called equally often on all ranks: where others have one more, yield the
+    first one of all without a number. It does not count.
+    """
     spec, size = ctx.spec, _size(ctx)
     num_samples = ctx.limited(len(replica.val_set))  # type: ignore[arg-type]
-    numbers = share_of(-(-num_samples // size), replica.peers.rank, replica.peers.world_size)[:most]
+    count, peers = -(-num_samples // size), replica.peers
+    numbers: list[int | None] = [*share_of(count, peers.rank, peers.world_size)[:most]]
+    if replica.shards is not None:
+        longest = len(share_of(count, 0, peers.world_size)[:most])
+        numbers += [None] * (longest - len(numbers))
     if most is not None:
         workers = spec.train.loader.model_copy(
             update={"num_workers": num_stream_workers(ctx, replica.val_set)}
         )
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loader": workers})})
     keys = [
-        MicroBatch(
-            0,
-            number,
-            np.arange(number * size, min((number + 1) * size, num_samples), dtype=np.int64),
-        )
-        for number in numbers
+        MicroBatch(0, at, np.arange(at * size, min((at + 1) * size, num_samples), dtype=np.int64))
+        for at in (number or 0 for number in numbers)
     ]
     dataset = KeyedDataset(
         replica.val_set, spec.train.seed, collate_of(replica.task), training=False
@@ -319,7 +336,7 @@ def batches_by_index(
         loader.close()
 
 
-def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tuple[int, Any]]:
+def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Numbered:
     """Read an iterable set whole on every rank, and yield every world-size-th micro-batch."""
     spec, peers = ctx.spec, replica.peers
     collate = collate_of(replica.task)
@@ -329,7 +346,7 @@ def batches_of_whole_pass(ctx: WorkerContext, replica: Replica) -> Generator[tup
     yield from _read(ctx, whole, num_stream_workers(ctx, replica.val_set))
 
 
-def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator[tuple[int, Any]]:
+def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Numbered:
     """Yield the first micro-batch of an iterable set, the same on every rank. Nothing after it is
     read."""
     first = WholePass(
@@ -338,7 +355,7 @@ def first_batch(ctx: WorkerContext, replica: Replica, val_set: Any) -> Generator
     yield from _read(ctx, first, num_stream_workers(ctx, val_set))
 
 
-def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Generator[tuple[int, Any]]:
+def _read(ctx: WorkerContext, whole: WholePass, num_workers: int) -> Numbered:
     loaded: Loaded
     for loaded in DataLoader(
         whole, batch_size=None, **loader_options(ctx.spec, num_workers, ctx.device)

@@ -17,6 +17,7 @@ from train_fn.checks.returns import check_gradients, check_moves, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
 from train_fn.errors import StateNotWhole
+from train_fn.loop.sharded import read_past_a_call
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
 from train_fn.state.contents import Sketch, few, sketch
 from train_fn.state.optim import drop_gradients
@@ -116,7 +117,13 @@ def _pass_and_check(
     generators = torch_generators(peers.device)
     with replica.checks.around(Moment.FIRST_PASS, where(task, "loss")):
         watched = GradientWatch(replica.parameters)
-        loss_sum, weight = replica.wrapped(batch)
+        try:
+            loss_sum, weight = replica.wrapped(batch)
+        except RuntimeError as exc:
+            refused = None if replica.shards is None else read_past_a_call(exc, task)
+            if refused is None:
+                raise
+            raise refused from exc
         watched.require_untouched(where(task, "loss"))
         if replica.draws_from_torch_alone:
             replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
@@ -154,15 +161,15 @@ def _note_numerics(replica: Replica, loss_sum: torch.Tensor) -> None:
     if not torch.are_deterministic_algorithms_enabled() or replica.parts.is_kept:
         return
     averaged_over = 1 if replica.exchange is not None else replica.peers.world_size
-    if replica.beside_kept and averaged_over > 1:
-        averaged_over = NOT_COMPARED
+    if (replica.beside_kept and averaged_over > 1) or replica.shards is not None:
+        averaged_over = NOT_COMPARED  # with others' weights, or of a few rows
     replica.parts.numerics = numerics_of(loss_sum.detach(), replica.parameters, averaged_over)
 
 
 def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:
     """Run the first backward pass. Return a sum of its micro-batch's weight over ranks, which all
     run the same one, and the number of these ranks."""
-    if replica.exchange is not None:
+    if replica.exchange is not None or replica.shards is not None:
         loss_sum.backward()  # type: ignore[no-untyped-call]
         return float(weight), 1
     replica.sums.add(loss_sum, weight)

@@ -35,6 +35,7 @@ from train_fn.errors import BadTask
 from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_step import OwnUpdates, own_updates
+from train_fn.loop.sharded import CallOrder
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
@@ -219,7 +220,12 @@ class Replica:
         self.task, self.state, self.total_steps = parts.task, parts.state, parts.total_steps
         self.sampler, self.train_set = parts.sampler, parts.train_set
         self.val_set = parts.datasets.get("val")
-        self.exchanges_in_forward = exchanges_in_forward(self.state.model)
+        self.shards = self.state.shards
+        """None for a model that every rank holds whole."""
+        self.exchanges_in_forward = (
+            exchanges_in_forward(self.state.model) or self.shards is not None
+        )
+        self.order = CallOrder(self.shards) if self.shards is not None else None
         groups = self.state.optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         trained = [each for each in self.state.model.parameters() if each.requires_grad]
@@ -279,7 +285,7 @@ class Replica:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)
             return
-        if self.peers.alone or self.exchange is not None:
+        if self.peers.alone or self.exchange is not None or self.shards is not None:
             self.wrapped = self.step_module
         else:
             self.wrapped = wrap(self.step_module, self.peers.device)
@@ -293,7 +299,10 @@ class Replica:
             )
         if self.allows_unused:
             self.used = UsedParameters(self.gradient_parameters, self.peers)
-        self._nothing = empty_like(batch) if self.exchanges_in_forward else None
+        if self.shards is not None:
+            self._nothing = batch  # counts nothing: not every model takes a batch of no samples
+        else:
+            self._nothing = empty_like(batch) if self.exchanges_in_forward else None
         loaded = sketch(batch)
         if not self.parts.is_kept:
             self.state.task = self.task_state.capture()
@@ -306,8 +315,9 @@ class Replica:
         """Count the operations of a sample, and refuse micro-batches that are too small, unless a
         pass ahead has done both with the same samples."""
         if not self.parts.is_tried:
-            flops = counted_flops(self.task, self.state.model, batch, num_samples)
-            self.parts.flops_per_sample = flops
+            if self.shards is None:
+                flops = counted_flops(self.task, self.state.model, batch, num_samples)
+                self.parts.flops_per_sample = flops
             try_smallest(self)
             self.parts.is_tried = True
 
@@ -347,6 +357,8 @@ class Replica:
         """Return (loss sum, weight) of a micro-batch; of none if ``batch`` is None."""
         assert self.wrapped is not None
         answer: tuple[torch.Tensor, Sum] = self.wrapped(self._nothing if batch is None else batch)
+        if batch is None and self.shards is not None:
+            return answer[0] * 0.0, 0.0
         return answer
 
     def load(self, micro: MicroBatch) -> Loaded:

@@ -1,9 +1,9 @@
 """One step of one rank up to the gate: its micro-batches forward and backward, and what the ranks
 exchange of them.
 
-There is one loop over micro-batches (``run_passes``) and three ways to exchange: by DDP
-(``StepExchange``), by sums whose bits are the same at every world size (``TreeStep``), and by the
-optimizers' own steps (``own_step.OwnStep``).
+There is one loop over micro-batches (``run_passes``) and four ways to exchange: by DDP
+(``StepExchange``), by FSDP2 (``sharded.ShardedStep``), by sums whose bits are the same at every
+world size (``TreeStep``), and by the optimizers' own steps (``own_step.OwnStep``).
 """
 
 from __future__ import annotations
@@ -181,6 +181,14 @@ class StepExchange:
         """Return the totals over all ranks, once the gradients are summed. Raise the collective's
         error if a peer is gone."""
         return self._replica.sums.take()
+
+    def clip(self, max_norm: float, factor: float) -> float:
+        """Clip the gradients and return their norm before that. No collective.
+
+        Args:
+            factor: by which they were multiplied since ``take``.
+        """
+        return float(torch.nn.utils.clip_grad_norm_(self._replica.parameters, max_norm))
 
     def _scaled(self, loss_sum: torch.Tensor) -> torch.Tensor:
         return self._replica.state.scaler.scale(loss_sum * self._scale)

@@ -19,6 +19,7 @@ from train_fn.context import WorkerContext
 from train_fn.loop.evaluate import try_evaluation
 from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
+from train_fn.loop.sharded import ShardedStep
 from train_fn.loop.step import StepExchange, TreeStep
 from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
 from train_fn.samples.loader import Loader
@@ -26,6 +27,7 @@ from train_fn.session.report import speed_of
 from train_fn.session.restore import Restored
 from train_fn.session.session import Session
 from train_fn.snapshots.election import sweep_forgotten
+from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
 from train_fn.step.peers import Peers, bucket_sizes
 from train_fn.step.place_watch import refusing
@@ -158,7 +160,10 @@ def restore(
         is_fresh = restored.source == "fresh"
         if not all(has_kept):
             built, source = replica.parts.built_weights, where(replica.task, "build_model")
-            check_model(replica.peers, source, state.model, built, fresh=is_fresh)
+            if is_fresh:
+                every = replica.parts.every_weight
+                built = sketch_weights(state.model, all_of_it=True) if every is None else every
+            check_model(replica.peers, source, built, fresh=is_fresh)
         replica.join(is_fresh=is_fresh)
 
     adopt_origin = partial(adopt, into=state, ctx=ctx)
@@ -196,7 +201,7 @@ def _build(session: Session, progress: RankProgress, replica: Replica) -> Traini
         ),
         grad_clip_norm=ctx.spec.train.grad_clip_norm,
     )
-    session.open(state.chain.enter, speed)
+    session.open(state.chain.enter, speed, replica.peers.exchange)
     return training
 
 
@@ -204,6 +209,8 @@ def exchange_of(session: Session, replica: Replica) -> StepExchange:
     """Return how the steps of this replica are exchanged."""
     if replica.own_updates is not None:
         return OwnStep(replica, replica.own_updates, session)
+    if replica.shards is not None:
+        return ShardedStep(replica, session.ctx.spec.train.grad_clip_norm)
     return (
         StepExchange(replica) if replica.exchange is None else TreeStep(replica, replica.exchange)
     )

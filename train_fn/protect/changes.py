@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.protect.arguments import LoopParts
-from train_fn.protect.sharded import localized
+from train_fn.state.sharded import localized
 from train_fn.state.tensor_tree import copy_to_cpu, size_bytes, take_apart
 from train_fn.step.peers import Peers
 from train_fn.step.untrained import (

@@ -15,22 +15,22 @@ from train_fn.errors import BadTask, DataChanged
 from train_fn.protect.arguments import LoopParts
 from train_fn.protect.batches import Batches, LastBatch, Share
 from train_fn.protect.changes import PartCopies, Volatile, WeightsMark
-from train_fn.protect.sharded import (
+from train_fn.samples.sampler import Sampler
+from train_fn.state.optim import Packer, match_layout, unpacked
+from train_fn.state.pieces import WEIGHT, weights_in
+from train_fn.state.run_state import RunState
+from train_fn.state.sharded import (
     EXTRA,
-    WEIGHT,
     apart,
     load_weights,
-    local,
     localized,
     rows_in,
     whole_extra,
     whole_optimizer,
 )
-from train_fn.samples.sampler import Sampler
-from train_fn.state.optim import Packer, match_layout, unpacked
-from train_fn.state.run_state import RunState
 from train_fn.state.sound_state import require_sound
 from train_fn.state.tensor_tree import of_own_types, tree_digest
+from train_fn.step.fingerprints import local
 from train_fn.step.peers import Peers
 
 BUFFERS = "the buffers"
@@ -344,11 +344,7 @@ class LoopState(RunState):
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Raise StateNotWhole or NonFiniteWeights for a state that must not be kept."""
-        shards = {
-            name.removeprefix(WEIGHT): value for name, value in (state.get("shards") or {}).items()
-        }
-        whole = {**state, "model": {**state["model"], **shards}}
-        require_sound(whole, self.sampler, self._trained)
+        require_sound({**state, "model": weights_in(state)}, self.sampler, self._trained)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if "own_loop" not in state:

@@ -316,16 +316,8 @@ class Protected:
         training.peers.require_whole()
         training.boundary.require_unchanged()
         training.checks.before(Moment.STEP)
-        self._pass_gate(training)
+        training.session.pass_gate()
         self._is_settled = True
-
-    def _pass_gate(self, training: LoopTraining) -> None:
-        """Wait until the ranks hold all pieces of the newest state, and let its step be reported. A
-        collective of a sharded model; else do nothing."""
-        session = training.session
-        if session.holdings is not None:
-            session.holdings.pass_gate()
-            session.reporter.report_up_to(self._state.step)
 
     def step(self, **metrics: Any) -> None:
         """Commit a step: its state is whole, and the same on all ranks. Reports ``metrics`` of rank
@@ -437,7 +429,7 @@ class Protected:
         assert self._home is not None
         ctx, commits = training.ctx, training.commits
         commits.read()
-        self._pass_gate(training)
+        training.session.pass_gate()
         # A rank that leaves its loop before its peers must not meet them in a collective below.
         commits.end()
         commits.read()

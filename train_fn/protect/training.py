@@ -40,7 +40,7 @@ from train_fn.protect.changes import SharedBuffers
 from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
-from train_fn.session.session import Remains, Session, keep_state, not_copied
+from train_fn.session.session import Remains, Session, keep_state, not_copied, pieces_left
 from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import sweep_forgotten
 from train_fn.snapshots.publisher import snapshots_of
@@ -201,13 +201,13 @@ class _Departure:
 
     def __init__(self, ctx: WorkerContext, training: LoopTraining | None) -> None:
         self._ctx, self._training, self._is_known = ctx, training, False
-        self._is_collateral = False
+        self._error: RankError | None = None
         self.fault: StepNotWhole | None = None
         """How the ranks differ, as their last words show."""
 
     def let_go(self, cause: BaseException, error: RankError) -> None:
         keep_if_broken(self._ctx.device, cause, self._training)
-        self._is_collateral = error.collateral
+        self._error = error
         if self._training is not None:
             if (holdings := self._training.session.holdings) is not None:
                 holdings.let_go()
@@ -220,12 +220,9 @@ class _Departure:
         training = self._training
         if training is None:
             return Remains(None, "the rank had no state yet")
-        if (holdings := training.session.holdings) is not None:
-            at = holdings.close()
-            problem = "this node keeps no piece of the newest step" if at is None else None
-            # A step that no gate has followed is not lost if it has to be made again.
-            known = holdings.committed if self._is_collateral else training.state.step
-            return Remains(known, problem, at)
+        if training.session.holdings is not None:
+            assert self._error is not None
+            return pieces_left(training.session, self._error)
         found: dict[str, Any] | str = ""
 
         def whole() -> dict[str, Any] | str:

@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from train_fn.loop.training import RankProgress
 from train_fn.own_loop import OwnLoop
 from train_fn.protect.protected import Protected
-from train_fn.protect.sharded import local
 from train_fn.state.tensor_tree import leaves
+from train_fn.step.fingerprints import local
 
 Place = Literal["forward", "update", "commit"]
 """Where in a step something happens: when its first forward pass begins, between its backward pass

@@ -219,13 +219,24 @@ class Session:
             is_due: a checkpoint is due. All ranks say the same.
             publishes: a snapshot is due; None to let the publisher decide.
         """
-        self.saver.offer(due=is_due, is_best=is_best)
+        self.save(is_due=is_due, is_best=is_best)
         if self.holdings is None:
             self.publisher.offer(due=publishes)
-            return
-        if is_due:
+        else:
+            self.holdings.publish()
+
+    def save(self, *, is_due: bool, is_best: bool) -> None:
+        """Save the state if that is due, or it is the best so far: all ranks say the same."""
+        self.saver.offer(due=is_due, is_best=is_best)
+        if self.holdings is not None and (is_due or is_best):
             self.holdings.hold()
-        self.holdings.publish()
+
+    def pass_gate(self) -> None:
+        """Wait until the ranks hold all pieces of the newest state, and let its step be reported. A
+        collective of a sharded model; else do nothing. Raises PeersGone."""
+        if self.holdings is not None:
+            self.holdings.pass_gate()
+            self.reporter.report_up_to(self.state.step)
 
     # -- finish
 
@@ -420,6 +431,17 @@ def keep_state(
     except RuntimeError as exc:  # so does a device that cannot be read any more
         logger.warning("the state of step %d cannot be read: %s", state.step, exc)
         return f"the state cannot be read from {ctx.device}: {exc}"
+
+
+def pieces_left(session: Session, error: RankError) -> Remains:
+    """End the keeping of pieces. Return what this rank has left of a sharded model."""
+    holdings = session.holdings
+    assert holdings is not None
+    at = holdings.close()
+    problem = "this node keeps no piece of the newest step" if at is None else None
+    # A step that no gate has followed is not lost if it has to be made again.
+    known = holdings.committed if error.collateral else session.state.step
+    return Remains(known, problem, at)
 
 
 def not_copied(torn: list[str]) -> str:

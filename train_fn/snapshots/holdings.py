@@ -153,8 +153,8 @@ class Holdings:
             if row["common"] != rows[0]["common"]:
                 raise BadTask(
                     f"buffers, schedulers or extras of rank {rank} differ from those of rank 0 "
-                    f"after step {newest.step}. es.protect keeps one state of them for all ranks: "
-                    "let them follow from all ranks, as SyncBatchNorm does, or leave them out"
+                    f"after step {newest.step}. One state of them is kept for all ranks: let them "
+                    "follow from all ranks, as SyncBatchNorm does, or leave them out"
                 )
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:

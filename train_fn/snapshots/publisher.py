@@ -117,7 +117,7 @@ class Publisher:
     def keep(self) -> None:
         """Publish the present state, due or not, also where survivors leave states. Called before
         code of the user runs that may end all ranks at once."""
-        if self._ctx.world_rank == 0 and not self._closed:
+        if self._ctx.world_rank == 0 and not self._closed and self._state.piece is None:
             if not self._is_running:
                 self._start()
             self._hand_over()

@@ -9,7 +9,7 @@ is the special case of one piece.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,17 @@ def cut_anew(
         one = parts[0] if parts else next(iter(pieces.values()))[name][:0]
         found[name] = one if len(parts) < 2 else torch.cat(parts)
     return found
+
+
+WEIGHT = "model/"
+"""Begins the names of a state's shards that are rows of weights."""
+
+
+def weights_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers in a state, by name: of sharded ones the rows of its piece."""
+    shards = state.get("shards") or {}
+    rows = {name: value for name, value in shards.items() if name.startswith(WEIGHT)}
+    return {**state["model"], **{each.removeprefix(WEIGHT): rows[each] for each in rows}}
 
 
 # ---------------------------------------------------------------- heirs

@@ -15,7 +15,7 @@ import torch
 from train_fn.errors import NonFiniteWeights, StateNotWhole
 from train_fn.node.device import kernels
 from train_fn.samples.sampler import Sampler
-from train_fn.step.fingerprints import word_sum
+from train_fn.step.fingerprints import local, word_sum
 
 
 def require_sound(
@@ -129,7 +129,7 @@ def numerics_of(
         world_size: ranks over which the gradients are a mean.
     """
     gradients = [
-        "none" if value.grad is None else str(word_sum(value.grad.to_dense()))
+        "none" if value.grad is None else str(word_sum(local(value.grad).to_dense()))
         for value in parameters
     ]
     return Numerics(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,12 +17,16 @@ from train_fn.samples.ledger import Bookmarks, Chain
 from train_fn.samples.sampler import Sampler
 from train_fn.state.contents import Contents, FrozenPart, few, other_base, require_same_data
 from train_fn.state.optim import Ema, Optimizers, Packer, each_of, match_layout, unpacked
+from train_fn.state.pieces import weights_in
 from train_fn.state.run_state import VERSION, RunState
 from train_fn.state.sound_state import not_finite, require_sound
 from train_fn.state.tensor_tree import adopt, copy_to_cpu, of_own_types
 from train_fn.step.precision import BuiltModes
 from train_fn.step.untrained import TensorPlace, copy_all, is_alike, untrained_places
 from train_fn.tasks.protocol import Task, where
+
+if TYPE_CHECKING:
+    from train_fn.state.sharded import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +54,14 @@ class TrainState(RunState):
         sampler: Sampler | None = None,
         bookmarks: Bookmarks | None = None,
         data_source: str | None = None,
+        shards: Shards | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.shards = shards
+        """None for a model that every rank holds whole."""
+        if shards is not None:
+            self.piece, self.rows = shards.piece, shards.rows
         self.optimizer = optimizer
         self._packer = Packer()
         self._modes = BuiltModes(model)
@@ -126,7 +135,8 @@ class TrainState(RunState):
             model, ema = self.frozen.without(model), ema and self.frozen.without(ema)
         optimizer = self.optimizer.state_dict()
         chain = self.chain.enter()  # before the tail, whose points it completes
-        return {
+        packs = packed and self.shards is None
+        state = {
             **self.counters(self.k),
             "hook_due": self.hook_due,
             "fingerprint": self.fingerprint,
@@ -137,7 +147,7 @@ class TrainState(RunState):
             "modes": self._modes.state_dict(),
             "unsaved": self.unsaved(),
             "task": self.task,
-            "optimizer": self._packer.packed(optimizer) if packed else optimizer,
+            "optimizer": self._packer.packed(optimizer) if packs else optimizer,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped.state_dict(),
@@ -145,6 +155,7 @@ class TrainState(RunState):
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
             "numerics": self.numerics,
         }
+        return state if self.shards is None else self.shards.apart(state)
 
     def require_sound(self, state: Mapping[str, Any]) -> None:
         """Check a state of this run, from this or another process, before it is saved or resumed
@@ -152,7 +163,7 @@ class TrainState(RunState):
 
         Raise StateNotWhole or NonFiniteWeights.
         """
-        require_sound(state, self.sampler, self._trained)
+        require_sound({**state, "model": weights_in(state)}, self.sampler, self._trained)
         if self.frozen is not None:
             self.frozen.require_unchanged(thorough=False)
 
@@ -181,13 +192,16 @@ class TrainState(RunState):
             contents=self.contents,
         )
         self.complete = False
-        if gives_memory:
-            adopt(self.model, state["model"])
-        self._load_weights(state)
+        if self.shards is not None:
+            self.shards.load(self.optimizer, state)
+        else:
+            if gives_memory:
+                adopt(self.model, state["model"])
+            self._load_weights(state)
+            # Optimizer.load_state_dict keeps references to the tensors that it is given.
+            self.optimizer.load_state_dict(unpacked(copy_to_cpu(state["optimizer"])))
         self._modes.load_state_dict(state.get("modes", {}))
         self._load_unsaved(state.get("unsaved", {}))
-        # Optimizer.load_state_dict keeps references to the tensors that it is given.
-        self.optimizer.load_state_dict(unpacked(copy_to_cpu(state["optimizer"])))
         for optimizer in each_of(self.optimizer).values():
             match_layout(optimizer)
         if self.scheduler is not None and state.get("scheduler") is not None:

@@ -43,13 +43,14 @@ class Fingerprints:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [each for each in parameters if each.layout is torch.strided]
-        self._parts = parts_of([each.nbytes for each in self._parameters])
+        sizes = [local(each).nbytes for each in self._parameters]
+        self._parts = parts_of(sizes)
         small: dict[torch.dtype, list[nn.Parameter]] = {}
-        for each in self._parameters:
-            if each.nbytes < _SMALL_BYTES:
-                small.setdefault(each.dtype, []).append(each)
+        self._large: list[nn.Parameter] = []
+        for each, size in zip(self._parameters, sizes, strict=True):
+            of_its_kind = small.setdefault(each.dtype, []) if size < _SMALL_BYTES else self._large
+            of_its_kind.append(each)
         self._small = list(small.values())
-        self._large = [each for each in self._parameters if each.nbytes >= _SMALL_BYTES]
         self.gradient: int | None = None
         """Digest of the last step's summed gradient; None if there was none."""
         self.weights: int | None = None
@@ -71,6 +72,12 @@ class Fingerprints:
         totals, of_gradients = self._totals(), self._num_gradients
         self.gradient = None if of_gradients is None else sum(totals[:of_gradients]) & MASK64
         self.weights = sum(totals[of_gradients or 0 :]) & MASK64
+
+    def combine(self, of_ranks: Iterable[tuple[int, int]]) -> None:
+        """Let ``finish`` take the sums of these digests of gradient and weights: each rank's are of
+        its rows of sharded tensors."""
+        totals = [sum(each) & MASK64 for each in zip(*of_ranks, strict=True)]
+        self._totals, self._num_gradients = lambda: totals, 1
 
     def of_gradients(self) -> int:
         """Return the digest of the present gradients."""
@@ -122,11 +129,12 @@ def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
 
 def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     gradients = [each.grad for each in parameters]
-    return [each for each in gradients if each is not None and not each.is_sparse]
+    return [local(each) for each in gradients if each is not None and not each.is_sparse]
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor in the order of its memory, without a copy if it is dense."""
+    tensor = local(tensor)
     if not tensor.is_contiguous():
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
@@ -229,9 +237,19 @@ def word_sum(tensor: torch.Tensor) -> int:
     return joined(words_in(bytes_of(tensor)))
 
 
+def local(tensor: Any) -> Any:
+    """Return this rank's rows of a tensor that is sharded over ranks, or another one as it is."""
+    if not hasattr(tensor, "device_mesh"):  # importing its class takes half a second
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, without a copy if it is contiguous: shape (nbytes,), uint8."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of a tensor, or of this rank's rows of it, without a copy if it is
+    contiguous: shape (nbytes,), uint8."""
+    own: torch.Tensor = local(tensor)
+    return own.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def words_in(data: torch.Tensor) -> Words:

@@ -148,6 +148,15 @@ class Peers:
         self.require_whole()
         return arrived
 
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank, each of the size of ``own``. A collective."""
+        if self.alone:
+            return [own]
+        row = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        rows = row.new_empty(self.world_size, len(row))
+        self.start_all_gather(rows.view(-1), row).wait()
+        return [bytes(each.numpy()) for each in self.result(rows)]
+
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), by rank. Nothing is unpickled
         before it is known to be complete.

@@ -20,9 +20,9 @@ Sum = torch.Tensor | float | int
 class Task(Protocol):
     """The part that every task has, but for ``loss``, which one with ``training_step`` may leave
     out. Optional methods: ``metrics``, ``build_metrics``, ``training_step``, ``build_optimizer``,
-    ``build_scheduler``, ``after_step``, ``collate``, ``on_epoch_end``, ``state_dict`` and
-    ``load_state_dict``. Optional attributes: ``validation_loss``, ``count_flops``,
-    ``flops_per_sample`` and ``tokens_per_sample``."""
+    ``build_scheduler``, ``shard_modules``, ``after_step``, ``collate``, ``on_epoch_end``,
+    ``state_dict`` and ``load_state_dict``. Optional attributes: ``validation_loss``,
+    ``count_flops``, ``flops_per_sample`` and ``tokens_per_sample``."""
 
     def build_model(self) -> nn.Module:
         """The model on CPU; its weights may be drawn from torch's global generator, which is

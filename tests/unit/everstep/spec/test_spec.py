@@ -45,6 +45,7 @@ CONTRACT: dict[str, Any] = {
         "exactness": "world_size",
         "audit_fraction": 0.0,
         "ema_decay": None,
+        "sharding": "none",
     },
     "scaling": {
         "min_workers": 1,
@@ -101,6 +102,17 @@ def test_name_and_task_are_enough() -> None:
         parsed.train.epochs,
         parsed.scaling.max_workers,
     ) == ("default", "adamw", 1, 1)
+
+
+def test_only_ranks_with_a_whole_state_keep_their_processes() -> None:
+    own = {"code": {"archive": "sha256:" + "0" * 64, "train_fn": "train:main"}, "task": None}
+    for changes, keeps in (
+        ({}, True),
+        ({"recovery": {"in_process": False}}, False),
+        ({"train": {"sharding": "full"}}, False),
+        (own, False),
+    ):
+        assert parse_spec(spec(**changes)).keeps_processes is keeps
 
 
 def test_a_section_without_a_name_is_the_default_one() -> None:

@@ -86,6 +86,29 @@ def test_all_faults_are_found_at_once() -> None:
             "train.audit_fraction",
             "less than or equal to 1",
         ),
+        *(
+            (
+                spec(train={"sharding": "full", **train}),
+                "train.sharding",
+                f"is full, and {words}",
+            )
+            for train, words in (
+                ({"exactness": "elastic"}, "exactness is elastic, which no sharded model has yet"),
+                ({"audit_fraction": 0.5}, "audit_fraction is 0.5, which no sharded model has yet"),
+                ({"compile": True}, "compile is true, which no sharded model has yet"),
+                ({"ema_decay": 0.5}, "ema_decay is 0.5, which no sharded model has yet"),
+                ({"unused_parameters": "allow"}, "unused_parameters is allow"),
+                ({"precision": "fp16"}, "precision is fp16, whose loss scaler no sharded model"),
+            )
+        ),
+        *(
+            (spec(train={"sharding": "full"}, **section), path, f"{words}, or set train.sharding")
+            for section, path, words in (
+                ({"checkpoint": {"safetensors": True}}, "checkpoint", "checkpoints.sharded"),
+                ({"checkpoint": {"parameters": "trainable"}}, "checkpoint", "Set it to all"),
+                ({"resume_from": {"run_id": "run_1"}}, "resume_from", "Remove it"),
+            )
+        ),
         (
             spec(optimizer={"name": "adm"}),
             "optimizer.name",

@@ -1,0 +1,137 @@
+"""Tasks whose model is sharded, for ranks of the tests. Each function changes its own process
+only."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.spec.run_spec import RunSpec
+from tests.integration.trainees import Lines, Regression
+from train_fn.loop import replica
+
+NUM_SAMPLES, VALIDATION = 90, 300
+"""Of 300 validation samples there are three micro-batches, so not all of two ranks' are alike."""
+
+
+class Net(nn.Module):
+    """Some tensors have fewer rows than there are ranks, some are not divisible; one is frozen, one
+    is tied, and BatchNorm changes buffers in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 30), nn.LayerNorm(30), nn.Tanh(), nn.Dropout(0.1))
+        self.norm = nn.BatchNorm1d(30)
+        self.one, self.two = nn.Linear(30, 30), nn.Linear(30, 30, bias=False)
+        self.two.weight = self.one.weight
+        self.last = nn.Linear(30, 1)
+        self.inner[0].bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.inner(x))
+        return self.last(self.two(torch.tanh(self.one(x))))
+
+
+class Sharded(Regression):
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def build_datasets(self) -> dict[str, Any]:
+        return {"train": Lines(num_samples=NUM_SAMPLES), "val": Lines(num_samples=VALIDATION)}
+
+    def shard_modules(self, model: Net) -> list[nn.Module]:
+        return [model.inner, model.last]
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        with torch.no_grad():
+            for value in model.parameters():
+                value.mul_(0.999)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = layer(x)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+class Skipping(Sharded):
+    """From step 2 on, rank 0 leaves out a layer, and rank 1 another one of the same size."""
+
+    def build_model(self) -> nn.Module:
+        return Layers()
+
+    def shard_modules(self, model: Any) -> list[nn.Module]:
+        return list(model.layers)
+
+    def loss(  # type: ignore[override]
+        self, model: Any, batch: dict[str, torch.Tensor], step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        skipped = torch.distributed.get_rank() if step >= 2 and model.training else -1
+        errors = model(batch["x"], skipped).squeeze(1) - batch["y"]
+        return errors.square().sum(), torch.tensor(float(len(errors)))
+
+
+def gallery() -> None:
+    """The task of the gallery."""
+    folder = Path(__file__).parents[2] / "examples" / "gallery"
+    sys.path.insert(0, str(folder))
+    task = runpy.run_path(str(folder / "sharded_gpt.py"))["ShardedGpt"]
+    replica.build_task = lambda spec: task(layers=2)
+
+
+def sharded() -> None:
+    replica.build_task = lambda spec: Sharded()
+
+
+def skipping() -> None:
+    replica.build_task = lambda spec: Skipping()
+
+
+def by_size() -> None:
+    class BySize(Sharded):
+        shard_modules: Callable[..., Any] = None  # type: ignore[assignment]
+
+    del BySize.shard_modules
+    replica.build_task = lambda spec: BySize()
+
+
+def spec(**train: Any) -> RunSpec:
+    """Five steps an epoch, whose last one is short; 20 samples are five micro-batches, so that
+    ranks accumulate, and one of two or three has fewer."""
+    checkpoint = {"every_steps": None, **train.pop("checkpoint", {})}
+    return RunSpec.model_validate(
+        {
+            "name": "sharded",
+            "task": {
+                "name": "image_classification",
+                "model": {"name": "mini_resnet"},
+                "data": {"name": "digits"},
+            },
+            "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.01},
+            "schedule": {"name": "cosine", "warmup_steps": 3},
+            "train": {
+                "epochs": 3,
+                "global_batch_size": 20,
+                "micro_batch_size": 4,
+                "grad_clip_norm": 0.5,
+                "sharding": "full",
+                "loader": {"num_workers": 0},
+                **train,
+            },
+            "checkpoint": checkpoint,
+        }
+    )

@@ -1,0 +1,215 @@
+"""Tasks whose model is sharded (``train.sharding: full``): ranks and nodes are killed at every
+place of a step, and no reported step is lost. At the same number of ranks, all bits are those of a
+twin that nobody killed."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from everstep.wire.events import EventKind
+from storage.checkpoints.store import CheckpointStore
+from storage.run_dir import RunDir
+from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks, train_to_end
+from tests.integration.sharded_tasks import spec
+from tests.integration.test_exactness import merged_losses
+from train_fn.checkpoints.sharded import join
+from train_fn.node.node_dir import shared_memory_root
+from train_fn.recovery.evidence import StepFailed
+
+TASKS = "tests.integration.sharded_tasks"
+NODES = ("a", "b", "b")
+STEPS = 15
+"""Five in each of three epochs."""
+
+
+def job_of(tmp_path: Path, name: str, **changes: Any) -> Job:
+    made = Job(make_run_dir(tmp_path, name), spec(), len(NODES), nodes=NODES)
+    return replace(made, setup=f"{TASKS}:sharded", **changes)
+
+
+def weights_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
+    """Return the weights in the newest checkpoint, whose pieces are joined."""
+    newest = CheckpointStore(run_dir).list()[-1]
+    directory = Path(str(run_dir.local_path)) / "checkpoints" / newest.name
+    return load_file(join(directory))
+
+
+def metrics(*outcomes: Outcome) -> dict[int, dict[str, float]]:
+    """Return what evaluations found, by step."""
+    found = (data for each in outcomes for data in each.of_kind(EventKind.EVALUATED))
+    return {data["step"]: data["metrics"] for data in found}
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Outcome]:
+    directory = tmp_path_factory.mktemp("twin")
+    job = job_of(directory, "whole")
+    return job, train_to_end(job, directory)
+
+
+def lose(job: Job, *nodes: str) -> None:
+    """Let nodes be gone, with what they held in memory."""
+    for node in nodes:
+        for place in (shared_memory_root() / job.run_dir.run_id).glob(f"{node}.*"):
+            shutil.rmtree(place)
+
+
+def restored(outcome: Outcome) -> dict[str, Any]:
+    [found] = outcome.of_kind(EventKind.RESTORED)
+    return found
+
+
+def require_like(
+    twin: tuple[Job, Outcome], job: Job, *outcomes: Outcome, exactly: bool = True
+) -> None:
+    theirs, mine = merged_losses(twin[1]), merged_losses(*outcomes)
+    assert mine.keys() == theirs.keys() == {*range(1, STEPS + 1)}
+    evaluated = metrics(twin[1]), metrics(*outcomes)
+    assert evaluated[0].keys() == evaluated[1].keys() == {5, 10, 15}
+    wanted, found = weights_of(twin[0].run_dir), weights_of(job.run_dir)
+    assert wanted.keys() == found.keys()
+    if exactly:
+        assert (mine, evaluated[0]) == (theirs, evaluated[1])
+        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+        return
+    for step, loss in theirs.items():
+        assert mine[step] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_twin_is_that_of_plain_ddp(tmp_path: Path, twin: tuple[Job, Outcome]) -> None:
+    """The same task on one rank that holds everything, to float tolerance."""
+    job = job_of(tmp_path, "plain", nodes=("a",), world_size=1)
+    plain = replace(job, spec=spec(sharding="none"))
+    whole = train_to_end(plain, tmp_path)
+    theirs = merged_losses(twin[1])
+    for step, loss in merged_losses(whole).items():
+        assert theirs[step] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+    assert metrics(twin[1])[STEPS]["val_loss"] == pytest.approx(
+        metrics(whole)[STEPS]["val_loss"], rel=1e-4
+    )
+    norms = [
+        {point["step"]: point["values"]["grad_norm"] for data in points for point in data["points"]}
+        for points in (each.of_kind(EventKind.METRICS) for each in (whole, twin[1]))
+    ]
+    for step, norm in norms[0].items():
+        assert norms[1][step] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        pytest.param(0, "backward", marks=pytest.mark.chaos),
+        (2, "backward"),
+        pytest.param(0, "gate", marks=pytest.mark.chaos),
+        pytest.param(2, "gate", marks=pytest.mark.chaos),
+        (0, "update"),
+        pytest.param(1, "update", marks=pytest.mark.chaos),
+        (1, "committed"),
+        pytest.param(0, "copying", marks=pytest.mark.chaos),
+        pytest.param(2, "copying", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_lost_node_costs_no_reported_step(
+    rank: int, place: Place, tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """The other rank of its node dies with it, and the node's memory is gone."""
+    mates = tuple(at for at, node in enumerate(NODES) if node == NODES[rank] and at != rank)
+    job = job_of(tmp_path, "broken", killed=(rank, 6), place=place)
+    job = replace(job, with_it=mates)
+    first = run_ranks(job, tmp_path)
+    survivors = [each for at, each in enumerate(first) if at not in (rank, *mates)]
+    assert [first[at].exit_code for at in (rank, *mates)] == [-9] * (1 + len(mates))
+    assert all(isinstance(each.error, StepFailed) for each in survivors)
+    lose(job, NODES[rank])
+    nodes = tuple("new" if node == NODES[rank] else node for node in NODES)
+    last = train_to_end(replace(job, killed=None, nodes=nodes, attempt=2), tmp_path)
+    found = restored(last)
+    assert found["source"] == "snapshot" and found["rejected"] == []
+    reported = max((step for each in first for step in each.losses), default=0)
+    assert reported <= found["step"] and 5 <= found["step"] <= 7
+    require_like(twin, job, first[0], last)
+
+
+def test_a_node_lost_while_it_evaluates_and_other_sizes(
+    tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """3 ranks, then 2 on one node, then 4, all without a checkpoint."""
+    job = job_of(tmp_path, "sizes")
+    first = run_ranks(replace(job, killed=(1, 4), place="evaluation", with_it=(2,)), tmp_path)
+    lose(job, "b")
+    second = run_ranks(
+        replace(job, nodes=("a", "a"), world_size=2, attempt=2, killed=(1, 8)), tmp_path
+    )
+    last = train_to_end(replace(job, nodes=("a", "c", "c", "d"), world_size=4, attempt=3), tmp_path)
+    assert (restored(second[0])["source"], restored(second[0])["step"]) == ("snapshot", 4)
+    assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 8)
+    require_like(twin, job, first[0], second[0], last, exactly=False)
+
+
+def test_checkpoints_in_pieces_hold_the_best_state_and_any_size_goes_on(
+    tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """A run is paused, all nodes are lost, and it goes on at another size."""
+    kept = {"every_steps": 4, "best_metric": "loss", "keep_latest": 1}
+    job = replace(job_of(tmp_path, "durable"), spec=spec(checkpoint=kept))
+    first = train_to_end(replace(job, stopped=("pause", 11)), tmp_path)
+    assert first.stop == "pause"
+    require_pieces(job.run_dir, 3)
+    lose(job, "a", "b")
+    second = train_to_end(replace(job, submission=2, nodes=("c", "d"), world_size=2), tmp_path)
+    assert (restored(second)["source"], restored(second)["step"]) == ("checkpoint", 12)
+    require_pieces(job.run_dir, 2)
+    require_like(twin, job, first, second, exactly=False)
+    saved = {each.step: each.metrics for each in CheckpointStore(job.run_dir).list()}
+    losses = {step: found["val_loss"] for step, found in metrics(first, second).items()}
+    best = min(losses, key=losses.__getitem__)
+    assert saved[best]["val_loss"] == losses[best]
+
+
+def require_pieces(run_dir: RunDir, count: int) -> None:
+    newest = CheckpointStore(run_dir).list()[-1]
+    assert (newest.world_size, len(newest.files)) == (count, 1 + count)
+    CheckpointStore(run_dir).verify(newest.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setup"),
+    [
+        ({"precision": "bf16"}, "sharded"),
+        ({"grad_clip_norm": None}, "by_size"),
+        ({"max_steps": 6, "global_batch_size": 64, "micro_batch_size": 16}, "gallery"),
+    ],
+)
+def test_other_settings_are_equal_after_a_death(
+    changes: dict[str, Any], setup: str, tmp_path: Path
+) -> None:
+    base = replace(
+        job_of(tmp_path, "whole"),
+        **{"spec": spec(epochs=1, **changes), "setup": f"{TASKS}:{setup}"},
+    )
+    whole = train_to_end(base, tmp_path)
+    job = replace(base, run_dir=make_run_dir(tmp_path, "broken"))
+    first = run_ranks(replace(job, killed=(2, 3), place="update"), tmp_path)
+    last = train_to_end(replace(job, attempt=2), tmp_path)
+    assert restored(last)["source"] == "snapshot"
+    assert merged_losses(first[0], last) == merged_losses(whole)
+    wanted, found = weights_of(base.run_dir), weights_of(job.run_dir)
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+
+
+def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:
+    """Torch itself would sum the gradients of two layers of one size without an error."""
+    job = replace(job_of(tmp_path, "skipping"), setup=f"{TASKS}:skipping", world_size=2)
+    for outcome in run_ranks(replace(job, nodes=("a", "b")), tmp_path):
+        assert isinstance(outcome.error, StepFailed)
+        assert "called other modules of the sharded model" in outcome.error.error.message

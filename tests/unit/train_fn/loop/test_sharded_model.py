@@ -1,0 +1,212 @@
+"""Tasks with ``train.sharding: full``: which modules are gathered by themselves, what is refused by
+name, and that ranks which call other modules are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import IterableDataset
+
+from storage.filesystem import open_storage
+from storage.run_dir import RunDir
+from tests.integration.sharded_tasks import Sharded, spec
+from tests.support.one_rank import one_rank
+from train_fn.errors import BadTask
+from train_fn.loop.sharded import (
+    CallOrder,
+    modules_by_size,
+    modules_to_shard,
+    norm_of,
+    require_elementwise,
+    require_same_order,
+    require_shardable,
+    shard_model,
+    torn_ties,
+)
+from train_fn.state.optim import Optimizers
+from train_fn.state.pieces import Piece, weights_in
+from train_fn.state.sharded import Shards
+from train_fn.step.fingerprints import Fingerprints
+
+
+class Gpt(nn.Module):
+    """As GPT-2 is built: blocks in a list, and a head that is tied to the embedding."""
+
+    def __init__(self, depth: int = 6, width: int = 8, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def names(model: nn.Module, chosen: list[nn.Module]) -> list[str]:
+    return [name for name, each in model.named_modules() if any(each is one for one in chosen)]
+
+
+def wide() -> nn.Module:
+    """Most weights are in one module, and those in one layer."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 200), nn.Linear(200, 4))
+    return nn.Sequential(nn.Linear(4, 4), inner)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: Gpt(6), [f"blocks.{number}" for number in range(6)]),
+        (
+            lambda: Gpt(4, tied=False),
+            ["embedding", *[f"blocks.{number}" for number in range(4)], "head"],
+        ),
+        (wide, ["1.1", "1.2"]),
+        (lambda: nn.Linear(4, 4), []),
+        (lambda: nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), ["0", "1"]),
+    ],
+)
+def test_modules_of_a_fitting_size_are_gathered_by_themselves(
+    model: Callable[[], nn.Module], expected: list[str]
+) -> None:
+    built = model()
+    assert names(built, modules_by_size(built)) == expected
+
+
+def test_a_task_chooses_and_inner_modules_come_first() -> None:
+    model = Gpt()
+    task = Sharded()
+    task.shard_modules = lambda model: [model.blocks[0], model.blocks[0][2], model]  # type: ignore[method-assign, assignment]
+    assert modules_to_shard(task, model) == [model.blocks[0][2], model.blocks[0]]
+
+
+def test_a_weight_that_two_gathered_modules_share_is_named() -> None:
+    model = Gpt()
+    assert torn_ties(model, [model.blocks[0]]) == []
+    assert torn_ties(model, [model.head]) == ["head.weight"]
+    model.blocks[1][0].bias = model.blocks[0][0].bias
+    assert torn_ties(model, list(model.blocks)) == ["blocks.1.0.bias"]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def with_hook() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def with_scalar() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "val_set", "method", "message"),
+    [
+        (with_hook, None, None, r"put gradient hooks on weight, which a sharded weight loses"),
+        (with_scalar, None, None, r"scale of .* has no dimension to shard; make it a tensor of"),
+        (lambda: nn.Embedding(4, 4, sparse=True), None, None, "sparse embeddings: make them with"),
+        (lambda: nn.Linear(4, 4), Stream(), None, "is iterable, so ranks could not evaluate"),
+        (lambda: nn.Linear(4, 4), None, "training_step", "it would meet other ranks in the middle"),
+        (lambda: nn.Linear(4, 4), None, "after_step", "it would meet other ranks in the middle"),
+    ],
+)
+def test_tasks_are_refused_by_name(
+    model: Callable[[], nn.Module], val_set: Any, method: str | None, message: str
+) -> None:
+    task = Sharded()
+    if method is not None:
+        setattr(task, method, lambda *_: None)
+    with pytest.raises(BadTask, match=f"{message}.*or set train.sharding to none"):
+        require_shardable(spec(), task, model(), val_set)
+
+
+def test_modules_and_optimizers_are_refused_by_name() -> None:
+    model, task = Gpt(), Sharded()
+    for chosen, message in (
+        ([nn.Linear(2, 2)], "something else than modules of the model"),
+        ([model.blocks], "returned a ModuleList, which is never called itself"),
+    ):
+        task.shard_modules = lambda model, chosen=chosen: chosen  # type: ignore[method-assign, misc]
+        with pytest.raises(BadTask, match=message):
+            modules_to_shard(task, model)
+    one = torch.optim.SGD(model.parameters())
+    require_elementwise(one, "it")
+    for optimizer in (torch.optim.Adafactor(model.parameters()), Optimizers({"a": one})):
+        with pytest.raises(BadTask, match=f"it is of the class {type(optimizer).__name__}, whose"):
+            require_elementwise(optimizer, "it")
+
+
+# ---------------------------------------------------------------- rank 0 of two
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[Shards]:
+    """This process is rank 0 of two, and nothing that it sends arrives."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    ctx = one_rank(spec(), RunDir(open_storage(str(tmp_path)), "run_test"))
+    task = Sharded()
+    yield shard_model(replace(ctx, world_size=2), task, task.build_model(), None)
+    dist.destroy_process_group()
+
+
+def test_a_model_is_sharded_with_its_tied_and_frozen_weights(shards: Shards) -> None:
+    assert shards.piece == Piece(0, 2) and len(shards.units) == 3
+    rows = {name.removeprefix("model/"): count for name, count in shards.rows.items()}
+    assert rows["last.weight"] == 1 and rows["inner.0.bias"] == rows["two.weight"] == 30
+    assert len(shards.trained) == 9
+
+
+def test_another_order_of_calls_has_another_digest(shards: Shards) -> None:
+    order = CallOrder(shards)
+
+    def digest(*numbers: int) -> int:
+        for number in numbers:
+            order._note(number)
+        return order.take()
+
+    assert digest(1, 3, 2) == digest(1, 3, 2) != digest(3, 1, 2)
+    assert digest(1) != digest(1, 1) and digest() == 0
+    require_same_order([5, 5], "loss", "now")
+    with pytest.raises(BadTask, match=r"loss called other modules .* on rank 1 than on rank 0 now"):
+        require_same_order([5, 6], "loss", "now")
+
+
+def test_digests_and_norms_are_those_of_rows_and_add_up(shards: Shards) -> None:
+    whole, parts = torch.arange(12.0).reshape(6, 2), torch.arange(12.0).reshape(6, 2).split(3)
+    assert norm_of([whole]) == pytest.approx(
+        sum(norm_of([part, torch.empty(0)]) ** 2 for part in parts) ** 0.5
+    )
+    assert norm_of([]) == 0.0
+    for value in shards.trained:
+        value.grad = torch.ones_like(value)
+    own = Fingerprints(shards.trained)
+    own.start(0)
+    own.finish()
+    gradient, weights = own.gradient, own.weights
+    assert gradient and weights
+    own.combine([(gradient, weights), (1, 2)])
+    own.finish()
+    assert (own.gradient, own.weights) == (gradient + 1, weights + 2)
+
+
+def test_weights_in_a_state_are_those_of_its_piece() -> None:
+    state = {"model": {"mean": torch.ones(1)}, "shards": None}
+    assert weights_in(state) == state["model"]
+    rows = {"model/last.weight": torch.zeros(1), "optimizer//0/exp_avg": torch.zeros(1)}
+    assert [*weights_in(state | {"shards": rows})] == ["mean", "last.weight"]

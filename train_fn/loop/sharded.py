@@ -1,0 +1,340 @@
+"""A task's model that is sharded over the ranks (``train.sharding: full``): which of its modules
+are gathered one at a time, what is refused, and how its steps are exchanged.
+
+FSDP2 gathers a module's weights before its passes, and sums its gradients over ranks after the
+backward pass, so that each rank gets its own rows. What the ranks say of a step follows in one
+exchange of rows, with each rank's part of the gradients' norm. It is the gate: no collective lies
+between it and the end of the optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from everstep.spec.run_spec import RunSpec
+from train_fn.checks.check import Moment, checked
+from train_fn.checks.fits import hooked_parameters
+from train_fn.context import WorkerContext
+from train_fn.errors import BadTask
+from train_fn.loop.step import StepExchange
+from train_fn.samples.sampler import MASK64
+from train_fn.state.contents import few
+from train_fn.state.optim import Optimizers
+from train_fn.state.pieces import Piece
+from train_fn.step.fingerprints import local
+from train_fn.step.report import StepTotals, Votes
+from train_fn.step.report_sums import StepPlan
+from train_fn.tasks.protocol import Task, is_iterable, where
+
+if TYPE_CHECKING:
+    from train_fn.loop.replica import Replica
+    from train_fn.state.sharded import Shards
+
+OWN_CHOICE = "shard_modules"
+"""The optional method of a task that returns the modules to gather one at a time."""
+_OR = "or set train.sharding to none"
+
+# ---------------------------------------------------------------- modules
+
+_LARGEST, _SMALLEST = 4, 64
+"""A module of more than a fourth of all weights is taken apart, and one of less than a 64th stays
+with the module around it."""
+
+
+def modules_by_size(model: nn.Module) -> list[nn.Module]:
+    """Return modules to gather one at a time, so that a rank holds a part of the model only. What
+    is in none of them is gathered with the model as a whole.
+
+    Weights that are used in several places stay out, as do modules whose weights torch uses
+    without calling them.
+    """
+    total, places = _num_weights(model), _places_in(model)
+
+    def is_apart(module: nn.Module) -> bool:
+        return all(places[key] == count for key, count in _places_in(module).items())
+
+    def chosen(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            size = _num_weights(child)
+            if size * _SMALLEST < total or isinstance(child, nn.ParameterList | nn.ParameterDict):
+                continue
+            is_atom = isinstance(child, nn.MultiheadAttention) or not any(child.children())
+            is_large = size * _LARGEST > total and not is_atom
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) or is_large:
+                yield from chosen(child)
+            elif is_apart(child):
+                yield child
+
+    return list(dict.fromkeys(chosen(model)))
+
+
+def _places_in(module: nn.Module) -> Counter[int]:
+    """Return in how many places of a module each parameter is, by id."""
+    return Counter(
+        id(value)
+        for each in module.modules()
+        for value in each._parameters.values()
+        if value is not None
+    )
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(value.numel() for value in module.parameters())
+
+
+def modules_to_shard(task: Task, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that the task wants to be gathered one at a time, or those of a fitting
+    size. Inner ones come first. Raises BadTask for what is none of the model's."""
+    choose = getattr(task, OWN_CHOICE, None)
+    inside = list(model.modules())
+    if choose is None:
+        found = modules_by_size(model)
+    else:
+        found = list(choose(model))
+        known = {id(each) for each in inside}
+        if not all(id(each) in known for each in found):
+            raise BadTask(
+                f"{where(task, OWN_CHOICE)} returned something else than modules of the model; "
+                "return some of model.modules()"
+            )
+        if lists := [each for each in found if isinstance(each, nn.ModuleList | nn.ModuleDict)]:
+            raise BadTask(
+                f"{where(task, OWN_CHOICE)} returned a {type(lists[0]).__name__}, which is never "
+                "called itself; return the modules in it"
+            )
+    wanted = {id(each) for each in found} - {id(model)}
+    return [each for each in reversed(inside) if id(each) in wanted]
+
+
+def torn_ties(model: nn.Module, chosen: Sequence[nn.Module]) -> list[str]:
+    """Return the names of weights that two of the chosen modules share, or one with the rest."""
+    names = {id(each) for each in chosen}
+    owners: dict[int, set[int]] = {}
+    found = []
+
+    def visit(module: nn.Module, owner: int, prefix: str) -> None:
+        owner = id(module) if id(module) in names else owner
+        for key, value in module._parameters.items():
+            if value is not None:
+                owners.setdefault(id(value), set()).add(owner)
+                if len(owners[id(value)]) > 1:
+                    found.append(f"{prefix}{key}")
+        for key, child in module.named_children():
+            visit(child, owner, f"{prefix}{key}.")
+
+    visit(model, id(model), "")
+    return found
+
+
+def require_shardable(spec: RunSpec, task: Task, model: nn.Module, val_set: Any) -> None:
+    """Raise BadTask for a task whose model cannot be sharded."""
+    built = where(task, "build_model")
+    for method in ("training_step", "after_step"):
+        if callable(getattr(task, method, None)):
+            raise BadTask(
+                f"{where(task, method)} does not go with train.sharding {spec.train.sharding}: it "
+                f"would meet other ranks in the middle of a step. Leave it out, {_OR}"
+            )
+    if val_set is not None and is_iterable(val_set):
+        raise BadTask(
+            f"the val set of {where(task, 'build_datasets')} is iterable, so ranks could not "
+            f"evaluate a sharded model in step. Give it __len__ and __getitem__, {_OR}"
+        )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise BadTask(
+            f"{built} returned a {type(model).__name__}, which is never called itself. Return a "
+            f"module with forward, {_OR}"
+        )
+    for name, value in model.named_parameters():
+        if hasattr(value, "device_mesh"):
+            raise BadTask(
+                f"{name} of {built} is a DTensor already; return the model as it is before "
+                f"fully_shard, {_OR}"
+            )
+        if not value.ndim:
+            raise BadTask(
+                f"{name} of {built} has no dimension to shard; make it a tensor of shape (1,), "
+                f"{_OR}"
+            )
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        raise BadTask(f"{built} returned sparse embeddings: make them with sparse=False, {_OR}")
+    if hooked := hooked_parameters(model):
+        raise BadTask(
+            f"{built} put gradient hooks on {few(hooked)}, which a sharded weight loses. Use "
+            f"train.grad_clip_norm, or a hook of the optimizer's, {_OR}"
+        )
+
+
+def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) -> Shards:
+    """Shard a model over all ranks, in place. A collective. Raises BadTask."""
+    from torch.distributed.device_mesh import init_device_mesh  # both take half a second
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    from train_fn.state.sharded import Shards
+
+    require_shardable(ctx.spec, task, model, val_set)
+    chosen = modules_to_shard(task, model)
+    if torn := torn_ties(model, chosen):
+        raise BadTask(
+            f"{few(torn)} of {where(task, 'build_model')} is tied to a weight of another module "
+            f"that is gathered by itself. Let {OWN_CHOICE} return neither of the two, {_OR}"
+        )
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    policy = MixedPrecisionPolicy()
+    if ctx.spec.train.precision == "bf16":
+        for module in model.modules():
+            if isinstance(module, _NormBase) and module.affine:
+                fully_shard(module, mesh=mesh)  # beside statistics in float32 no weight is bf16
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*chosen, model]:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    return Shards(model, Piece(ctx.world_rank, ctx.world_size))
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer | Optimizers, source: str) -> None:
+    """Raise BadTask for an optimizer whose state cannot be cut as the weights are."""
+    from train_fn.state.sharded import UNSHARDED
+
+    kind = type(optimizer).__name__
+    if kind in UNSHARDED or isinstance(optimizer, Optimizers):
+        raise BadTask(
+            f"{source} is of the class {kind}, whose state cannot be cut as the weights are. Use "
+            f"AdamW, Adam or SGD, {_OR}"
+        )
+
+
+def read_past_a_call(error: RuntimeError, task: Task) -> BadTask | None:
+    """Return the error for a first pass that uses weights that were not gathered; None for another
+    one."""
+    if "DTensor" not in str(error):
+        return None
+    return BadTask(
+        f"{where(task, 'loss')} uses weights of a sharded module without calling that module: "
+        f"{error!s:.300}. Call the model itself, and let {OWN_CHOICE} return modules that are "
+        f"called, {_OR}"
+    )
+
+
+# ---------------------------------------------------------------- order
+
+# All ranks must gather the same modules, and sum the gradients of the same weights, in the same
+# order. Where a rank leaves out a layer, and another one a layer of the same size, torch would mix
+# them without an error. So the ranks compare their orders before anything is changed.
+
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+class CallOrder:
+    """Digest the order in which this rank gathers modules and sums gradients, since ``take``."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._digest = 0
+        for number, module in enumerate(shards.units):
+            module.register_forward_pre_hook(partial(self._note, 2 * number + 1), prepend=True)
+        for number, parameter in enumerate(shards.trained):
+            parameter.register_post_accumulate_grad_hook(partial(self._note, 2 * number + 2))  # type: ignore[no-untyped-call]
+
+    def _note(self, number: int, *_: Any) -> None:
+        self._digest = (self._digest + number) * _SPREAD & MASK64
+
+    def take(self) -> int:
+        """Return the digest, and begin anew."""
+        digest, self._digest = self._digest, 0
+        return digest
+
+
+@checked(Moment.LOSS, Moment.EVALUATED, cost="a digest of the calls of gathered modules")
+def require_same_order(orders: Sequence[int], source: str, when: str) -> None:
+    """Raise BadTask if ranks have called modules in another order. All ranks decide alike."""
+    if differing := [rank for rank, order in enumerate(orders) if order != orders[0]]:
+        raise BadTask(
+            f"{source} called other modules of the sharded model, or in another order, on rank "
+            f"{differing[0]} than on rank 0 {when}. Let nothing that differs between ranks or "
+            f"samples decide which layers are used, {_OR}"
+        )
+
+
+# ---------------------------------------------------------------- exchange
+
+_ROW = struct.Struct("<dQQQ")
+"""Norm of this rank's rows of the gradients, order of calls, digests of gradients and weights."""
+
+
+class ShardedStep(StepExchange):
+    """Exchange a step of a sharded model: FSDP2 sums the gradients in each backward pass, and the
+    reports follow as rows, which every rank adds up in the order of ranks."""
+
+    def __init__(self, replica: Replica, max_norm: float | None) -> None:
+        super().__init__(replica)
+        assert replica.order is not None
+        self.digests_ahead = True
+        self._order, self._max_norm = replica.order, max_norm
+        self._numbers = b""
+        self._norm = 0.0
+        """Of the gradients of all ranks."""
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._order.take()
+
+    def around(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
+        assert loss_sum is not None
+        self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
+        self._replica.finish_exchange()
+        numbers = self._replica.sums.gradient(votes)
+        self._numbers = self._replica.peers.result(numbers).numpy().tobytes()
+
+    def take(self) -> StepTotals:
+        """Return the totals over all ranks. Raise BadTask if they called other modules."""
+        replica = self._replica
+        own, peers = replica.fingerprints, replica.peers
+        own.finish()
+        digests = own.gradient or 0, own.weights or 0
+        norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
+        row = self._numbers + _ROW.pack(norm, self._order.take(), *digests)
+        rows = peers.exchange(row)
+        peers.require_whole()
+        sums = np.zeros(len(self._numbers) // 4, np.float32)
+        for each in rows:
+            # Encoded for DDP, which divides by the world size.
+            sums += np.frombuffer(each, np.float32, len(sums)) / np.float32(peers.world_size)
+        norms, orders, *found = zip(
+            *(_ROW.unpack_from(each, len(self._numbers)) for each in rows), strict=True
+        )
+        step = replica.state.step + 1
+        require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
+        own.combine(list(zip(*found, strict=True)))
+        self._norm = math.sqrt(math.fsum(each * each for each in norms))
+        return replica.sums.totals_of(sums.tobytes())
+
+    def clip(self, max_norm: float, factor: float) -> float:
+        norm = self._norm * factor
+        # As torch's clip_grad_norm_, which would meet the other ranks here.
+        torch._foreach_mul_(self._gradients(), min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return this rank's rows of all gradients."""
+        return [local(each.grad) for each in self._replica.parameters if each.grad is not None]
+
+
+@torch.no_grad()
+def norm_of(gradients: Sequence[torch.Tensor]) -> float:
+    """Return the norm of some tensors taken together."""
+    some = [each for each in gradients if each.numel()]
+    return float(torch.stack(torch._foreach_norm(some)).double().norm()) if some else 0.0
