@@ -401,6 +401,15 @@ def test_safetensors_of_every_dtype_and_layout() -> None:
     assert found.keys() == state.keys()
     for name, tensor in state.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    asked: list[str] = []
+
+    def value_of(name: str) -> torch.Tensor:
+        asked.append(name)
+        return state[name]
+
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+    write_safetensors(shapes, again := io.BytesIO(), value_of)
+    assert again.getvalue() == file.getvalue() and sorted(asked) == sorted(state)
     with pytest.raises(Exception, match=r"does not hold phase, extra"):
         require_safetensors(
             {"phase": torch.zeros(2, dtype=torch.complex64), "extra": {"version": 1}}

@@ -63,6 +63,26 @@ def reported_steps(journal: Journal) -> list[int]:
     return [point["step"] for point in journal.points]
 
 
+def test_what_came_before_a_restore_waits_for_its_gate_as_well() -> None:
+    """A state may be restored that has passed no gate. Nothing of its step is reported before, also
+    not when the rank leaves."""
+    first, state, _ = begin()
+    end_step(first, state)
+    end_step(first, state)
+    first.emit(EventKind.EPOCH_COMPLETED, {"epoch": 0})
+    for passes_gate in (False, True):
+        ctx = replace(one_rank(SPEC, NOWHERE), journaled_step=lambda: 0)
+        reporter, journal = Reporter(ctx, state), journal_of(ctx)
+        reporter.report_up_to(1)
+        reporter.report_again()
+        assert journal.events == []
+        if passes_gate:
+            reporter.report_up_to(2)
+        reporter.close()
+        assert reported_steps(journal) == ([1, 2] if passes_gate else [1])
+        assert len(journal.of_kind(EventKind.EPOCH_COMPLETED)) == passes_gate
+
+
 @given(st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=60))
 def test_points_are_told_in_order_and_none_waits_longer_than_a_moment(seconds: list[float]) -> None:
     clock = Clock()

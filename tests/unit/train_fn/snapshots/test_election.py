@@ -69,6 +69,28 @@ def test_a_rank_that_could_leave_nothing_is_reported() -> None:
     assert [rejection.problem for rejection in elected.rejected] == ["too little room"]
 
 
+def piece(rank: int, digest: str, of: int, held_by: int | None = None) -> Offer:
+    found = offer(rank, 10, digest)
+    return Offer(rank if held_by is None else held_by, replace(found.label, pieces=of))
+
+
+def test_a_state_in_pieces_counts_if_one_of_each_is_there() -> None:
+    older = offer(0, 9)
+    assert elect([piece(0, "a", 2), older], SUBMISSION).offer == older
+    assert elect([piece(0, "a", 2), piece(1, "b", 2)], SUBMISSION).offer == piece(0, "a", 2)
+    replicas = [piece(2, "c", 2), piece(1, "b", 2)]
+    assert elect([*replicas, older], SUBMISSION).offer == piece(1, "b", 2)
+    assert elect([piece(1, "b", 2), piece(3, "d", 2), older], SUBMISSION).offer == older
+
+
+def test_two_files_of_one_rank_s_piece_that_differ_are_not_trusted() -> None:
+    copies = [piece(0, "a", 2), piece(0, "x", 2, held_by=1), piece(1, "b", 2)]
+    elected = elect([*copies, offer(0, 9)], SUBMISSION)
+    assert elected.offer == offer(0, 9) and len(elected.rejected) == 2
+    # Another replica has the same piece, and nothing is wrong with that one.
+    assert elect([*copies, piece(2, "c", 2)], SUBMISSION).offer == piece(1, "b", 2)
+
+
 # ---------------------------------------------------------------- over several attempts
 
 
