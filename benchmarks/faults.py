@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
+from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, STEPS_AFTER, kill
 from benchmarks.report import summary, write
-from benchmarks.steps import Point, around, points
+from benchmarks.steps import Point, around, longest_gap, points
 from benchmarks.workloads import WORKLOADS
 from everstep.client.runs import RunHandle
 from tests.support.service_process import ServiceProcess, wait_for
@@ -107,7 +107,7 @@ def drain(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
 
 def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     """A node dies and another comes; measured is what the coming of the second costs, from when it
-    is there."""
+    is there. ``gap_s`` is the longest time between two steps meanwhile."""
     victim = run.attempts()[-1].workers[1].node_id
     recovery(run, lambda: (service.kill_node(victim), time.time())[1])
     wait_for(lambda: victim not in _nodes(service), GIVE_UP_S, "the keeper's notice")
@@ -117,7 +117,10 @@ def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
         wait_for(lambda: len(_nodes(service)) == service.num_nodes + 1, GIVE_UP_S, "the new node")
         return time.time()
 
-    return recovery(run, added)
+    attempt, arrived_at = run.refresh().attempt, time.time()
+    found = recovery(run, added)
+    _, first = around(run, attempt, arrived_at, GIVE_UP_S)
+    return found | {"gap_s": longest_gap(run, arrived_at, first[0] + STEPS_AFTER, GIVE_UP_S)}
 
 
 def service_death(service: ServiceProcess, run: RunHandle) -> dict[str, float]:

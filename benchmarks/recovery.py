@@ -34,13 +34,15 @@ from typing import Any
 import psutil
 
 from benchmarks.report import summary, write
-from benchmarks.steps import around
+from benchmarks.steps import around, longest_gap
 from benchmarks.workloads import WORKLOADS
 from everstep.client.runs import RunHandle
 from tests.support.service_process import ServiceProcess, free_port, wait_for
 
 SETTLE_STEPS = 325
 """Steps before the kill: past start-up and the first checkpoints, half-way to the next."""
+STEPS_AFTER = 20
+"""Steps with a newcomer up to which gaps are measured."""
 GIVE_UP_S = 240.0
 
 
@@ -108,7 +110,8 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
 
 
 def newcomer(service: ServiceProcess, run: RunHandle, dead: str) -> float:
-    """Replace the node; the seconds without a step when the run grows onto the new one."""
+    """Replace the node; the longest time between two steps until the run has grown onto the new
+    one."""
     wait_for(
         lambda: dead not in {node["node_id"] for node in service.cluster()["nodes"]},
         GIVE_UP_S,
@@ -116,8 +119,8 @@ def newcomer(service: ServiceProcess, run: RunHandle, dead: str) -> float:
     )
     began, attempt = time.time(), run.attempts()[-1].attempt
     service.refill()
-    last, first = around(run, attempt, began, GIVE_UP_S)
-    return first[1] - last[1]
+    _, first = around(run, attempt, began, GIVE_UP_S)
+    return longest_gap(run, began, first[0] + STEPS_AFTER, GIVE_UP_S)
 
 
 def end_cluster(child: subprocess.Popen[bytes], directory: Path) -> None:

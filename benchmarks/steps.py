@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from everstep.client.runs import RunHandle
 from tests.support.service_process import wait_for
 
@@ -36,6 +38,18 @@ def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
     )
     earlier = [item for item in found if item[1][1] <= after]
     return earlier[-1:] + [item for item in found if item[1][1] > after]
+
+
+def longest_gap(run: RunHandle, began: float, through_step: int, timeout_s: float) -> float:
+    """Wait for a step; the longest time between two steps since ``began``, up to that one."""
+
+    def found() -> list[float] | None:
+        seen = [point for _, point in points(run, began)]
+        times = [at for step, at in seen if step <= through_step]
+        return times if seen and seen[-1][0] >= through_step else None
+
+    times = wait_for(found, timeout_s, f"step {through_step}")
+    return max(after - before for before, after in itertools.pairwise(times))
 
 
 def around(run: RunHandle, attempt: int, began: float, timeout_s: float) -> tuple[Point, Point]:

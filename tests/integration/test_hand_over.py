@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from everstep import Client
 from everstep.client.runs import RunHandle
@@ -87,6 +88,7 @@ def test_a_group_shrinks_for_a_drain_and_grows_back(client: Client) -> None:
     second = wait_for_ranks(run, 2, first)
     client.nodes.uncordon(leaving)
     third = wait_for_ranks(run, 3, second)
+    assert has_begun_by_itself(run, third)
     whole, smaller, grown = (pids(run, attempt) for attempt in (first, second, third))
     del whole[leaving]
     assert whole == smaller and smaller.items() < grown.items()
@@ -107,6 +109,131 @@ def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> 
     check_end(run)
     [ended] = [e for e in run.events() if e.kind == "attempt_ended" and e.attempt == 1]
     assert born < ended.at.timestamp(), "it was made while the group before it trained"
+
+
+def has_begun_by_itself(run: RunHandle, attempt: int) -> bool:
+    words = f"attempt {attempt} of 3 ranks has begun by itself"
+    return any(words in line.message for line in run.logs())
+
+
+MORTAL = """
+import os, signal, threading, time
+from pathlib import Path
+import torch, torch.nn as nn, torch.nn.functional as F
+
+class Task:
+    def __init__(self, joins, place, marker):
+        self.joins, self.place, self.marker = joins, place, Path(marker)
+
+    def build_model(self):
+        joins = not threading.current_thread().name.startswith("TrainingThread")
+        if joins == self.joins:
+            self.plant()
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def plant(self):
+        from train_fn.ray_train import rank, worker_actor
+
+        owner, name, after = {
+            "gets the offer": (worker_actor, "connect", False),
+            "is connected": (worker_actor, "connect", True),
+            "goes over": (worker_actor, "enter_group", False),
+            "has gone over": (rank, "prove_storage", True),
+        }[self.place]
+        call, marker = getattr(owner, name), self.marker
+
+        def once(*arguments):
+            found = call(*arguments) if after else None
+            try:
+                marker.touch(exist_ok=False)
+            except FileExistsError:
+                return found if after else call(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, once)
+
+    def build_datasets(self):
+        x = torch.randn(1280, 8, generator=torch.Generator().manual_seed(1))
+        return {"train": torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), "val": None}
+
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+"""
+"""Kills a process once, one that joins or one that trains, on its way to the next attempt."""
+
+CHAOS = pytest.mark.chaos
+
+
+@pytest.mark.parametrize(
+    ("joins", "place", "deaths"),
+    [
+        pytest.param(True, "gets the offer", 0),
+        pytest.param(True, "is connected", 0, marks=CHAOS),
+        pytest.param(True, "goes over", 1, marks=CHAOS),
+        pytest.param(True, "has gone over", 1, marks=CHAOS),
+        pytest.param(False, "gets the offer", 1, marks=CHAOS),
+        pytest.param(False, "is connected", 1, marks=CHAOS),
+        pytest.param(False, "goes over", 1),
+        pytest.param(False, "has gone over", 1, marks=CHAOS),
+    ],
+)
+def test_a_death_on_the_way_to_the_next_attempt_costs_no_step(
+    joins: bool, place: str, deaths: int, client: Client, tmp_path: Path
+) -> None:
+    code, marker = tmp_path / "code", tmp_path / "died"
+    code.mkdir()
+    (code / "task.py").write_text(MORTAL)
+    spec = digits("mortal", epochs=2000, workers=(1, 3), checkpoint={"every_steps": 100_000})
+    del spec["task"]
+    spec["code"] = {
+        "archive": client.code.upload(code).digest,
+        "task": "task:Task",
+        "args": {"joins": joins, "place": place, "marker": str(marker)},
+    }
+    free = client.cluster().nodes[-1].id
+    client.nodes.cordon(free)
+    try:
+        run = client.runs.create(spec)
+        wait_for_ranks(run, 2)
+    finally:
+        client.nodes.uncordon(free)
+    wait_for(marker.exists, 60, "the death")
+    grown = wait_for_ranks(run, 3, after=1)
+    assert run.status == "RUNNING" and run.steps_lost == 0
+    assert [failure.verdict for failure in run.failures()] == ["worker_lost"] * deaths
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+    restored = [event.data["source"] for event in run.events() if event.kind == "restored"]
+    assert restored[0] == "fresh" and set(restored[1:]) <= {"process", "snapshot"}, grown
+    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
+    assert steps == list(range(1, run.step + 1)), "each was made once"
+
+
+@CHAOS
+def test_a_run_that_grew_by_itself_has_the_bits_of_one_that_did_not(
+    client: Client, tmp_path: Path
+) -> None:
+    spec = digits("twin", epochs=EPOCHS, workers=(2, 3))
+    spec["train"]["exactness"] = "elastic"
+    free = client.cluster().nodes[-1].id
+    client.nodes.cordon(free)
+    try:
+        grown = client.runs.create(spec)
+        wait_for_ranks(grown, 2)
+    finally:
+        client.nodes.uncordon(free)
+    assert has_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
+    grown.wait(timeout_s=240)
+    whole = client.runs.create(spec | {"scaling": {"min_workers": 2, "max_workers": 2}})
+    whole.wait(timeout_s=240)
+    assert_every_sample_counted_once(grown, EPOCHS)
+    found, expected = (
+        torch.load(run.download_checkpoint("latest", tmp_path / run.id) / "model.pt")
+        for run in (grown, whole)
+    )
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 ASKS = """

@@ -88,6 +88,10 @@ _PLACES_OF_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
 """Modules with hooks for all modules, or all optimizers."""
 
 
+_MADE_BY_LIBRARIES = frozenset({"cython_runtime"})
+"""Modules without a file that extensions make, and change when an error passes through them."""
+
+
 class TooMuch(Exception):
     """There are more objects than can be compared."""
 
@@ -117,7 +121,10 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
         if not isinstance(module, types.ModuleType):
             walk.value(name, module)
         elif is_users(getattr(module, "__file__", None) or "") or (
-            _is_made(module) and not name.startswith("_") and "." not in name
+            _is_made(module)
+            and not name.startswith("_")
+            and "." not in name
+            and name not in _MADE_BY_LIBRARIES
         ):
             walk.items(name, vars(module))
     for variable, value in contextvars.copy_context().items():

@@ -343,17 +343,23 @@ def _timers() -> tuple[str, ...]:
     return tuple(each for each in _TIMERS if any(signal.getitimer(getattr(signal, each))))
 
 
-def may_serve_again(began: Beginning, parts: Parts, own_children: Collection[int] = ()) -> bool:
+def may_serve_again(
+    began: Beginning,
+    parts: Parts,
+    own_children: Collection[int] = (),
+    own_threads: Collection[int | None] = (),
+) -> bool:
     """Return whether this process can serve another attempt. If not, the log says why.
 
     Args:
         began: what the process had before the attempt.
         own_children: ids of processes that end with the attempt.
+        own_threads: ids of threads that end with it.
     """
     if parts.inventory is None:
         logger.info("this process does not serve another attempt: it did not come to a step")
         return False
-    found = outliving(began, parts, parts.inventory, own_children)
+    found = outliving(began, parts, parts.inventory, own_children, own_threads)
     reason = why_not_to_stay(found)
     if reason is not None:
         level = logging.WARNING if found.may_decide_steps else logging.INFO
@@ -362,7 +368,11 @@ def may_serve_again(began: Beginning, parts: Parts, own_children: Collection[int
 
 
 def outliving(
-    began: Beginning, parts: Parts, built: Inventory, own_children: Collection[int] = ()
+    began: Beginning,
+    parts: Parts,
+    built: Inventory,
+    own_children: Collection[int] = (),
+    own_threads: Collection[int | None] = (),
 ) -> Outliving:
     """Return what outlives the attempt in this process.
 
@@ -374,7 +384,7 @@ def outliving(
     return Outliving(
         asked_at=asked_at(),
         children=_children(own_children),
-        threads=(*_threads_since(began), *_timers()),
+        threads=(*_threads_since(began, own_threads), *_timers()),
         streams=() if began.streams == Beginning().streams else ("sys.stdout or sys.stderr",),
         environment=_changed(built.environment, now.environment),
         directory=() if built.directory == now.directory else (now.directory,),
@@ -410,13 +420,18 @@ def _children(own: Collection[int]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _threads_since(began: Beginning) -> tuple[str, ...]:
-    """Return the threads that code of the user's, or a library for it, has started since."""
+def _threads_since(began: Beginning, own: Collection[int | None] = ()) -> tuple[str, ...]:
+    """Return the threads that code of the user's, or a library for it, has started since.
+
+    Args:
+        own: ids of those that end with the attempt.
+    """
     frames = sys._current_frames()
     return tuple(
         thread.name
         for thread in threading.enumerate()
         if thread.ident not in began.threads
+        and thread.ident not in own
         and thread is not threading.current_thread()
         and not isinstance(thread, threading._DummyThread)
         and not thread.name.startswith(_OWN_POOLS)

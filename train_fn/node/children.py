@@ -79,10 +79,12 @@ def _own_those_of_groups() -> None:
 
     make = getattr(distributed_c10d, "_new_process_group_helper", None)
     if make is not None:
-        distributed_c10d._new_process_group_helper = _owning(make)
+        distributed_c10d._new_process_group_helper = owning(make)
 
 
-def _owning(make: Callable[..., Any]) -> Callable[..., Any]:
+def owning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``make``, whose TCP sockets are taken for the rank's."""
+
     def owned(*arguments: Any, **named: Any) -> Any:
         before = {inode for inode, _ in _sockets(tcp_only=True)}
         try:

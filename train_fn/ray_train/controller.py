@@ -49,6 +49,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
     """Start, watch and restart the worker groups of one submission. Runs as an actor on the
     driver's node, without a runtime_env."""
 
+    _worker_group: Any
+
     def __init__(self, *, engine: Engine, train_run_context: Any, **kwargs: Any) -> None:
         os.environ.update(engine.controller_env)
         self._engine = engine
@@ -76,6 +78,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._attempt_log,
             lambda: self._driver.is_leaving,
             self._recruits(),
+            self._offer_next,
         )
         self._failures = self._new_failures(train_run_context.run_config.failure_config)
         super().__init__(
@@ -133,6 +136,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             lambda: self._worker_group,
             self._is_running,
             self._patience_s,
+            self._settle_next,
         )
 
     # -- calls of drivers
@@ -246,7 +250,10 @@ class EverstepController(TrainController):  # type: ignore[misc]
             # Nobody paused the run: the request to exit was lost on its way to rank 0, or late.
             value = YIELDED
         if value == YIELDED:
-            return self._driver.is_leaving
+            # A group that has begun by itself is asked to save and exit next.
+            return self._driver.is_leaving and not self.worker_group_cls.next_has_begun(
+                all_have_left=True
+            )
         self._stopped = value if value in STOPS else None
         return True
 
@@ -256,11 +263,14 @@ class EverstepController(TrainController):  # type: ignore[misc]
         is_followed = isinstance(self.get_state(), SchedulingState)
         if self._attempt_log.is_open and not self._driver.is_leaving:
             self._attempt_log.recovery = None
-            if is_followed and self.worker_group_cls.in_process:
+            has_begun = self.worker_group_cls.next_has_begun(all_have_left=is_followed)
+            if has_begun:
+                self._worker_group.keep_for_next()
+            elif is_followed and self.worker_group_cls.in_process:
                 self._worker_group.keep_all(apart_from=self._sizes.draining)
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
-            elif self._sizes.draining:
+            elif self._sizes.draining and not has_begun:
                 self._failures.note_preemption(self._worker_group, self._yielding.asked_at)
             else:
                 self._attempt_log.ended("resized")
@@ -268,6 +278,42 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if not is_followed:
             self._yielding.reset()
             self.worker_group_cls.survivors.end()
+
+    # -- a group that begins by itself
+
+    def _offer_next(self, num_workers: int) -> None:
+        """Let the group of that size begin in its processes as soon as the present one has handed
+        over. If that is not possible, it is started after the present one."""
+        present = self._worker_group
+        if (
+            present.must_abort  # NCCL makes its communicator when all ranks are there
+            or self._sizes.draining
+            or num_workers <= len(present.get_workers())
+            or self.worker_group_cls.offered is not None
+        ):
+            return
+        try:
+            with self.worker_group_cls.offering(present):
+                self._start_worker_group(
+                    num_workers, self._sizes.scaling_config._resources_per_worker_not_none
+                )
+            self._sizes.offered = num_workers
+        except Exception as exc:
+            why = str(exc).partition("\n")[0]
+            logger.warning("the next group does not begin by itself: %s", why)
+            self.worker_group_cls.next_has_begun(all_have_left=False)
+        finally:
+            self._worker_group = present
+
+    def _settle_next(self) -> None:
+        """Take the next group for the present one if it has begun by itself; else it does not begin
+        any more. Called when the present one has failed."""
+        if self.worker_group_cls.next_has_begun(all_have_left=False):
+            self._attempt_log.recovery = None
+            self._worker_group.keep_for_next()
+            self._attempt_log.ended("resized")
+            super()._shutdown_worker_group()
+            self._worker_group = self.worker_group_cls.enter()
 
     # -- called by its parts
 
@@ -284,7 +330,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
 
     def _on_new(self) -> None:
         self._yielding.reset()
-        self._sizes.draining = frozenset()
+        self._sizes.draining, self._sizes.offered = frozenset(), None
 
     def _on_started(self, group: EverstepWorkerGroup, workers: list[Any]) -> None:
         self._attempt_log.started(workers)
@@ -312,6 +358,7 @@ class YieldRequest:
         attempt_log: has the size of the group.
         is_leaving: returns whether the run goes on in another submission.
         recruits: for ranks that join the next group; None if its processes are all new.
+        offer: lets the next group begin by itself once the ranks have left, if it can.
     """
 
     def __init__(
@@ -321,7 +368,9 @@ class YieldRequest:
         attempt_log: AttemptLog,
         is_leaving: Callable[[], bool],
         recruits: Recruits | None = None,
+        offer: Callable[[int], None] = lambda num_workers: None,
     ) -> None:
+        self._offer = offer
         self._settings = settings
         self._sizes = sizes
         self._attempt_log = attempt_log
@@ -392,6 +441,8 @@ class YieldRequest:
             "hand over" if hands_over else "save and exit",
             followers,
         )
+        if hands_over and self._sizes.wanted is not None:
+            self._offer(self._sizes.wanted)
         self._since = now
         self.asked_at = time.time()
         self.asked = True

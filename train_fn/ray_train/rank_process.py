@@ -13,13 +13,15 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import ray
 
+from storage.run_control import Stop
 from train_fn.errors import EndedItself
+from train_fn.journal.follower import Deliver, Reply, SourceEvent
 from train_fn.node import children
 from train_fn.node.memory import keep_memory
 from train_fn.node.network import (
@@ -32,7 +34,7 @@ from train_fn.node.secrets import process_redactor
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import take_environment
 from train_fn.step.nccl import abort_collectives, begin_attempt
-from train_fn.step.peers import close_connections, end_process_group
+from train_fn.step.peers import Connections, close_connections, end_process_group
 from train_fn.step.place_watch import asker
 
 TRAINING_THREAD = "TrainingThread"
@@ -77,6 +79,12 @@ class _Attempt:
         """Size of the state that the rank would leave on its node."""
         self.kept_step: int | None = None
         """Step whose state was left on this node before the training thread was freed."""
+        self.accepted: int | None = None
+        """The attempt that may begin once the training thread has ended."""
+        self.reported = threading.Event()
+        """The journal knows of the attempt."""
+        if not launch.is_offered:
+            self.reported.set()
 
     def end(self) -> None:
         """Release the call that waits for news. Raise RuntimeError if a thread of the attempt still
@@ -277,9 +285,103 @@ def note_state_bytes(num_bytes: int) -> None:
     _current().state_bytes = num_bytes
 
 
+def once_reported(deliver: Deliver) -> Deliver:
+    """Return ``deliver``, whose calls wait until the journal knows of this attempt: an event of its
+    ranks closes the journal for those of the attempt before it."""
+    attempt = _current()
+
+    def wait_and_deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
+        attempt.reported.wait()
+        return deliver(source, events, stop)
+
+    return wait_and_deliver
+
+
 def _current() -> _Attempt:
     assert _attempt is not None, "a rank runs without its launch"
     return _attempt
+
+
+# ---------------------------------------------------------------- offers
+
+# An attempt that begins in this process by itself once the present one has handed over to it. All
+# processes of a group get the offer while the group before it trains. Until it has begun, what the
+# present attempt keeps is not touched, so that it can be kept for another one.
+
+
+class NextAttempt:
+    """One such attempt. It is withdrawn, or it begins; never both."""
+
+    def __init__(self, attempt: int, connections: Connections) -> None:
+        self.attempt = attempt
+        self.joins = _attempt is None or _attempt.training is None
+        """Whether no attempt has trained in this process, so that it waits for the others."""
+        self.connections: Connections | None = connections
+        self.has_begun = False
+        self._lock = threading.Lock()
+        self._is_withdrawn = self._is_under_way = False
+        self._settled = threading.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it still may begin."""
+        return not (self._is_withdrawn or self._settled.is_set())
+
+    def await_turn(self) -> Connections | None:
+        """Wait until the present attempt has ended in this process. Return the connections if this
+        one begins now; it cannot be withdrawn any more then. None if it does not begin."""
+        attempt = _attempt
+        if attempt is not None and attempt.training is not None:
+            attempt.training.join()
+            if attempt.accepted != self.attempt:
+                return None
+        with self._lock:
+            self._is_under_way = not self._is_withdrawn
+            return self.connections
+
+    def settle(self, *, has_begun: bool) -> None:
+        """Note whether the attempt has begun."""
+        self.has_begun, self.connections = has_begun, None
+        self._settled.set()
+
+    def outcome(self, within_s: float) -> bool:
+        """Return whether the attempt has begun, once that is known."""
+        self._settled.wait(within_s)
+        return self.has_begun
+
+    def withdraw(self, within_s: float) -> bool:
+        """Let the attempt begin no more. Return whether it has begun before."""
+        with self._lock:
+            self._is_withdrawn = True
+            is_under_way = self._is_under_way
+            if not is_under_way:
+                self.connections = None  # nobody else has them, so that they are closed
+        return self.outcome(within_s) if is_under_way else False
+
+
+_offer: NextAttempt | None = None
+
+
+def make_offer(attempt: int, connections: Connections) -> NextAttempt:
+    """Make the offer of that attempt to this process, which is connected to its peers there."""
+    global _offer
+    _offer = NextAttempt(attempt, connections)
+    return _offer
+
+
+def attempt_offered() -> int | None:
+    """Return the attempt that is on offer; None if none is."""
+    return _offer.attempt if _offer is not None and _offer.is_open else None
+
+
+def accept(attempt: int | None) -> None:
+    """Let that attempt begin once the training thread has ended."""
+    _current().accepted = attempt
+
+
+def note_reported() -> None:
+    """Note that the journal knows of the present attempt."""
+    _current().reported.set()
 
 
 # ---------------------------------------------------------------- own exits

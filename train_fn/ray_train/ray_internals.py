@@ -16,6 +16,9 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient, InnerGcsClient, PlacementGroupID  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2, common_pb2, node_manager_pb2, node_manager_pb2_grpc
+from ray.train.torch.config import (
+    _set_torch_distributed_env_vars as set_torch_distributed_env_vars,
+)
 from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
@@ -51,6 +54,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingPolicy,
 )
 from ray.train.v2._internal.execution.worker_group import worker_group as worker_group_module
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
 )
@@ -142,6 +146,16 @@ EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "WorkerGroup._assert_active": (WorkerGroup._assert_active, ("self",)),
     "RayTrainWorker.clear_result_queue": (RayTrainWorker.clear_result_queue, ("self",)),
     "RayTrainWorker.run_train_fn": (RayTrainWorker.run_train_fn, ("self", "train_fn_ref")),
+    "WorkerGroup._init_train_context": (
+        WorkerGroup._init_train_context,
+        ("self", "workers", "sync_actor"),
+    ),
+    "WorkerGroup._init_train_context_on_workers": (
+        WorkerGroup._init_train_context_on_workers,
+        ("self", "workers", "sync_actor", "train_context_args"),
+    ),
+    "ReplicaGroup": (ReplicaGroup, ("workers", "resources_per_worker", "callbacks")),
+    "RayTrainWorker.poll_status": (RayTrainWorker.poll_status, ("self",)),
     "RayTrainWorker.get_metadata": (RayTrainWorker.get_metadata, ("self",)),
     "ScalingPolicy.__init__": (ScalingPolicy.__init__, ("self", "scaling_config")),
     "ScalingPolicy.make_decision_for_non_running_worker_group": (
@@ -214,7 +228,14 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     WorkerGroup: (
         "_callbacks",
         "_latest_poll_status",
+        "_replica_group_callbacks",
+        "_replica_groups",
+        "_storage_context",
+        "_train_run_context",
+        "_worker_callbacks_to_propagate",
         "_worker_group_context",
+        "_worker_group_state",
+        "_worker_rank_to_replica_group_rank",
         "_worker_group_start_timeout_s",
         "_worker_health_check_timeout_s",
         "_world_rank_to_ongoing_poll",

@@ -122,6 +122,8 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         self._room_since: float | None = None
         self.wanted: int | None = None
         """World size to change to once the ranks have exited; None if no change is wanted."""
+        self.offered: int | None = None
+        """World size of the group that begins by itself once the present one has handed over."""
         self.draining: frozenset[str] = frozenset()
         """Nodes with ranks that must exit before the nodes are removed."""
         self._leave_by: float | None = None
@@ -284,10 +286,12 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         """
         self.wanted = None
         self._room_since = None
-        room = self._room()
-        if room is None:
-            return NoopDecision()
-        num_then = self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
+        num_then = self.offered
+        if num_then is None:
+            room = self._room()
+            if room is None:
+                return NoopDecision()
+            num_then = self.scaling_config.min_workers if room.fit.missing else room.fit.num_workers
         if num_then > num_ranks:
             self._growth.grows(time.monotonic())
         return self._resize(num_then)

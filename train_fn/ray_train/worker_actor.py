@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from train_fn.context import WorkerContext
 from train_fn.journal.rank_log import listen
 from train_fn.journal.server import LocalJournal
+from train_fn.node import children
 from train_fn.node.memory import look_for_oom, oom_kills, wait_for_free_memory
 from train_fn.node.network import interface_problem
 from train_fn.node.node_check import versions
@@ -34,12 +36,20 @@ from train_fn.node.secrets import process_redactor, secrets_set
 from train_fn.node.usage import set_threads
 from train_fn.ray_train import rank_process
 from train_fn.ray_train.rank import loop_of
-from train_fn.ray_train.ray_internals import RayTrainWorker, TrainContext, get_train_context
+from train_fn.ray_train.ray_internals import (
+    RayTrainWorker,
+    TrainContext,
+    get_train_context,
+    set_torch_distributed_env_vars,
+)
 from train_fn.recovery.hang import CollectiveCounts
 from train_fn.recovery.launch import RankJob, RankLaunch
 from train_fn.snapshots import store
 from train_fn.step.nccl import collective_counts
+from train_fn.step.peers import Connections
 from train_fn.step.place_watch import watch
+
+logger = logging.getLogger(__name__)
 
 WATCH = "watch"
 """Concurrency group of ``watch``, which waits while other calls run."""
@@ -47,6 +57,8 @@ KEPT = "kept"
 """Concurrency group of the calls about the state that the process keeps. They must be answered
 while the start of a group hangs in this process, one of them while another writes the state."""
 _LOOK_S = 0.005
+SETTLES_S = 2.0
+"""Longest wait in seconds for a process to fail that cannot begin an attempt by itself."""
 _TELLS_A_PLACE = (
     "get_world_rank",
     "get_world_size",
@@ -86,6 +98,21 @@ class RankReady:
     """Why ranks on the node cannot reach their peers, if this is known before they try."""
 
 
+@dataclass(frozen=True)
+class Following:
+    """What a process needs to begin an attempt by itself."""
+
+    launch: RankLaunch
+    context: dict[str, Any]
+    """Arguments of Ray's ``init_train_context``."""
+    train_fn_ref: Any
+    """Ray's reference to the training function."""
+    store: tuple[str, int]
+    """Address of the store at which the ranks meet."""
+    timeout_s: float
+    """Of the group's collectives."""
+
+
 class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     """Run a rank. The actor has no runtime_env, so that a forked or idle process with torch
     imported can run it.
@@ -95,12 +122,24 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     _meets_to_report = True
     _figures: NodeFigures | None = None
+    _offer: rank_process.NextAttempt | None = None
+    _left: Sequence[Any] = ()
+    """What polls of the attempt find that has handed over, until the next one is polled."""
 
     def prepare(self, launch: RankLaunch) -> RankReady:
         """Set the rank's environment before anything reads it."""
+        self.withdraw_offer()
+        self._left = ()
+        self._begin(launch)
+        return self.describe()
+
+    def _begin(self, launch: RankLaunch) -> None:
         rank_process.prepare(launch)
         watch(TrainContext, _TELLS_A_PLACE)
         self._meets_to_report = launch.meets_to_report
+
+    def describe(self) -> RankReady:
+        """Return what has to be known of a process before it gets a rank."""
         problem = interface_problem(os.environ, nccl=bool(ray.get_gpu_ids()))
         return RankReady(versions(), psutil.Process().create_time(), oom_kills(), problem)
 
@@ -125,6 +164,76 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         super().run_train_fn(*args, **kwargs)
         runner: Any = get_train_context().execution_context.training_thread_runner
         rank_process.report_end_of(runner._thread, runner.get_exception_queue().put)
+
+    def offer(self, following: Following) -> None:
+        """Connect to the peers of an attempt, and let it begin in this process as soon as the
+        present one has handed over to it. Raises if a peer does not come."""
+        self.withdraw_offer()
+        following.train_fn_ref.get()  # to read it a second time is faster
+        attempt = following.launch.attempt
+        self._offer = offer = rank_process.make_offer(attempt, connect(following))
+        arguments = (offer, following)
+        threading.Thread(
+            target=self._follow, args=arguments, name="next-attempt", daemon=True
+        ).start()
+
+    def _follow(self, offer: rank_process.NextAttempt, following: Following) -> None:
+        has_begun = False
+        try:
+            connections = offer.await_turn()
+            if connections is None:
+                return
+            if not offer.joins:
+                self._left = self._last_statuses()
+                connections.tell_to_go()
+            self._begin(following.launch)
+            self.init_train_context(**following.context)
+            if offer.joins:
+                connections.wait_to_go()
+            enter_group(connections, following)
+            self.run_train_fn(following.train_fn_ref)
+            has_begun = True
+        except Exception as exc:
+            logger.warning("attempt %d has not begun by itself: %s", offer.attempt, exc)
+        finally:
+            offer.settle(has_begun=has_begun)
+
+    def _last_statuses(self) -> Sequence[Any]:
+        """Return what polls find of an attempt whose training thread has ended, first its reports
+        that nobody has taken yet. Raises the error with which it ended."""
+        try:
+            runner: Any = get_train_context().execution_context.training_thread_runner
+        except RuntimeError:  # no attempt has run here
+            return ()
+        if (error := runner.get_error()) is not None:
+            raise error
+        statuses = [super().poll_status()]
+        while statuses[-1].running:
+            statuses.append(super().poll_status())
+        return statuses
+
+    def poll_status(self) -> Any:
+        """Return the status of the attempt that the controller takes for the present one."""
+        if not self._left:
+            return super().poll_status()
+        status, self._left = self._left[0], self._left[1:] or self._left
+        return status
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def has_begun(self, within_s: float) -> bool:
+        """Return whether the offered attempt has begun, once that is known."""
+        return self._offer is not None and self._offer.outcome(within_s)
+
+    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
+    def withdraw_offer(self) -> bool:
+        """Let the offered attempt begin no more. Return whether it has begun before."""
+        return self._offer is not None and self._offer.withdraw(SETTLES_S)
+
+    def note_reported(self) -> None:
+        """Note that the controller has reported the attempt that has begun here by itself, and
+        polls it from now on."""
+        self._left = ()
+        rank_process.note_reported()
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
@@ -178,7 +287,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something. Return True if the rank should be polled often,
         because it has finished training and waits for its reports to be taken, or has ended."""
-        return rank_process.wait_for_news()
+        return bool(self._left) or rank_process.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.
@@ -227,6 +336,21 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
 def _given_name(checkpoint_dir_name: str) -> str:
     return checkpoint_dir_name
+
+
+def connect(following: Following) -> Connections:
+    """Return the connections of an attempt that is to begin by itself."""
+    place = following.context["distributed_context"]
+    make: Callable[..., Connections] = children.owning(Connections)
+    return make(following.store, place.world_rank, place.world_size, following.timeout_s)
+
+
+def enter_group(connections: Connections, following: Following) -> None:
+    """Make these connections the process's group, in the environment that Ray sets for one."""
+    set_torch_distributed_env_vars()
+    host, port = following.store
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    connections.become_group()
 
 
 # ---------------------------------------------------------------- build ahead

@@ -198,6 +198,12 @@ class Loader:
         """Return the ids of the loader's processes."""
         return [worker.pid for worker in getattr(self._iterator, "_workers", ())]
 
+    @property
+    def threads(self) -> list[int | None]:
+        """Return the ids of the threads that feed them."""
+        queues = getattr(self._iterator, "_index_queues", ())
+        return [each._thread.ident for each in queues if each._thread is not None]
+
     def close(self) -> None:
         """End the loader's processes."""
         self._iterator = self._ahead = None

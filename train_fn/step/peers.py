@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask, StepNotWhole
@@ -242,6 +243,65 @@ def end_process_group() -> bool:
     close_connections()
     dist.destroy_process_group()
     return True
+
+
+_GO = "everstep/go"
+"""Key of a store that the ranks of a group set once they go over to it."""
+
+
+class Connections:
+    """Gloo's connections of one rank to its peers, made beside another group of this process."""
+
+    def __init__(
+        self, address: tuple[str, int], rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Connect to all peers, which do the same. Raises if one does not come.
+
+        Args:
+            address: of the store at which they meet.
+            timeout_s: of this, and of the group's collectives.
+        """
+        self._place, self._timeout = (rank, world_size), timedelta(seconds=timeout_s)
+        self._store = TCPStore(*address, is_master=False, timeout=self._timeout)
+        connected = PrefixStore("connections/", self._store)
+        self._backend = dist.ProcessGroupGloo(connected, *self._place, timeout=self._timeout)
+
+    def tell_to_go(self) -> None:
+        """Let the ranks go on that wait for it."""
+        self._store.set(_GO, "")
+
+    def wait_to_go(self) -> None:
+        """Wait until a rank has gone over to this group. Raises once the store is closed."""
+        self._store.wait([_GO])
+
+    def become_group(self) -> None:
+        """Make this the process's group of all ranks. It needs no message for that."""
+        made: Any = self._backend
+        original = dist.distributed_c10d.ProcessGroupGloo
+
+        class OfGloo(type):
+            def __call__(cls, *arguments: Any, **named: Any) -> Any:
+                return made
+
+            def __instancecheck__(cls, value: object) -> bool:
+                return isinstance(value, original)
+
+        class Made(metaclass=OfGloo):
+            """Stands for gloo's class while torch makes the group."""
+
+        distributed: Any = dist.distributed_c10d
+        distributed.ProcessGroupGloo = Made
+        rank, world_size = self._place
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=self._store,
+                rank=rank,
+                world_size=world_size,
+                timeout=self._timeout,
+            )
+        finally:
+            distributed.ProcessGroupGloo = original
 
 
 _left: list[dist.ProcessGroup] = []

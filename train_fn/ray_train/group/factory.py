@@ -6,11 +6,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from train_fn.ray_train.attempt_log import AttemptLog
-from train_fn.ray_train.group.end import SurvivingProcess, Survivors
+from train_fn.ray_train.group.end import SurvivingProcess, Survivors, end_processes
 from train_fn.ray_train.group.node_checks import LinkChecks, PreflightChecks
 from train_fn.ray_train.group.placement import Placement
 from train_fn.ray_train.group.rank_actors import RankActors
@@ -85,13 +86,63 @@ class GroupFactory:
         self._starts = StayedStarts()
         self.last: EverstepWorkerGroup | None = None
         """The newest group, even if its start failed."""
+        self.offered: EverstepWorkerGroup | None = None
+        """The group that begins by itself once the present one has handed over."""
+        self._present: EverstepWorkerGroup | None = None
+
+    @contextmanager
+    def offering(self, present: EverstepWorkerGroup) -> Iterator[None]:
+        """Let ``create`` only offer the next group inside, which goes on in the processes of the
+        ``present`` one and in those that are ready to join."""
+        self._present = present
+        try:
+            yield
+        finally:
+            self._present = None
+
+    def next_has_begun(self, *, all_have_left: bool) -> bool:
+        """Return whether the next group has begun by itself. If not, it does not begin any more.
+
+        Args:
+            all_have_left: whether the ranks of the present group have handed over. They may be on
+                their way then, and are waited for.
+        """
+        offered = self.offered
+        if offered is None:
+            return False
+        if not (offered.has_begun() if all_have_left else offered.settle()):
+            self.offered = None
+        return self.offered is not None
+
+    def enter(self) -> EverstepWorkerGroup:
+        """Return the group that has begun by itself, and report its start."""
+        group, self.offered = self.offered, None
+        assert group is not None
+        unused = [one for one in self.survivors.take() if not group.is_of(one.actor)]
+        end_processes([one.actor for one in unused], self._engine.settings.hold_s)
+        self._attempt_log.next_attempt()
+        self._on_new()
+        self.last = group
+        group.enter()
+        return group
+
+    def _offer(self, present: EverstepWorkerGroup, **kwargs: Any) -> EverstepWorkerGroup:
+        survivors = [*present.as_survivors(), *self.survivors.take()]
+        launch = self._launch(self._attempt_log.next_number, is_offered=True)
+        self.offered = group = self._new_group(launch, survivors, **kwargs)
+        group.offer()
+        return group
 
     def create(self, **kwargs: Any) -> EverstepWorkerGroup:
-        """Create and start the next attempt's group.
+        """Create and start the next attempt's group, or enter the one that has begun by itself.
 
         If it cannot start in the processes of earlier ranks, these are ended, and fresh ones take
         over. That counts as no failure, unless a node is gone or was found unfit.
         """
+        if self._present is not None:
+            return self._offer(self._present, **kwargs)
+        if self.offered is not None:
+            return self.enter()
         survivors = self.survivors.take()
         if survivors:
             began = time.monotonic()
@@ -114,19 +165,30 @@ class GroupFactory:
 
     def _start(self, survivors: Sequence[SurvivingProcess], **kwargs: Any) -> EverstepWorkerGroup:
         self._on_new()
-        settings = self._engine.settings
-        launch = RankLaunch(
-            self._attempt_log.next_attempt(),
+        launch = self._launch(self._attempt_log.next_attempt())
+        self.last = self._new_group(launch, survivors, **kwargs)
+        self.last._start()
+        return self.last
+
+    def _launch(self, attempt: int, *, is_offered: bool = False) -> RankLaunch:
+        return RankLaunch(
+            attempt,
             time.time(),
             dict(self._engine.rank_env),
             self._attempt_log.recovery,
             last_step=(
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),
-            silent_peer_s=settings.silent_peer_s,
+            silent_peer_s=self._engine.settings.silent_peer_s,
             meets_to_report=self._engine.job.spec.runs_own_function,
             in_process=self.in_process,
+            is_offered=is_offered,
         )
+
+    def _new_group(
+        self, launch: RankLaunch, survivors: Sequence[SurvivingProcess], **kwargs: Any
+    ) -> EverstepWorkerGroup:
+        settings = self._engine.settings
         actors = RankActors(
             launch,
             settings,
@@ -138,7 +200,7 @@ class GroupFactory:
             survivors,
             self._starts.limit_s,
         )
-        self.last = EverstepWorkerGroup(
+        return EverstepWorkerGroup(
             actors,
             self.survivors,
             settings,
@@ -148,5 +210,3 @@ class GroupFactory:
             on_created=self._on_started,
             **kwargs,
         )
-        self.last._start()
-        return self.last

@@ -70,7 +70,7 @@ class RankActors:
         survivors: Sequence[SurvivingProcess] = (),
         answer_s: float = float("inf"),
     ) -> None:
-        self._launch = launch
+        self.launch = launch
         self._survivors = list(survivors)
         self._answer_s = answer_s
         self._settings = settings
@@ -116,7 +116,10 @@ class RankActors:
             num_workers=context.num_workers,
             strategy=context.placement_strategy,
         )
-        self._end_all_but(_on(chosen or {}, self._survivors))
+        used = _on(chosen or {}, self._survivors)
+        if self.launch.is_offered and len(used) < context.num_workers:
+            return False  # these train, or a process is missing that does not come in time
+        self._end_all_but(used)
         bundles = (
             self._placement.reserve(
                 chosen,
@@ -139,12 +142,15 @@ class RankActors:
         """
         stayed = {one.bundle.number: one.actor for one in self._survivors}
         actors = self._actors = self._with_new_actors(resources_per_worker, stayed)
-        launch = dataclasses.replace(
-            self._launch,
+        self.launch = launch = dataclasses.replace(
+            self.launch,
             num_nodes=len({bundle.node_id for bundle in self._bundles}),
             num_stayed=sum(one.step != NO_STATE for one in self._survivors),
         )
-        readiness = [actor.prepare.remote(launch) for actor in actors]
+        readiness = [
+            actor.describe.remote() if launch.is_offered else actor.prepare.remote(launch)
+            for actor in actors
+        ]
         metadata = [actor.get_metadata.remote() for actor in actors]
         from_before = [
             ref
@@ -172,7 +178,7 @@ class RankActors:
         """Return whether a rank runs in a process that was there, idle, before the group began. The
         processes of earlier ranks were not idle."""
         stayed = any(one.pid == pid for one in self._survivors)
-        return not stayed and self._born_at[pid] < self._launch.started_at
+        return not stayed and self._born_at[pid] < self.launch.started_at
 
     def as_survivor(self, actor: Any, pid: int, step: int) -> SurvivingProcess:
         """Return an actor of this group as one that can serve another attempt.
@@ -210,9 +216,19 @@ class RankActors:
             end_stopped(self._processes)
             self._placement.release()
 
+    def release_recruits(self, living: Collection[Any]) -> list[SurvivingProcess]:
+        """Return the processes that have served no attempt yet, for another one. Those that are not
+        among the ``living`` are ended."""
+        recruits = [one for one in self._survivors if one.step == NO_STATE]
+        self._actors, self._survivors = [], []
+        for one in recruits:
+            if one.actor not in living:
+                ray.kill(one.actor)
+        return [one for one in recruits if one.actor in living]
+
     def _end(self, actors: Sequence[Any]) -> None:
         """End processes. Ranks that may keep their state in their process first write it."""
-        if self._launch.in_process:
+        if self.launch.in_process:
             end_processes(list(actors), self._settings.hold_s)
         else:
             for actor in list(actors):

@@ -5,42 +5,57 @@ state, and report on each of its ranks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from math import inf
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
+from torch._C._distributed_c10d import TCPStore
 
+from train_fn.node.network import store_at
 from train_fn.ray_train.group.end import (
+    NO_STATE,
     GroupShutdown,
+    SurvivingProcess,
     Survivors,
     kept_steps_of,
     reports_after_failed_start,
     reports_of_slow_start,
     with_unheard,
 )
+from train_fn.ray_train.group.node_checks import prepared
 from train_fn.ray_train.group.patience import HungRanks, PollPatience, StartLimit, watched_start
-from train_fn.ray_train.group.placement import Reservation, end_barrier, no_barrier
+from train_fn.ray_train.group.placement import NoBarrier, Reservation, end_barrier, no_barrier
 from train_fn.ray_train.group.rank_actors import RankActors
 from train_fn.ray_train.ray_internals import (
     BackendSetupCallback,
+    ReplicaGroup,
     WorkerGroup,
     WorkerGroupPollStatus,
+    WorkerGroupStartupFailedError,
     WorkerGroupStateBuilder,
     WorkerStatus,
     invoke_context_managers,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.ray_train.worker_actor import EverstepTrainWorker
+from train_fn.ray_train.worker_actor import SETTLES_S, EverstepTrainWorker, Following
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
+
+logger = logging.getLogger(__name__)
+
+CONNECTED_S = 10.0
+"""Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
 
 
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
@@ -90,6 +105,8 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._hung = HungRanks(settings.health_timeout_s)
         self._ranked: list[Any] = []
         """The workers by rank, once ranks are assigned."""
+        self._store: TCPStore | None = None
+        """Where the ranks of a group meet that begins by itself."""
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
@@ -162,10 +179,118 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             world_size,
             replica_group_size,
         )
-        self._on_created(self, self._ranked)
+        if not self._actors.launch.is_offered:
+            self._on_created(self, self._ranked)
         if self.num_stayed and self._start_limit is not None:
             self._start_limit.within(self._stayed_start_s)
         return self._ranked
+
+    # -- a group that begins by itself
+
+    def offer(self) -> None:
+        """Let the processes begin this attempt by themselves, once the group that trains in them
+        has handed over. Nothing that they keep is touched before that.
+
+        Raise WorkerGroupStartupFailedError if they cannot.
+        """
+        context = self._worker_group_context
+        if not self._reserve(self._worker_group_start_timeout_s):
+            raise WorkerGroupStartupFailedError("there is no process for each of its ranks")
+        self._create_workers(context.num_workers, None, context.resources_per_worker)
+        self._store = store_at(
+            ray.util.get_node_ip_address(), timedelta(seconds=self._settings.collective_timeout_s)
+        )
+        self._init_train_context(self._ranked, NoBarrier())
+
+    def _init_train_context_on_workers(
+        self, workers: list[Any], sync_actor: Any, train_context_args: dict[str, list[Any]]
+    ) -> None:
+        if self._store is None:
+            super()._init_train_context_on_workers(workers, sync_actor, train_context_args)
+            return
+        context = {
+            "train_run_context": self._train_run_context,
+            "synchronization_actor": sync_actor,
+            "storage_context": self._storage_context,
+            "worker_callbacks": self._worker_callbacks_to_propagate,
+            "controller_actor": ray.get_runtime_context().current_actor,
+        }
+        offers = [
+            Following(
+                self._actors.launch,
+                context
+                | {"distributed_context": worker.distributed_context}
+                | {name: values[rank] for name, values in train_context_args.items()},
+                self._worker_group_context.train_fn_ref,
+                (self._store.host, self._store.port),
+                self._settings.collective_timeout_s,
+            )
+            for rank, worker in enumerate(workers)
+        ]
+        calls = zip(workers, offers, strict=True)
+        prepared(
+            [worker.actor.offer.remote(offer) for worker, offer in calls],
+            self._settings,
+            CONNECTED_S,
+        )
+
+    def has_begun(self) -> bool:
+        """Return whether the processes have begun this attempt by themselves, once that is known of
+        the first of them: they have agreed on it. If not, none begins any more."""
+        limit_s = self._stayed_start_s
+        asked = [worker.actor.has_begun.remote(limit_s) for worker in self._ranked]
+        first, _ = ray.wait(asked, timeout=limit_s)
+        with suppress(RayError):  # that process is gone
+            if first and ray.get(first[0]):
+                return True
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Return whether a process has begun this attempt by itself. If none has, none begins any
+        more: those that wait for the others get an error, and the recruits can join another group.
+        """
+        self._store = None
+        asked = {worker.actor.withdraw_offer.remote(): worker.actor for worker in self._ranked}
+        answers: dict[Any, bool] = {}
+        answered = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=SETTLES_S)[0] if asked else []
+        )
+        for ref in answered:
+            with suppress(RayError):  # that process is gone
+                answers[asked[ref]] = ray.get(ref)
+        if any(answers.values()):
+            return True
+        self._survivors.hold(self._actors.release_recruits(answers))
+        return False
+
+    def enter(self) -> None:
+        """Take over from the group that has handed over to this one, whose ranks train by now. They
+        report nothing before this."""
+        builder = WorkerGroupStateBuilder()
+        builder.with_placement_group_handle(Reservation(self._reserve))
+        builder.with_sync_actor(NoBarrier()).with_workers(self._ranked)
+        per_worker = self._worker_group_context.resources_per_worker
+        with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
+            for callback in self._callbacks:
+                callback.before_worker_group_start(self._worker_group_context)
+            self._replica_groups = [
+                ReplicaGroup([worker], per_worker, self._replica_group_callbacks)
+                for worker in self._ranked
+            ]
+            self._worker_rank_to_replica_group_rank = {
+                rank: rank for rank in range(len(self._ranked))
+            }
+            self._worker_group_state = builder.build()
+            self._on_created(self, self._ranked)
+            for worker in self._ranked:
+                worker.actor.note_reported.remote()
+            number = self._actors.launch.attempt
+            logger.info("attempt %d of %d ranks has begun by itself", number, len(self._ranked))
+            for callback in self._callbacks:
+                if not isinstance(callback, BackendSetupCallback):
+                    callback.after_worker_group_start(self)
+        for callback in self._callbacks:
+            callback.after_worker_group_training_start(self)
 
     # -- while it runs
 
@@ -276,6 +401,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         most_bytes = SOON_WRITTEN_BYTES if len(staying) > 1 else inf
         self.keep(staying, insured, most_bytes)
 
+    def keep_for_next(self) -> None:
+        """Let all processes go on in the attempt that they have begun."""
+        self._keep = dict.fromkeys(range(len(self.get_workers())), NO_STATE)
+
     def wait_for_survivors(self, patience_s: Callable[[], float]) -> tuple[RankReport, ...]:
         """Delay the shutdown until survivors have left their step and written their snapshots.
         Return a report on each rank.
@@ -288,7 +417,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self.get_worker_group_state().sync_actor.reset.remote()
         polled = self._latest_poll_status.worker_statuses if self._latest_poll_status else {}
         errors = {rank: status.error for rank, status in polled.items()}
-        silent_s = ABORTING_SILENT_S if self._must_abort() else SILENT_S
+        silent_s = ABORTING_SILENT_S if self.must_abort else SILENT_S
         shutdown = GroupShutdown(self.get_workers(), self._read_nodes, errors, silent_s)
         reports = with_unheard(
             shutdown.reports_within(self._settings.hold_s, patience_s),
@@ -297,11 +426,23 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         self._gone = [report.rank for report in reports if report.died or report.unresponsive]
         return tuple(map(self._hung.explain, reports))
 
-    def _must_abort(self) -> bool:
+    @property
+    def must_abort(self) -> bool:
         """Return whether only an abort frees the ranks from their collectives."""
         on_gpus = bool(self._worker_group_context.resources_per_worker.get("GPU"))
         backend = group_backend(torch.device("cuda" if on_gpus else "cpu"))
         return not is_known_to_fail(backend)
+
+    def as_survivors(self) -> list[SurvivingProcess]:
+        """Return the processes of this group, which may serve the next attempt."""
+        return [
+            self._actors.as_survivor(worker.actor, worker.metadata.pid, 0)
+            for worker in self.get_workers()
+        ]
+
+    def is_of(self, actor: Any) -> bool:
+        """Return whether the actor is that of one of the ranks."""
+        return any(worker.actor == actor for worker in self._ranked)
 
     def shutdown(self) -> None:
         """End the group at once, except for processes that serve the next attempt. Its ranks have

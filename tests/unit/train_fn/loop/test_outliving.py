@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -172,3 +173,25 @@ def test_threads_and_children_that_run_on_are_found_and_idle_ones_too() -> None:
     child.communicate()
     assert _threads_since(began) == ()
     assert not any(str(child.pid) in found for found in _children(()))
+
+
+def test_what_extensions_note_of_an_error_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that passes through a Cython extension, as Ray's, sets this."""
+    made = types.ModuleType("cython_runtime")
+    monkeypatch.setitem(sys.modules, "cython_runtime", made)
+    before = held_values({}, [])
+    vars(made)["cline_in_traceback"] = False
+    assert _changed(before, held_values({}, [])) == ()
+
+
+def test_threads_that_end_with_the_attempt_are_not_left_behind() -> None:
+    """A loader's processes are fed by some, which run until it is closed."""
+    began, ends = Beginning(), threading.Event()
+    thread = threading.Thread(target=ends.wait, name="feeds")
+    thread.start()
+    try:
+        assert _threads_since(began) == ("feeds",)
+        assert _threads_since(began, [thread.ident]) == ()
+    finally:
+        ends.set()
+        thread.join()

@@ -39,6 +39,8 @@ class Factory:
             _attempt_log=SimpleNamespace(fell_back=self.fell_back.append),
             _falls_back=lambda exc: GroupFactory._falls_back(self.factory, exc),
             last=SimpleNamespace(start_reports=reports, is_refused=is_refused),
+            offered=None,
+            _present=None,
         )
 
     def _start(self, survivors: list[Any], **kwargs: Any) -> str:
@@ -96,3 +98,31 @@ def test_the_limit_of_a_start_is_learned() -> None:
     for _ in range(10):
         starts.note(0.2)
     assert starts.limit_s == StayedStarts.LEAST_S, "one slow start does not count forever"
+
+
+class Offered:
+    """A group that was offered, and has begun or not."""
+
+    def __init__(self, has_begun: bool, settles: bool) -> None:
+        self.has_begun, self.settle = (lambda: has_begun), (lambda: settles)
+
+
+@pytest.mark.parametrize(
+    ("all_have_left", "has_begun", "settles", "enters"),
+    [
+        (True, True, True, True),
+        (True, False, False, False),
+        (False, True, False, False),  # ranks that still train have begun nothing
+        (False, False, True, True),  # one had begun when another one failed
+    ],
+)
+def test_a_group_that_has_begun_is_entered_and_any_other_is_forgotten(
+    all_have_left: bool, has_begun: bool, settles: bool, enters: bool
+) -> None:
+    made = Factory(None)
+    made.factory.offered = group = Offered(has_begun, settles)
+    found = GroupFactory.next_has_begun(made.factory, all_have_left=all_have_left)
+    assert found is enters
+    assert made.factory.offered is (group if enters else None)
+    made.factory.enter = lambda: "entered"
+    assert made.create() == ("entered" if enters else "group 1")

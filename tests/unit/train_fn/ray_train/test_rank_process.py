@@ -232,3 +232,67 @@ def test_other_exits_are_at_once(case: str, exits: list[int]) -> None:
         thread.start()
         thread.join(20)
     assert exits == [0] and errors == []
+
+
+CONNECTIONS: Any = object()
+
+
+def following(number: int, *, accepts: int | None) -> rank_process.NextAttempt:
+    """Return an offer in a process whose training thread has accepted that attempt, or none."""
+    rank_process._current().training = training = threading.Thread(
+        target=rank_process.accept, args=(accepts,)
+    )
+    offer = rank_process.make_offer(number, CONNECTIONS)
+    training.start()
+    return offer
+
+
+@pytest.mark.parametrize(("accepts", "begins"), [(2, True), (None, False), (3, False)])
+def test_an_attempt_begins_once_the_one_before_it_has_accepted_it(
+    accepts: int | None, begins: bool
+) -> None:
+    offer = following(2, accepts=accepts)
+    assert rank_process.attempt_offered() == 2
+    assert offer.await_turn() is (CONNECTIONS if begins else None)
+    offer.settle(has_begun=begins)
+    assert offer.outcome(0.0) is begins and offer.withdraw(0.0) is begins
+    assert rank_process.attempt_offered() is None, "it is made once"
+
+
+def test_an_attempt_that_is_withdrawn_begins_no_more() -> None:
+    offer = following(2, accepts=2)
+    assert offer.withdraw(0.0) is False and rank_process.attempt_offered() is None
+    assert offer.connections is None, "they are closed"
+    assert offer.await_turn() is None
+
+
+def test_a_process_without_an_attempt_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "_attempt", None)
+    assert rank_process.make_offer(2, CONNECTIONS).await_turn()
+
+
+def test_who_withdraws_an_attempt_that_is_under_way_learns_whether_it_began() -> None:
+    offer = following(2, accepts=2)
+    assert offer.await_turn()
+    threading.Timer(0.05, offer.settle, kwargs={"has_begun": True}).start()
+    assert offer.withdraw(20.0) is True
+
+
+def test_events_of_an_offered_attempt_wait_until_the_journal_knows_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would close the journal for the ranks of the attempt before it."""
+    launch = RankLaunch(2, 0.0, is_offered=True)
+    monkeypatch.setattr(rank_process, "_attempt", rank_process._Attempt(launch))
+    delivered: list[str] = []
+
+    def deliver(source: str, events: object, stop: object) -> Any:
+        delivered.append(source)
+
+    sending = threading.Thread(target=rank_process.once_reported(deliver), args=("rank", (), None))
+    sending.start()
+    sending.join(0.1)
+    assert delivered == []
+    rank_process.note_reported()
+    sending.join(20)
+    assert delivered == ["rank"]
