@@ -2,8 +2,10 @@
 hot spares.
 
     python -m benchmarks scale [--seeds 3] [--plot docs/scale.svg]
+    python -m benchmarks scale --ranks 100 1000 10000
 
-Nothing is measured here; benchmarks/scale/parameters.py says where every figure is from,
+The second one measures what grows with the number of ranks (``benchmarks/scale/ranks.py``). Nothing
+is measured here; benchmarks/scale/parameters.py says where every figure is from,
 docs/scale.md what follows.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write
+from benchmarks.scale import ranks
 from benchmarks.scale.parameters import EVERSTEP, POLICIES, PROPOSALS, Costs
 from benchmarks.scale.simulation import simulate
 
@@ -88,7 +91,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+")
     options = parser.parse_args(argv)
+    if options.ranks:
+        write("ranks", ranks.measure(options.ranks))
+        return
     results = {costs.name: sweep(costs, options.seeds) for costs in (*POLICIES, *PROPOSALS)}
     if options.plot is not None:
         plot(results, options.plot)

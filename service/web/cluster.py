@@ -29,6 +29,10 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
     info = await cluster.get_cluster(context, caller)
     ids = {run_id for node in info.nodes for run_id in node.runs}
     live = await context.database_call(context.runs.live)
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for run in live:
+        for worker in run.workers:
+            ranks.setdefault((run.id, worker["node_id"]), []).append(worker["rank"])
     hosts: dict[tuple[str, str], list[Node]] = {}
     for node in info.nodes:
         if node.state != "DEAD":
@@ -39,6 +43,7 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
         caller,
         info=info,
         runs={run.id: run for run in live if run.id in ids},
+        ranks=ranks,
         totals=_totals(hosts),
         resources_of=partial(
             _resources_of, with_memory=all(len(each) == 1 for each in hosts.values())

@@ -345,13 +345,14 @@ class Lanes:
 
 @dataclass
 class _Attempt:
-    """The current worker group."""
+    """A worker group."""
 
     number: int
     started_at: float
     workers: Sequence[dict[str, Any]]
     trained_at: float | None = None
     stopped_at: float | None = None
+    ended_at: float | None = None
 
 
 def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
@@ -361,29 +362,26 @@ def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
         events: history with the kinds in KINDS.
         now: unix seconds; end of a group that is still running.
     """
-    found: dict[int, Lane] = {}
-    current: _Attempt | None = None
-    numbers: list[int] = []
-    last = now
+    groups: list[_Attempt] = []
+    faults: dict[int, list[Fault]] = {}
     for event in events:
+        current = groups[-1] if groups and groups[-1].ended_at is None else None
         if event.kind == EventKind.ATTEMPT_STARTED:
-            _close(found, current, event.at)
-            current = _Attempt(event.attempt, event.at, event.data.get("workers") or ())
-            numbers.append(event.attempt)
+            if current is not None:
+                current.ended_at = event.at
+            groups.append(_Attempt(event.attempt, event.at, event.data.get("workers") or ()))
         elif current is not None:
-            _note(found, current, event)
+            _note(faults, current, event)
             if _ends(event):
-                _close(found, current, event.at)
-                current, last = None, event.at
-    if not numbers:
+                current.ended_at = event.at
+    if not groups:
         return None
-    if current is not None:
-        _close(found, current, now)
-        last = now
-    return _framed(found, numbers, last)
+    if groups[-1].ended_at is None:
+        groups[-1].ended_at = now
+    return _framed(_drawn(groups, faults), groups, groups[-1].ended_at)
 
 
-def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
+def _note(faults: dict[int, list[Fault]], current: _Attempt, event: EventRow) -> None:
     """Apply an event to the current worker group."""
     if event.kind == EventKind.TRAINING_STARTED:
         current.trained_at = event.at
@@ -391,9 +389,8 @@ def _note(found: dict[int, Lane], current: _Attempt, event: EventRow) -> None:
         current.stopped_at = max(current.started_at, event.at - (event.data.get("detect_s") or 0.0))
         rank = event.data.get("first_rank")
         if rank is not None:
-            found.setdefault(int(rank), Lane(int(rank))).faults.append(
-                Fault(current.stopped_at, Failure.of(event).verdict)
-            )
+            fault = Fault(current.stopped_at, Failure.of(event).verdict)
+            faults.setdefault(int(rank), []).append(fault)
 
 
 def _ends(event: EventRow) -> bool:
@@ -402,36 +399,44 @@ def _ends(event: EventRow) -> bool:
     return event.kind in (EventKind.ATTEMPT_ENDED, EventKind.SUBMISSION_STARTED, EventKind.FINISHED)
 
 
-def _close(found: dict[int, Lane], current: _Attempt | None, at: float) -> None:
-    """Add the group's time, up to its end, to the lanes of its ranks."""
-    if current is None:
-        return
-    end = max(at, current.started_at)
-    stopped = min(current.stopped_at or end, end)
-    trained = min(current.trained_at or stopped, stopped)
+def _drawn(groups: Iterable[_Attempt], faults: dict[int, list[Fault]]) -> dict[int, Lane | None]:
+    """Return the lanes of the lowest ranks and of those that failed first, and None for each other
+    rank: of thousands of ranks few are drawn."""
+    ranks = sorted({int(each["rank"]) for group in groups for each in group.workers} | {*faults})
+    return {
+        rank: Lane(rank, faults=faults.get(rank, []))
+        if index < MOST_RANKS or rank in faults
+        else None
+        for index, rank in enumerate(ranks)
+    }
+
+
+def _parts(group: _Attempt) -> list[tuple[Activity, float, float]]:
+    """Return what the ranks of a group did, from when until when."""
+    end = max(group.ended_at or 0.0, group.started_at)
+    stopped = min(group.stopped_at or end, end)
+    trained = min(group.trained_at or stopped, stopped)
     parts: list[tuple[Activity, float, float]] = [
-        ("starting", current.started_at, trained),
+        ("starting", group.started_at, trained),
         ("training", trained, stopped),
         ("waiting", stopped, end),
     ]
-    for worker in current.workers:
-        lane = found.setdefault(int(worker["rank"]), Lane(int(worker["rank"])))
-        for activity, start, until in parts:
-            if until > start:
-                lane.segments.append(
-                    Segment(activity, start, until, current.number, str(worker["node_id"]))
-                )
+    return [part for part in parts if part[2] > part[1]]
 
 
-def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
-    """Return the lanes to draw: the lowest ranks and those that failed first, with as many of the
-    newest attempts as fit."""
-    ordered = sorted(found.values(), key=lambda lane: lane.rank)
-    drawn = [lane for index, lane in enumerate(ordered) if index < MOST_RANKS or lane.faults]
+def _framed(found: dict[int, Lane | None], groups: Sequence[_Attempt], end: float) -> Lanes:
+    """Fill the lanes to draw, with as many of the newest attempts as fit."""
+    for group in groups:
+        parts = _parts(group)
+        for worker in group.workers:
+            if (lane := found[int(worker["rank"])]) is not None:
+                node = str(worker["node_id"])
+                lane.segments += [Segment(*part, group.number, node) for part in parts]
+    drawn = [lane for lane in found.values() if lane is not None]
     sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)
     shown: set[int] = set()
     room = MOST_SEGMENTS
-    for number in reversed(numbers):
+    for number in reversed([group.number for group in groups]):
         room -= sizes[number]
         if room < 0 and shown:
             break
@@ -442,5 +447,5 @@ def _framed(found: dict[int, Lane], numbers: list[int], end: float) -> Lanes:
     for lane in drawn:
         lane.faults = [fault for fault in lane.faults if fault.at >= start]
     return Lanes(
-        start, max(end, start), tuple(drawn), len(ordered) - len(drawn), len(numbers) - len(shown)
+        start, max(end, start), tuple(drawn), len(found) - len(drawn), len(groups) - len(shown)
     )

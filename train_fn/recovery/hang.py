@@ -440,7 +440,8 @@ def find_silent(
     silent = silent_ranks(asked_at, waiting, now, silent_s)
     if not silent:
         return []
-    held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in waiting if rank not in silent)
+    answering = {*waiting}.difference(silent)
+    held_up = any(_cannot_leave(stacks.get(rank) or "") for rank in answering)
     return silent if held_up else []
 
 

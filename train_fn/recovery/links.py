@@ -115,13 +115,19 @@ def nodes_to_exclude(unreached: Mapping[str, Iterable[str]]) -> list[str]:
     Args:
         unreached: For each node, the nodes that it could not reach.
     """
-    pairs = {frozenset((node, other)) for node, others in unreached.items() for other in others}
+    broken: dict[str, set[str]] = {}
+    for node, others in unreached.items():
+        for other in others:
+            broken.setdefault(node, set()).add(other)
+            broken.setdefault(other, set()).add(node)
     out: list[str] = []
-    while pairs:
-        broken = Counter(node for pair in pairs for node in pair)
-        worst = max(broken, key=lambda node: (broken[node], node))
+    while broken:
+        worst = max(broken, key=lambda node: (len(broken[node]), node))
         out.append(worst)
-        pairs = {pair for pair in pairs if worst not in pair}
+        for other in broken.pop(worst) - {worst}:
+            broken[other].discard(worst)
+            if not broken[other]:
+                del broken[other]
     return out
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,15 @@ def elect(offers: list[Offer], submission: int) -> Elected:
     attempts never mix.
     """
     rejected: list[Rejection] = []
-    usable: list[Offer] = []
+    moments: dict[tuple[int, Origin], list[Offer]] = {}
     for offer in offers:
         if offer.label.submission > submission:
             continue
         if offer.label.problem:
             rejected.append(Rejection(snapshot_name(offer.label), offer.label.problem))
         else:
-            usable.append(offer)
-    while usable:
-        newest = max((offer.label.step, offer.label.origin) for offer in usable)
-        peers = [offer for offer in usable if (offer.label.step, offer.label.origin) == newest]
+            moments.setdefault((offer.label.step, offer.label.origin), []).append(offer)
+    for _, peers in sorted(moments.items(), key=itemgetter(0), reverse=True):
         digests: dict[int, set[str | None]] = {}
         for offer in peers:
             digests.setdefault(_compared(offer.label), set()).add(offer.label.digest)
@@ -95,14 +94,14 @@ def elect(offers: list[Offer], submission: int) -> Elected:
                 tuple(rejected),
                 tuple(alike),
             )
+        differing = (offer.label for offer in peers if len(digests[_compared(offer.label)]) > 1)
         rejected += [
             Rejection(
                 snapshot_name(label),
                 f"differs from the other snapshots of step {label.step}; digest {label.digest}",
             )
-            for label in dict.fromkeys(offer.label for offer in peers if offer not in alike)
+            for label in dict.fromkeys(differing)
         ]
-        usable = [offer for offer in usable if offer not in peers]
     return Elected(None, tuple(rejected))
 
 

@@ -170,30 +170,24 @@ class StragglerWatch:
                 "micro_batches": self._shares[rank],
                 "own_s": round(seconds, 6),
                 "wait_s": round(max(0.0, step_s - seconds), 6),
-                "skew": round(self._skew(own, rank), 3),
+                "skew": round(seconds / peers_s, 3),
             }
-            for rank, seconds in enumerate(own)
+            for rank, (seconds, peers_s) in enumerate(zip(own, self._peers_s(own), strict=True))
         ]
 
-    def _skew(self, own: Sequence[float], rank: int) -> float:
-        """Return this rank's time for a micro-batch divided by that of the other ranks."""
-        return own[rank] / self._peers_s(own, rank)
-
-    def _peers_s(self, own: Sequence[float], rank: int) -> float:
-        """Return the seconds that a typical peer would need for this rank's share."""
-        others = [
-            seconds / share
-            for peer, (seconds, share) in enumerate(zip(own, self._shares, strict=True))
-            if peer != rank
+    def _peers_s(self, own: Sequence[float]) -> list[float]:
+        """Return for each rank the seconds that a typical peer would need for its share."""
+        of_micro_batch = [seconds / share for seconds, share in zip(own, self._shares, strict=True)]
+        return [
+            max(others_s * share, 1e-9)
+            for others_s, share in zip(medians_of_others(of_micro_batch), self._shares, strict=True)
         ]
-        return max(median(others) * self._shares[rank], 1e-9)
 
     def _compare(self, step: int, own: Sequence[float]) -> bool:
         """Report ranks that have become slow, or are no longer slow. Return whether there were
         any."""
         changed = False
-        for rank, seconds in enumerate(own):
-            peers_s = self._peers_s(own, rank)
+        for rank, (seconds, peers_s) in enumerate(zip(own, self._peers_s(own), strict=True)):
             slow = seconds > SLOW_RATIO * peers_s and seconds > peers_s + SLOW_S
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if slow != self._slow[rank] else 0
             if self._in_a_row[rank] < PERSISTS:
@@ -212,3 +206,15 @@ class StragglerWatch:
                 },
             )
         return changed
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each of several values the median of all others."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranked = [values[number] for number in order]
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # in the middle of the others
+    medians = [0.0] * len(values)
+    for place, number in enumerate(order):
+        # those above the value that is left out move down by one
+        medians[number] = (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
+    return medians

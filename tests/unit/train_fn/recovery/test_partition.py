@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,17 @@ def test_those_left_all_reach_each_other(unreached: dict[str, set[str]]) -> None
     out = nodes_to_exclude(unreached)
     assert all(node in out or other in out for node, other in pairs)
     assert len(out) == len(set(out)) <= len({frozenset(pair) for pair in pairs})
+
+
+@given(st.dictionaries(st.sampled_from(NODES), st.sets(st.sampled_from(NODES))))
+def test_the_node_with_most_broken_pairs_goes_first(unreached: dict[str, set[str]]) -> None:
+    """As if all pairs that are left were counted again after each node."""
+    pairs = {frozenset((node, other)) for node, others in unreached.items() for other in others}
+    for out in nodes_to_exclude(unreached):
+        broken = Counter(node for pair in pairs for node in pair)
+        assert out == max(broken, key=lambda node: (broken[node], node))
+        pairs = {pair for pair in pairs if out not in pair}
+    assert not pairs
 
 
 def test_a_node_that_nobody_reaches_goes_alone() -> None:

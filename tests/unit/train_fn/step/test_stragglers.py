@@ -6,10 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from everstep.wire import StragglerReport
 from everstep.wire.events import EventKind
@@ -53,6 +56,21 @@ class Watched:
     @property
     def times(self) -> list[dict[str, Any]]:
         return [data for kind, data in self.events if kind is EventKind.RANK_TIMES]
+
+
+@given(st.lists(st.floats(0.0, 9.0), min_size=2, max_size=20))
+def test_each_rank_is_compared_with_the_median_of_all_others(values: list[float]) -> None:
+    assert stragglers.medians_of_others(values) == [
+        median(values[:place] + values[place + 1 :]) for place in range(len(values))
+    ]
+
+
+def test_thousands_of_ranks_are_compared_beside_training() -> None:
+    """Rank 0 does so between two steps: each rank with each other one would take minutes."""
+    ranks = Watched([1] * 10_000)
+    began = time.perf_counter()
+    ranks.train(15, *([0.5] * 9_999), 0.7)
+    assert len(ranks.times) == 1 and time.perf_counter() - began < 20
 
 
 def test_a_rank_that_takes_50_ms_longer_is_named_until_it_does_no_more() -> None:
