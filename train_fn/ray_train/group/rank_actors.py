@@ -289,7 +289,8 @@ class RankActors:
         try:
             check_reach(self._actors, metas, self._nodes, self._settings, self._exclude)
             self._links.run(self._actors, metas)
-            unfit = self._preflight.run(self._actors, metas)
+            beside = self.launch.is_offered
+            unfit = self._preflight.run(self._actors, metas, beside=beside)
         except LinksBroken as exc:
             self.reports = link_reports(exc, metas)
             self.is_refused = True
