@@ -261,12 +261,6 @@ class RunSpec(Frozen):
         return self.code is not None and self.code.task is None
 
     @property
-    def keeps_processes(self) -> bool:
-        """Return whether ranks that survive may keep their processes for the next attempt."""
-        has_whole_state = not self.runs_own_function and self.train.sharding == "none"
-        return self.recovery.in_process and has_whole_state
-
-    @property
     def runs_script(self) -> bool:
         """Return whether the user's own loop is a script for torchrun."""
         return self.code is not None and self.code.script is not None

@@ -97,6 +97,22 @@ def sharded() -> None:
     replica.build_task = lambda spec: Sharded()
 
 
+_num_built = 0
+
+
+class Counting(Sharded):
+    """Counts the models that the process has built."""
+
+    def build_model(self) -> nn.Module:
+        global _num_built
+        _num_built += 1
+        return super().build_model()
+
+
+def counting() -> None:
+    replica.build_task = lambda spec: Counting()
+
+
 def skipping() -> None:
     replica.build_task = lambda spec: Skipping()
 

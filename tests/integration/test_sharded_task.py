@@ -19,6 +19,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks, train_to_end
 from tests.integration.sharded_tasks import spec
+from tests.integration.staying_ranks import staying_ranks
 from tests.integration.test_exactness import merged_losses
 from train_fn.checkpoints.sharded import join
 from train_fn.node.node_dir import shared_memory_root
@@ -205,6 +206,55 @@ def test_other_settings_are_equal_after_a_death(
     assert merged_losses(first[0], last) == merged_losses(whole)
     wanted, found = weights_of(base.run_dir), weights_of(job.run_dir)
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+
+
+def stay_of(outcomes: list[Outcome]) -> list[int | None]:
+    """Return at which step each rank stayed in its process; None also for a dead one."""
+    errors = [each.error for each in outcomes]
+    return [each.error.stays_at if isinstance(each, StepFailed) else None for each in errors]
+
+
+def test_survivors_keep_their_processes_and_no_bit_shows_it(
+    tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """A node dies, then a rank in a process that has stayed already; new ranks take their
+    places."""
+    job = replace(job_of(tmp_path, "staying"), in_process=True)
+    with staying_ranks(tmp_path) as ranks:
+        first = ranks.run(replace(job, killed=(0, 6)), "ABC")
+        assert stay_of(first)[0] is None and all(stay_of(first)[1:])
+        lose(job, "a")
+        nodes = ("b", "b", "new")
+        second = ranks.run(replace(job, attempt=2, nodes=nodes, killed=(1, 9)), "BCD")
+        assert stay_of(second)[1] is None and all(stay_of(second)[::2])
+        last = ranks.run(replace(job, attempt=3, nodes=("b", "new", "b")), "BDE")
+    assert all(each.error is None for each in last)
+    assert [restored(each[0])["source"] for each in (second, last)] == ["snapshot"] * 2
+    require_like(twin, job, *first, second[0], second[2], last[0])
+
+
+def test_ranks_that_make_room_for_another_size_save_a_checkpoint(
+    tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """The nodes of a smaller group would lack pieces."""
+    job = replace(job_of(tmp_path, "sizes"), in_process=True)
+    first = train_to_end(replace(job, stopped=("pause", 4)), tmp_path)
+    assert first.stop == "pause"
+    last = train_to_end(replace(job, nodes=("c",), world_size=1, attempt=2), tmp_path)
+    assert (restored(last)["source"], restored(last)["step"]) == ("checkpoint", 5)
+    require_like(twin, job, first, last, exactly=False)
+
+
+def test_a_task_that_builds_something_else_the_second_time_gets_fresh_processes(
+    tmp_path: Path,
+) -> None:
+    job = replace(job_of(tmp_path, "counts"), in_process=True, setup=f"{TASKS}:counting")
+    with staying_ranks(tmp_path) as ranks:
+        first = ranks.run(replace(job, killed=(2, 2)), "ABC")
+        assert all(stay_of(first)[:2])
+        for outcome in ranks.run(replace(job, attempt=2), "ABD")[:2]:
+            assert isinstance(outcome.error, StepFailed)
+            assert "builds a second time changes" in outcome.error.error.message
 
 
 def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class _Departure:
         if training is not None and training.session.holdings is not None:
             assert self._error is not None
             training.profiler.give_up()
-            return pieces_left(training.session, self._error)
+            return self._vacated(pieces_left(training.session, self._error))
         step, problem = _leave_state(
             self._ctx, self._progress, distrusted=self._distrusted, may_stay=self._may_stay
         )
@@ -91,6 +91,18 @@ class _Departure:
             training.profiler.give_up()
         is_on_node = problem is None and stays_at is None
         return Remains(step, problem, step if is_on_node else None, stays_at)
+
+    def _vacated(self, left: Remains) -> Remains:
+        """Let this process serve the next attempt as well, if it may and its piece is there."""
+        replica = self._progress.replica
+        assert replica is not None
+        at = left.snapshot_step
+        fits = self._may_stay and at is not None and self._distrusted is None
+        if fits and may_serve_again(self._progress.began, replica.parts) and end_process_group():
+            assert at is not None
+            survivor.vacate(replica.parts, self._ctx, at)
+            return left._replace(stays_at=at)
+        return left
 
 
 def leave(ctx: WorkerContext, progress: RankProgress, cause: BaseException) -> StepFailed:

@@ -102,6 +102,28 @@ class Recruit:
         """Leave nothing, since there is no state."""
 
 
+@dataclass(frozen=True)
+class Vacated:
+    """A process whose rank has left a sharded model. Its pieces are on the node, and the next
+    attempt builds everything anew: what FSDP2 has put on a model belongs to one group."""
+
+    step: int
+    ctx: WorkerContext
+    inventory: Inventory
+    """What the process held beside what was built in it."""
+    parts: None = None
+
+    def leave(self) -> None:
+        """Leave nothing more: the pieces are there."""
+
+
+def vacate(parts: Parts, ctx: WorkerContext, step: int) -> None:
+    """Let this process serve the next attempt of a sharded model."""
+    assert parts.inventory is not None
+    store.keep(Vacated(step, ctx, parts.inventory))
+    logger.info("this process stays; its piece of step %d is on the node", step)
+
+
 def keep(parts: Parts, ctx: WorkerContext, state: dict[str, Any]) -> None:
     """Keep a state in this process, and everything that it was trained with.
 
@@ -141,6 +163,8 @@ def build_ahead(ctx: WorkerContext) -> None:
         BuiltByHalves: the task has left something in the process that the next attempt, which tries
             the first pass again, would not find in a fresh one.
     """
+    if ctx.spec.train.sharding != "none":
+        return  # sharded over one rank it would be another model
     began = Beginning()
     with _group_of_one(), watching():
         replica = build_replica(ctx)
@@ -166,16 +190,21 @@ def _group_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def take(ctx: WorkerContext) -> Survivor | Recruit | None:
+def take(ctx: WorkerContext) -> Survivor | Recruit | Vacated | None:
     """Return what this process holds for such an attempt, and empty the slot. What it holds for any
     other is dropped."""
     held = store.take()
-    if not isinstance(held, Survivor | Recruit) or not ctx.in_process:
+    if not isinstance(held, Survivor | Recruit | Vacated) or not ctx.in_process:
         return None
     if _trained(held.ctx) != _trained(ctx):
         return None
     if isinstance(held, Survivor):
         held.parts.origin = held.origin
+    if isinstance(held, Vacated):
+        from train_fn.state.sharded import forget_meshes  # it takes half a second
+
+        gc.collect()  # the model of the last attempt, whose hooks refer to it
+        forget_meshes()
     return held
 
 
@@ -234,7 +263,9 @@ class Beginning:
 def take_inventory(parts: Parts) -> Inventory:
     """Return the present inventory of a process with these parts."""
     try:
-        return _inventory(held_values(parts.owners, tensors_of(parts.state)))
+        # What the next attempt builds anew needs no comparison.
+        owners = parts.owners if parts.state.piece is None else {}
+        return _inventory(held_values(owners, tensors_of(parts.state) if owners else ()))
     except TooMuch:
         return _inventory(None)
 
@@ -255,11 +286,25 @@ def _inventory(values: dict[str, object] | None) -> Inventory:
     )
 
 
-def note_inventory(parts: Parts) -> None:
+def note_inventory(parts: Parts, vacated: Vacated | None = None) -> None:
     """Note what the process holds after the first pass of an attempt. A process that stays holds
-    the values of its first one, and in all else what Ray and Everstep have made of it since."""
+    the values of its first one, and in all else what Ray and Everstep have made of it since.
+
+    Raises BuiltByHalves if a process that was ``vacated`` holds something else after the task has
+    built a second time: in a fresh one it builds once.
+    """
     first = parts.inventory
     parts.inventory = take_inventory(parts) if first is None else _inventory(first.values)
+    if vacated is not None:
+        before, now = vacated.inventory, parts.inventory
+        changed = [
+            *_changed(before.values or {}, now.values or {}),
+            *_changed(before.functions, now.functions),
+            *_changed(before.settings, now.settings),
+        ]
+        if changed or now.values is None:
+            few = ", ".join(changed[:5]) or "more than can be compared"
+            raise BuiltByHalves(f"what the task builds a second time changes {few}")
 
 
 def tensors_of(state: TrainState) -> Iterator[object]:

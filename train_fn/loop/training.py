@@ -21,7 +21,7 @@ from train_fn.loop.own_step import OwnStep
 from train_fn.loop.replica import Replica, build_replica
 from train_fn.loop.sharded import ShardedStep
 from train_fn.loop.step import StepExchange, TreeStep
-from train_fn.loop.survivor import Beginning, Survivor, note_inventory, take
+from train_fn.loop.survivor import Beginning, Survivor, Vacated, note_inventory, take
 from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
 from train_fn.session.restore import Restored
@@ -106,11 +106,12 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     sweep_forgotten(ctx)
     held = take(ctx)
     progress.survivor = survivor = held if isinstance(held, Survivor) else None
+    parts = None if held is None else held.parts
     of_ranks = Peers(ctx.world_rank, ctx.world_size, ctx.device).gather(
-        None if held is None else held.step is not None
+        None if held is None or parts is None else held.step is not None
     )
-    with refusing(held is None and any(has_built is not None for has_built in of_ranks)):
-        replica = build_replica(ctx, None if held is None else held.parts)
+    with refusing(parts is None and any(has_built is not None for has_built in of_ranks)):
+        replica = build_replica(ctx, parts)
     progress.replica = replica
     require_best_metric(replica.task, replica.val_set, ctx.spec.checkpoint)
     if ctx.spec.checkpoint.safetensors:
@@ -132,7 +133,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
         replica.state.parent = session.restored.checkpoint
     progress.training = training = _build(session, progress, replica)
     if ctx.in_process:
-        note_inventory(replica.parts)
+        note_inventory(replica.parts, held if isinstance(held, Vacated) else None)
     return training
 
 

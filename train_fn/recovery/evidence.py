@@ -208,7 +208,8 @@ class RankReport:
         """Return whether its process can serve the next attempt: it merely lost a peer, has left
         that peer in order, and keeps a whole state, with what it was trained with.
 
-        A process never builds a second time: what the first build left in it may be in the way.
+        What the first build left in a process may be in the way of a second one. Only a sharded
+        model is built again, and compared (``loop.survivor.note_inventory``).
         """
         has_ended = not (self.died or self.unresponsive or self.still_running)
         return (

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from train_fn.errors import BadTask
 from train_fn.state.optim import Optimizers, unpacked
@@ -198,6 +199,12 @@ def whole_extra(name: str, part: Any, plain: Any, shards: Mapping[str, torch.Ten
             "or start a new run"
         )
     return filled(plain, like, lambda path: as_in(own[path], shards[f"{EXTRA}{name}{path}"]))
+
+
+def forget_meshes() -> None:
+    """Forget the groups of earlier attempts. DTensor takes two meshes of the same ranks for equal,
+    and would give results on the new one the groups of the old one."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 class Shards:

@@ -33,6 +33,8 @@ _OWN_PACKAGES = tuple(
 )
 _SITE_PACKAGES = f"{Path(torch.__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{_SITE_PACKAGES}{name}{os.sep}" for name in ("torch", "ray"))
+_PUT_ON = f"{_SITE_PACKAGES}torch/distributed/fsdp/"
+"""FSDP2's hooks on the user's modules: Everstep has put them there."""
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TELL_NOTHING = frozenset({"is_initialized", "_get_distributed_settings"})
 """Functions of torch whose answer is the same in every attempt, or used by none but a DataLoader
@@ -108,7 +110,8 @@ def asker(frame: FrameType | None) -> str | None:
         code = frame.f_code
         path = code.co_filename
         is_of_library = path.startswith(_LIBRARIES)
-        if path.startswith(_OWN) or (is_of_library and code.co_name in _TELL_NOTHING):
+        is_own = path.startswith((_OWN, _PUT_ON))
+        if is_own or (is_of_library and code.co_name in _TELL_NOTHING):
             return None
         if not (is_of_library or _is_standard(path)):
             return f"{Path(path).name}, line {frame.f_lineno}, in {code.co_name}"

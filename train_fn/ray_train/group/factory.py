@@ -80,7 +80,9 @@ class GroupFactory:
         )
         self.links = LinkChecks(engine.settings, nodes.exclude)
         spec, settings = engine.job.spec, engine.settings
-        self.in_process = spec.keeps_processes and settings.in_process
+        self.in_process = (
+            spec.recovery.in_process and settings.in_process and not spec.runs_own_function
+        )
         """Whether the processes of survivors may serve the next attempt."""
         self.survivors = Survivors(settings.hold_s)
         self._starts = StayedStarts()

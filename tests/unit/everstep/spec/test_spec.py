@@ -104,17 +104,6 @@ def test_name_and_task_are_enough() -> None:
     ) == ("default", "adamw", 1, 1)
 
 
-def test_only_ranks_with_a_whole_state_keep_their_processes() -> None:
-    own = {"code": {"archive": "sha256:" + "0" * 64, "train_fn": "train:main"}, "task": None}
-    for changes, keeps in (
-        ({}, True),
-        ({"recovery": {"in_process": False}}, False),
-        ({"train": {"sharding": "full"}}, False),
-        (own, False),
-    ):
-        assert parse_spec(spec(**changes)).keeps_processes is keeps
-
-
 def test_a_section_without_a_name_is_the_default_one() -> None:
     parsed = parse_spec(spec(optimizer={"lr": 0.5}, schedule={"warmup_steps": 3}))
     assert (parsed.optimizer.name, parsed.optimizer.lr) == ("adamw", 0.5)
