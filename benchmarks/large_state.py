@@ -4,9 +4,11 @@
 
 Two ranks on one node over gloo, without Ray, whose part does not depend on the state's size
 (``benchmarks recovery`` has it). One of them ends itself in the middle of a step. The other keeps
-the state, and the next attempt begins with two ranks. Most of the model is frozen, so that a step
-is as short with a large state as with a small one. With ``--trained`` AdamW trains all of it: a
-third of the state are weights, and the first pass and the step exchange as many gradients.
+the state in its process, and insures it meanwhile as a controller would have it do; another process
+takes the dead one's place. With ``--fresh`` both ranks of the next attempt are new processes. Most
+of the model is frozen, so that a step is as short with a large state as with a small one. With
+``--trained`` AdamW trains all of it: a third of the state are weights, and the first pass and the
+step exchange as many gradients.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import gc
 import importlib
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,21 +32,27 @@ from benchmarks.heavy_task import HeavyTask
 from benchmarks.report import summary, write
 from everstep.spec.run_spec import RunSpec
 from tests.integration.ranks import Job, ListJournal, make_run_dir, run_ranks
-from train_fn.loop import attempt, replica
-from train_fn.snapshots import publisher
+from tests.integration.staying_ranks import staying_ranks
+from train_fn.loop import attempt, replica, survivor
+from train_fn.snapshots import publisher, store
 
-KILL_STEP, LAST_STEP = 3, 5
+KILL_STEP, LAST_STEP = 3, 9
 STAGES = {
     "leave": "train_fn.loop.attempt:leave",
+    "describe": "train_fn.loop.survivor:_describe",
+    "insure": "train_fn.snapshots.store:insure",
     "leave: write": "train_fn.snapshots.publisher:SnapshotStore.write",
     "leave: compare": "train_fn.snapshots.publisher:state_digest",
     "build": "train_fn.loop.training:build_replica",
     "elect and read": "train_fn.session.session:find_newest",
     "read": "train_fn.snapshots.store:read_state",
+    "check data": "train_fn.loop.training:check_data",
+    "check model": "train_fn.loop.training:check_model",
     "first pass": "train_fn.loop.replica:Replica.join",
     "broadcast": "train_fn.session.session:broadcast",
     "load": "train_fn.state.train_state:TrainState.load_state_dict",
     "step": "train_fn.loop.attempt:take_step",
+    "step: copy": "train_fn.checkpoints.save_slot:BoundaryCopies.take",
 }
 """What is timed, by the function that does it. The longest of all ranks counts."""
 
@@ -66,9 +75,10 @@ def set_up() -> None:
     publisher.snapshots_of = lambda ctx: "survivors"
     out: list[Any] = []
     prepare, asked = attempt.prepare, ListJournal.stop_requested.fget  # type: ignore[attr-defined]
+    keep = survivor.keep
 
     def note(stage: str, began: float) -> None:
-        out[0].write(f"{stage}\t{began}\t{time.time()}\n".encode())
+        out[-1].write(f"{stage}\t{began}\t{time.time()}\n".encode())
 
     def prepare_noting(ctx: Any, progress: Any) -> Any:
         path = Path(ctx.run_dir.local_path) / f"stages-{ctx.attempt}-{ctx.world_rank}"
@@ -83,7 +93,12 @@ def set_up() -> None:
         note("asked", time.time())  # the one that dies does so now
         return asked(journal)
 
+    def keep_and_insure(*arguments: Any) -> None:
+        keep(*arguments)
+        threading.Thread(target=store.insure, daemon=True).start()
+
     attempt.prepare = prepare_noting
+    survivor.keep = keep_and_insure
     ListJournal.stop_requested = property(asked_noting)  # type: ignore[assignment]
     for stage, place in STAGES.items():
         _time(place, functools.partial(note, stage))
@@ -114,9 +129,9 @@ def _named(name: str) -> tuple[int, bool]:
     return int(megabytes), what == "trained"
 
 
-def recover(megabytes: int, trained: bool, directory: Path) -> dict[str, float]:
+def recover(megabytes: int, options: argparse.Namespace, directory: Path) -> dict[str, float]:
     """Kill a rank of two, start the next attempt, and return the seconds of each stage."""
-    name = f"large-{megabytes}-{'trained' if trained else 'frozen'}"
+    name = f"large-{megabytes}-{'trained' if options.trained else 'frozen'}"
     spec = RunSpec.model_validate(
         {
             "name": name,
@@ -135,14 +150,27 @@ def recover(megabytes: int, trained: bool, directory: Path) -> dict[str, float]:
         }
     )
     run_dir = make_run_dir(directory, name)
-    setup = f"{__name__}:set_up"
-    first = Job(run_dir, spec, 2, killed=(1, KILL_STEP), one_node=True, setup=setup)
-    run_ranks(first, directory)
-    stop_before_saving = Job(
-        run_dir, spec, 2, attempt=2, killed=(1, KILL_STEP + 1), one_node=True, setup=setup
+    in_process = not options.fresh
+    job = functools.partial(
+        Job, run_dir, spec, 2, one_node=True, setup=f"{__name__}:set_up", in_process=in_process
     )
-    run_ranks(stop_before_saving, directory)
-    before, after = (_stages(Path(str(run_dir.local_path)), number) for number in (1, 2))
+    first = job(killed=(1, KILL_STEP))
+    stop_before_saving = job(attempt=2, killed=(1, KILL_STEP + 3))
+    if in_process:
+        with staying_ranks(directory) as ranks:
+            ranks.run(first, "AB")
+            ranks.run(stop_before_saving, "AC")
+    else:
+        run_ranks(first, directory)
+        run_ranks(stop_before_saving, directory)
+    snapshot_store = store.node_snapshots(run_dir, "node", 1)
+    snapshot_store.remove_all()
+    return _seconds(Path(str(run_dir.local_path)))
+
+
+def _seconds(run: Path) -> dict[str, float]:
+    """Return the seconds of each stage from what the ranks have noted."""
+    before, after = (_stages(run, number) for number in (1, 2))
     died_at = max(began for began, _ in before[1]["asked"])
     firsts = [{stage: times[0] for stage, times in rank.items()} for rank in after]
     end = max(rank["step"][1] for rank in firsts)
@@ -152,7 +180,10 @@ def recover(megabytes: int, trained: bool, directory: Path) -> dict[str, float]:
         "start": max(rank["begin"][0] for rank in firsts) - before[0]["leave"][0][1],
     }
     for stage in STAGES:
-        ranks = [before[0]] if stage.startswith("leave") else after
+        ranks = after
+        if stage.startswith("leave") or stage in ("describe", "insure"):
+            # the survivor's threads may note theirs in its next attempt
+            ranks = [before[0]] if stage in before[0] else [after[0]]
         times = [rank[stage][0] for rank in ranks if stage in rank]
         if times:
             seconds[stage] = max(end - began for began, end in times)
@@ -194,6 +225,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[4, 400, 4000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trained", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="no process serves a second attempt")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {"gb_per_s": bandwidth()}
     print("GB/s", results["gb_per_s"], flush=True)
@@ -201,7 +233,7 @@ def main(argv: list[str]) -> None:
     for _ in range(options.repeats):
         for megabytes in options.mb:
             with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-                seconds = recover(megabytes, options.trained, Path(directory))
+                seconds = recover(megabytes, options, Path(directory))
             print(megabytes, {stage: round(s, 3) for stage, s in seconds.items()}, flush=True)
             found[megabytes].append(seconds)
     for megabytes, runs in found.items():

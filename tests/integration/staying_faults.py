@@ -123,3 +123,76 @@ def flip_a_kept_bit() -> None:
     state = stay.parts.state
     flip_low_bit(next(state.model.parameters()).data)
     survivor.keep(stay.parts, stay.ctx, state.state_dict())
+
+
+def send_no_tensor() -> None:
+    """The state is read where it is, or nowhere."""
+    from train_fn.session import restore
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a tensor of the state is sent")
+
+    restore._flat = refuse
+
+
+def may_not_read() -> None:
+    """The kernel lets no process read another one's memory, after a part of it."""
+    from train_fn.session import restore
+
+    def refuse(window: Any, tensors: Any) -> Any:
+        for tensor in tensors:
+            tensor.zero_()
+        raise PermissionError(1, "Operation not permitted")
+
+    restore.read_memory = refuse
+
+
+def die_while_read() -> None:
+    """Another process reads the memory of this one."""
+    from train_fn.session import restore
+
+    def strike(*_: Any) -> None:
+        _die()
+
+    _once(restore, "word_sums", strike)
+
+
+def read_another_bit() -> None:
+    from train_fn.session import restore
+
+    read = restore.read_memory
+
+    def flipped(window: Any, tensors: Any) -> Any:
+        found = read(window, tensors)
+        return [found[0] ^ 1, *found[1:]]
+
+    restore.read_memory = flipped
+
+
+def insure_without_end() -> None:
+    """A large state is insured as soon as it is kept, and its writing does not end by itself."""
+    import threading
+    import time
+
+    from train_fn.loop import survivor
+    from train_fn.snapshots import store
+    from train_fn.snapshots.state_file import go_on, write_state
+
+    keep, begun = survivor.keep, threading.Event()
+
+    def keep_and_insure(*arguments: Any) -> None:
+        keep(*arguments)
+        threading.Thread(target=store.insure, daemon=True).start()
+        assert begun.wait(20)
+
+    def never_written(path: Any, state: Any, check: Callable[[], None]) -> str:
+        if check is go_on:  # of a publication
+            return write_state(path, state)
+        begun.set()
+        while True:
+            check()
+            time.sleep(0.001)
+
+    survivor.SOON_WRITTEN_BYTES = 0
+    survivor.keep = keep_and_insure
+    store.write_state = never_written

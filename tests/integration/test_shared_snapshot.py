@@ -3,6 +3,7 @@ unless one cannot read it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,15 @@ def test_ranks_of_one_node_take_the_state_from_its_memory(
     assert_same(final_state(peace), final_state(job.run_dir))
 
 
-@BACKENDS
-def test_a_rank_that_cannot_read_it_is_sent_the_state(
-    tmp_path: Path, silent: SilentOptions | None
+@pytest.mark.parametrize(
+    ("silent", "way"),
+    [(None, "read_the_holders_memory"), (None, "be_sent"), (SilentOptions(), "be_sent")],
+)
+def test_a_rank_that_cannot_read_it_takes_the_state_from_another_one(
+    tmp_path: Path, silent: SilentOptions | None, way: str
 ) -> None:
     job, peace, _ = broken(tmp_path, silent)
-    restored = resume(job, tmp_path, "be_unable_to_read_on_rank_2")
+    restored = resume(job, tmp_path, way)
     assert (restored["source"], restored["step"]) == ("snapshot", DIES_AT)
     assert_same(final_state(peace), final_state(job.run_dir))
 
@@ -105,3 +109,13 @@ def be_unable_to_read_on_rank_2() -> None:
         return read_state(path)
 
     store.read_state = read
+
+
+def read_the_holders_memory() -> None:
+    be_unable_to_read_on_rank_2()
+    send_no_tensor()
+
+
+def be_sent() -> None:
+    be_unable_to_read_on_rank_2()
+    restore.machine = lambda: str(os.getpid())

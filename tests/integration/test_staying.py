@@ -264,6 +264,77 @@ def test_a_second_death_while_the_ranks_meet_costs_nothing(
     run.require_as_undisturbed(3)
 
 
+def test_a_rank_that_joins_reads_the_state_in_the_memory_of_its_holder(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    sent = staying_faults.send_no_tensor
+    run.attempt("ABC", {"A": sent, "B": sent}, killed=(2, STEP))
+    assert restored(require_done(run.attempt("ABD", {"D": sent}))) == ("process", STEP)
+    run.require_as_undisturbed(3)
+
+
+def test_a_rank_that_may_not_read_it_is_sent_the_state(ranks: StayingRanks, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("ABC", killed=(2, STEP))
+    second = require_done(run.attempt("ABD", {"D": staying_faults.may_not_read}))
+    assert restored(second) == ("process", STEP)
+    run.require_as_undisturbed(3)
+
+
+def test_a_holder_that_dies_while_it_is_read_costs_nothing(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("ABC", killed=(2, STEP))
+    second = run.attempt("ABD", {"A": staying_faults.die_while_read})
+    assert stay_of(second) == [None, STEP, None], "who joins has half of a state, and leaves none"
+    assert restored(require_done(run.attempt("EBF"))) == ("process", STEP)
+    run.require_as_undisturbed(3)
+
+
+def test_bytes_that_were_read_otherwise_are_used_by_no_rank(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("ABC", killed=(2, STEP))
+    second = run.attempt("ABD", {"D": staying_faults.read_another_bit})
+    assert {error_of(each).type for each in second} == {"StateNotWhole"}
+    assert stay_of(second)[2] is None
+
+
+def test_the_next_attempt_does_not_wait_until_a_large_state_is_written(
+    ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt("AB", {"A": staying_faults.insure_without_end}, killed=(1, STEP))
+    assert restored(require_done(run.attempt("AC"))) == ("process", STEP)
+    assert run.num_snapshots() == 0, "all ranks had it before it was written"
+    run.require_as_undisturbed(2)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_only_holder_that_dies_before_another_rank_has_its_state(
+    is_written: bool, ranks: StayingRanks, tmp_path: Path
+) -> None:
+    run = Run(ranks, tmp_path, moving_buffers.SPEC)
+    run.attempt(
+        "AB", {} if is_written else {"A": staying_faults.insure_without_end}, killed=(1, STEP)
+    )
+    if is_written:
+        assert ranks.call("A", insure_here, run.job(2)) is None
+    assert stay_of(run.attempt("AC", {"A": staying_faults.die_while_ranks_meet})) == [None, None]
+    source, step = restored(require_done(run.attempt("DE")))
+    assert (source, step) == ("snapshot", STEP) if is_written else step < STEP
+    run.require_as_undisturbed(2)
+
+
+def insure_here() -> str | None:
+    from train_fn.snapshots import store
+
+    return store.insure()
+
+
 def test_survivors_that_differ_are_not_trusted_and_new_processes_go_on(
     ranks: StayingRanks, tmp_path: Path
 ) -> None:

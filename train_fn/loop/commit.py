@@ -210,7 +210,7 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
 
 def is_torn(replica: Replica) -> bool:
     """Return whether a hook that has not ended yet has changed the state."""
-    return replica.before_hook not in (None, _reach(replica))
+    return replica.before_hook is not None and replica.before_hook != _reach(replica)
 
 
 def renew_task_state(replica: Replica) -> None:

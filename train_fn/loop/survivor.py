@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
@@ -40,7 +40,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import AsksForPeers, BuiltByHalves, TrainError
 from train_fn.loop.build import Inventory, Parts
 from train_fn.loop.replica import build_replica
-from train_fn.recovery.staying import Outliving, why_not_to_stay
+from train_fn.recovery.staying import SOON_WRITTEN_BYTES, Outliving, why_not_to_stay
 from train_fn.samples.streams import StreamSet
 from train_fn.session.restore import KeptLabel
 from train_fn.snapshots import store
@@ -48,7 +48,7 @@ from train_fn.snapshots.publisher import leave_snapshot
 from train_fn.snapshots.state_file import state_digest
 from train_fn.snapshots.store import Label
 from train_fn.state.optim import each_of
-from train_fn.state.tensor_tree import take_apart, tree_digest
+from train_fn.state.tensor_tree import size_bytes, take_apart, tree_digest
 from train_fn.state.train_state import TrainState
 from train_fn.step.place_watch import asked_at, is_known_thread, watching
 
@@ -66,6 +66,8 @@ class Survivor:
     parts: Parts
     ctx: WorkerContext
     """Of the attempt that made the state."""
+    state: dict[str, Any]
+    """Its ``state_dict``, whose tensors are live."""
     described: Future[KeptLabel]
     """What an election has to know of the state."""
 
@@ -77,16 +79,32 @@ class Survivor:
     def origin(self) -> Origin:
         return self.ctx.submission, self.ctx.attempt
 
-    def leave(self) -> str | None:
+    @property
+    def is_large(self) -> bool:
+        return size_bytes(self.state) > SOON_WRITTEN_BYTES
+
+    def leave(self, superseded: threading.Event | None = None) -> str | None:
         """Leave the state as a snapshot on this node. Return None, or the problem."""
-        wait([self.described])  # one thread at a time reads the state
+        is_large = self.is_large
+
+        def check() -> None:
+            if is_large and superseded is not None and superseded.is_set():
+                raise _Superseded
+
         try:
-            state = self.parts.state.state_dict()
-            self.parts.state.require_sound(state)
-            return leave_snapshot(self.ctx, state)
+            kept = self.described.result()  # one thread at a time reads the state
+            self.parts.state.require_sound(self.state)
+            return leave_snapshot(self.ctx, self.state, kept.label.digest, check)
+        except _Superseded:
+            logger.info("the kept state of step %d is not written: all ranks have it", self.step)
+            return None
         except (TrainError, RuntimeError) as exc:  # a device may not be readable any more
             logger.warning("the kept state of step %d cannot be left: %s", self.step, exc)
             return f"the kept state of step {self.step} cannot be left: {exc}"
+
+
+class _Superseded(Exception):
+    """Nobody needs the snapshot any more that is being written."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +115,9 @@ class Recruit:
     ctx: WorkerContext
     """In which they were built. Its rank and size are not those that the rank gets."""
     step: None = None
+    is_large = False
 
-    def leave(self) -> None:
+    def leave(self, superseded: threading.Event | None = None) -> None:
         """Leave nothing, since there is no state."""
 
 
@@ -112,8 +131,9 @@ class Vacated:
     inventory: Inventory
     """What the process held beside what was built in it."""
     parts: None = None
+    is_large = False
 
-    def leave(self) -> None:
+    def leave(self, superseded: threading.Event | None = None) -> None:
         """Leave nothing more: the pieces are there."""
 
 
@@ -131,7 +151,7 @@ def keep(parts: Parts, ctx: WorkerContext, state: dict[str, Any]) -> None:
         ctx: of the attempt that made the state.
         state: its ``state_dict``. It is digested in the background, while the next group is formed.
     """
-    survivor = Survivor(parts, ctx, Future())
+    survivor = Survivor(parts, ctx, state, Future())
     label = Label(*survivor.origin, survivor.step, ctx.world_rank, None, None)
     threading.Thread(
         target=_describe, args=(survivor.described, label, state), name="digest-state", daemon=True
@@ -192,8 +212,8 @@ def _group_of_one() -> Iterator[None]:
 
 def take(ctx: WorkerContext) -> Survivor | Recruit | Vacated | None:
     """Return what this process holds for such an attempt, and empty the slot. What it holds for any
-    other is dropped."""
-    held = store.take()
+    other is dropped. Call ``store.supersede`` once all ranks hold the state."""
+    held = store.take(waits=False)
     if not isinstance(held, Survivor | Recruit | Vacated) or not ctx.in_process:
         return None
     if _trained(held.ctx) != _trained(ctx):

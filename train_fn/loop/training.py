@@ -26,6 +26,7 @@ from train_fn.samples.loader import Loader
 from train_fn.session.report import speed_of
 from train_fn.session.restore import Restored
 from train_fn.session.session import Session
+from train_fn.snapshots import store
 from train_fn.snapshots.election import sweep_forgotten
 from train_fn.state.contents import sketch_weights
 from train_fn.state.tensor_tree import size_bytes
@@ -173,6 +174,7 @@ def restore(
     adopt_origin = partial(adopt, into=state, ctx=ctx)
     kept = None if survivor is None else survivor.described.result()
     session.restore(adopt_origin, before_load=join, kept=kept)
+    store.supersede()
     replica.together.begun_at = state.step
     replica.task_state.load(state.task)
     replica.volatile.renew()

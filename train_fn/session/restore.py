@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,10 +42,18 @@ from train_fn.snapshots.election import (
     trusted,
 )
 from train_fn.snapshots.holdings import Holdings
+from train_fn.snapshots.state_file import Window, lent, machine, read_memory, word_sums
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.pieces import Piece, cut_anew, moves, needed
 from train_fn.state.run_state import RunState
-from train_fn.state.tensor_tree import TensorShape, put_together, shapes, take_apart, tree_digest
+from train_fn.state.tensor_tree import (
+    TensorShape,
+    put_together,
+    room_for,
+    shapes,
+    take_apart,
+    tree_digest,
+)
 from train_fn.step.fingerprints import word_sum
 from train_fn.step.peers import Peers
 
@@ -416,23 +425,40 @@ class _Sent(NamedTuple):
     work: dist.Work | None
 
 
-def broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[str, Any]:
+def broadcast(
+    peers: Peers,
+    state: dict[str, Any] | None,
+    holder: int,
+    memory: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return ``state`` of rank ``holder`` on every rank. A collective.
 
     Other ranks pass None, or the same state if they have it already. Nothing travels if all have
-    it. Otherwise the structure travels first, then the tensors, in pieces of one dtype. Every rank
-    compares what arrived with what the holder sent before anything is returned.
+    it. Otherwise the structure travels first, then the tensors, in pieces of one dtype. If all that
+    lack it are on the holder's machine, they read its memory instead. Every rank compares what
+    arrived with what the holder sent before anything is returned.
+
+    Args:
+        memory: nested dicts of tensors that may be overwritten. Those of the state that fit take
+            their memory, so that to load them copies nothing.
 
     Raises:
         PeersGone: a peer is gone, so that the state did not arrive whole.
         StateNotWhole: other bytes arrived than the holder sent.
     """
-    lacking = peers.gather(state is None)
-    if state is not None and not any(lacking):
+    lacking = peers.gather(machine() if state is None else None)
+    if state is not None and not any(each is not None for each in lacking):
         return state
     tensors: list[torch.Tensor] = []
     own = take_apart(state, tensors) if peers.rank == holder else None
-    skeleton = peers.share(own, holder)
+    is_read = peers.on_cpu and peers.rank == holder and {*lacking} - {None} == {machine()}
+    with lent(tensors) if is_read else nullcontext() as window:
+        skeleton, window = peers.share((own, window), holder)
+        if window is not None:
+            room = room_for(skeleton, memory) if state is None else None
+            if _read_beside(peers, skeleton, window, holder, tensors, room):
+                read: dict[str, Any] = state or put_together(skeleton, room or [])
+                return read
     parts = _chunks(sorted(shapes(skeleton), key=lambda shape: shape.position))
     sums, arrived = [tree_digest(skeleton)], []
     for sent in _in_flight(peers, parts, tensors, holder):
@@ -450,6 +476,38 @@ def broadcast(peers: Peers, state: dict[str, Any] | None, holder: int) -> dict[s
         return state
     received: dict[str, Any] = put_together(skeleton, arrived)
     return received
+
+
+def _read_beside(
+    peers: Peers,
+    skeleton: dict[str, Any],
+    window: Window,
+    holder: int,
+    tensors: list[torch.Tensor],
+    room: list[torch.Tensor] | None,
+) -> bool:
+    """Read the holder's tensors into ``room``. Return whether all ranks could that lack them. A
+    collective.
+
+    Args:
+        tensors: those of the holder.
+        room: None on a rank that needs nothing.
+    """
+    sums: list[int] | None = None
+    if peers.rank == holder:
+        sums = word_sums(tensors)
+    elif room is not None:
+        try:
+            sums = read_memory(window, room)
+        except OSError as exc:
+            logger.info("the state is sent, since its holder's memory cannot be read: %s", exc)
+    mine = None if sums is None else _digest_of([tree_digest(skeleton), *map(str, sums)])
+    found = peers.gather((mine, room is not None and sums is None))
+    if any(is_refused for _, is_refused in found):
+        return False
+    read = {rank: each for rank, (each, _) in enumerate(found) if each is not None}
+    _require_equal(read, holder, skeleton["step"])
+    return True
 
 
 def _in_flight(
@@ -478,8 +536,16 @@ def _flat(
 
 def _require_the_same(peers: Peers, sums: list[str], holder: int, step: int) -> None:
     """Raise StateNotWhole on every rank if one of them received other bytes than were sent."""
-    digests = peers.gather(hashlib.sha256(repr(sums).encode()).hexdigest())
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[holder]]
+    digests = peers.gather(_digest_of(sums))
+    _require_equal(dict(enumerate(digests)), holder, step)
+
+
+def _digest_of(sums: list[str]) -> str:
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def _require_equal(digests: Mapping[int, str], holder: int, step: int) -> None:
+    differing = [rank for rank, digest in digests.items() if digest != digests[holder]]
     if differing:
         raise StateNotWhole(
             step,

@@ -118,7 +118,7 @@ class Session:
         if has_it or (restored.source == "fresh" and peers.rank == restored.holder):
             found = state.state_dict()
         if self.holdings is None:
-            found = broadcast(peers, found, restored.holder)
+            found = broadcast(peers, found, restored.holder, state.memory())
         elif restored.source == "fresh":
             own = state.state_dict()
             common = None if found is None else {**found, "shards": None}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from everstep.wire.events import EventKind
 from train_fn.checkpoints.save_slot import BoundaryCopies, BoundaryCopy
 from train_fn.context import WorkerContext
-from train_fn.snapshots.state_file import state_digest
+from train_fn.snapshots.state_file import go_on, state_digest
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import size_bytes
@@ -65,7 +65,7 @@ class Publisher:
 
     Args:
         insures: whether no snapshot holds the state that the attempt began with. The first one is
-            then published at once, wherever the ranks are.
+            then published as soon as a thread has taken memory for it, wherever the ranks are.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Publisher:
         self._closed = False
         self._problem: str | None = None
         self._checked = self._is_running = False
-        self._insures = insures
+        self._insures = insures and ctx.world_rank == 0
         if self._active:
             self._start()
 
@@ -97,8 +97,8 @@ class Publisher:
         Args:
             due: what ``is_due`` has returned since the last step; None if nobody has asked.
         """
-        insures, self._insures = self._insures, False
-        if insures:
+        if self._insures and self._copies.is_ready():
+            self._insures = False
             self.keep()
         elif not self._active:
             self._check_room()
@@ -106,8 +106,8 @@ class Publisher:
             self._hand_over()
 
     def is_due(self) -> bool:
-        """Return whether to publish the present state. On a GPU the first publication waits until a
-        thread has pinned memory for it; training does not."""
+        """Return whether to publish the present state. The first publication of a state that is
+        large, or on a GPU, waits until a thread has taken memory for it; training does not."""
         if not self._active or not self._cadence.is_due(time.monotonic()):
             return False
         with self._lock:
@@ -212,16 +212,26 @@ _SLOWEST_BYTES_PER_S = 500e6
 _TURN_POLL_S = 0.002
 
 
-def leave_snapshot(ctx: WorkerContext, state: dict[str, Any]) -> str | None:
+def leave_snapshot(
+    ctx: WorkerContext,
+    state: dict[str, Any],
+    digest: str | None = None,
+    check: Callable[[], None] = go_on,
+) -> str | None:
     """Leave ``state`` on this node in place of all older ones, or a label that says why not. Return
     None, or the problem.
 
     Ranks of one node take turns, and a rank that finds the same state there writes no other: one of
     each rank may not fit. Tensors may be on any device. Raises BadTask for a value that could not
-    be loaded again, and RuntimeError if a device cannot be read.
+    be loaded again, RuntimeError if a device cannot be read, and what ``SnapshotStore.write`` does.
+
+    Args:
+        digest: that of the state; None to compute it.
+        check: called before each piece is written; what it raises ends the writing.
     """
-    own = _OwnState(ctx, state)
-    with _in_turn(own.store, TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S, own.compare):
+    own = _OwnState(ctx, state, digest, check)
+    patience_s = TURN_S + size_bytes(state) / _SLOWEST_BYTES_PER_S
+    with _in_turn(own.store, patience_s, own.compare, check):
         # by another rank, or published
         problem = None if own.is_there() else own.leave_if_it_fits()
     if problem is None:
@@ -251,14 +261,20 @@ def shortage(store: SnapshotStore, state: dict[str, Any], freed_bytes: int = 0) 
 class _OwnState:
     """The state of this rank, which is about to be written."""
 
-    def __init__(self, ctx: WorkerContext, state: dict[str, Any]) -> None:
-        self.store = snapshot_store(ctx)
+    def __init__(
+        self,
+        ctx: WorkerContext,
+        state: dict[str, Any],
+        digest: str | None = None,
+        check: Callable[[], None] = go_on,
+    ) -> None:
+        self.store, self._check = snapshot_store(ctx), check
         self.label = Label(
             ctx.submission,
             ctx.attempt,
             state["step"],
             ctx.world_rank,
-            digest=None,
+            digest=digest,
             problem=None,
             storage=ctx.run_dir.storage.uri,
         )
@@ -266,7 +282,7 @@ class _OwnState:
 
     @cached_property
     def _digest(self) -> str:
-        return state_digest(self._state)
+        return self.label.digest or state_digest(self._state)
 
     def compare(self) -> None:
         """Take the digest now, since another rank's will be there to compare with."""
@@ -294,11 +310,12 @@ class _OwnState:
     def write_if_it_fits(self) -> str | None:
         """Make room, then write the state: a node never holds more than two states of a rank.
         Return None, or the problem."""
-        self.store.remove_older(self.label, keep=1)
-        problem = shortage(self.store, self._state)
-        if problem is None:
+        problem = shortage(self.store, self._state, self.store.make_room(self.label))
+        if problem is not None:
+            self.store.drop_draft(self.label)
+        else:
             try:
-                self.store.write(self.label, self._state)
+                self.store.write(self.label, self._state, self._check)
             except OSError as exc:
                 problem = f"the snapshot could not be written: {exc}"
         return problem
@@ -306,10 +323,14 @@ class _OwnState:
 
 @contextmanager
 def _in_turn(
-    store: SnapshotStore, patience_s: float, meanwhile: Callable[[], None]
+    store: SnapshotStore,
+    patience_s: float,
+    meanwhile: Callable[[], None],
+    check: Callable[[], None],
 ) -> Iterator[None]:
-    """Let one rank of this node in at a time. A rank that has to wait calls ``meanwhile`` first.
-    After ``patience_s`` it enters anyway: the other one may be stopped."""
+    """Let one rank of this node in at a time. A rank that has to wait calls ``meanwhile`` first,
+    and ``check`` while it waits. After ``patience_s`` it enters anyway: the other one may be
+    stopped."""
     try:
         store.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(store.directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -321,6 +342,7 @@ def _in_turn(
         if not _locked(held):
             meanwhile()
             while not _locked(held) and time.monotonic() < gives_up_at:
+                check()
                 time.sleep(_TURN_POLL_S)
         yield
     finally:

@@ -3,18 +3,31 @@
 The file holds the state's plain values, then the bytes of its tensors. The writer sums each piece
 while it writes it. A reader maps the file, and sums what it has mapped. Neither needs memory for
 another copy of the state.
+
+A file may be written over, since memory that is in use is written at twice the speed of new memory.
+Nobody reads it then: a reader holds a shared lock of the file for as long as it is mapped, and a
+writer that does not get the exclusive one takes a new file. A reader that opens a file just before
+it is renamed, to be written over, finds that the path no longer names it.
+
+A state that a process holds on the same machine is read there without a file (at the end).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import hashlib
 import io
 import itertools
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,8 +50,15 @@ _PREFACE = struct.Struct("<16sQQ32s")
 _ALIGNED = 64
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> str:
+def go_on() -> None:
+    """Let a state be written to its end."""
+
+
+def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] = go_on) -> str:
     """Write ``state``, whose tensors may be on any device. Return its digest.
+
+    Args:
+        check: called before each piece; what it raises ends the writing.
 
     Raises OSError, BadTask for a value that could not be loaded again, and RuntimeError if a device
     cannot be read.
@@ -47,16 +67,18 @@ def write_state(path: Path, state: Mapping[str, Any]) -> str:
     skeleton = plain_apart(state, tensors)
     header = _packed(skeleton)
     starts = _starts(len(header), [tensor.nbytes for tensor in tensors])
-    with path.open("wb", buffering=0) as file:
+    with _exclusively(path) as file:
         checksum = hashlib.sha256(header).digest()
         write_all(file, _PREFACE.pack(_MAGIC, len(header), starts[-1], checksum) + header)
 
         def write(number: int, piece: torch.Tensor) -> None:
+            check()
             write_all(file, bytes(max(0, starts[number] - file.tell())))
             write_all(file, piece.numpy().data)
 
-        sums = _sums(tensors, write)
+        sums = word_sums(tensors, write)
         write_all(file, bytes(starts[-1] - file.tell()))
+        file.truncate()
     return digest(put_together(skeleton, sums))
 
 
@@ -66,7 +88,7 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
     Its tensors are views of the mapped file. A write to one changes this process's copy only.
     Raises OSError, and ValueError if the file is damaged.
     """
-    with path.open("rb") as file:
+    with open_state(path) as file:
         preface = file.read(_PREFACE.size)
         if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
             raise ValueError(f"{path.name} is not a file that holds a state")
@@ -81,14 +103,61 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
     skeleton = _unpacked(header)
     tensors = _mapped_tensors(mapped, header_bytes, skeleton)
     state: dict[str, Any] = put_together(skeleton, tensors)
-    return state, digest(put_together(skeleton, _sums(tensors)))
+    return state, digest(put_together(skeleton, word_sums(tensors)))
+
+
+def open_state(path: Path) -> BinaryIO:
+    """Return the file of a state. Nobody writes over it until it is closed, and nothing maps it any
+    more. Raises OSError."""
+    file = path.open("rb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            raise BlockingIOError
+        return file
+    except OSError as exc:
+        file.close()
+        if isinstance(exc, BlockingIOError):
+            raise FileNotFoundError(errno.ENOENT, "another state takes its place", path) from None
+        raise
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether a process reads or writes the file of a state."""
+    try:
+        with path.open("rb") as file, _locked(file):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # it is gone
+        return False
+
+
+@contextmanager
+def _exclusively(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write over, which nobody reads: that of ``path`` or a new one."""
+    if is_in_use(path):
+        path.unlink(missing_ok=True)
+    opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(opened, "r+b", buffering=0) as file, _locked(file):
+        yield file
+
+
+@contextmanager
+def _locked(file: BinaryIO) -> Iterator[None]:
+    """Hold the exclusive lock of a file. Raises BlockingIOError if another process holds one."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield
+    finally:  # a process that was forked meanwhile would hold it on
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
     """Return ``digest(state)``, computed by several threads. Tensors may be on any device."""
     tensors: list[torch.Tensor] = []
     skeleton = plain_apart(state, tensors)
-    return digest(put_together(skeleton, _sums(tensors)))
+    return digest(put_together(skeleton, word_sums(tensors)))
 
 
 def _packed(skeleton: Any) -> bytes:
@@ -148,7 +217,7 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 # ---------------------------------------------------------------- sums
 
 
-def _sums(
+def word_sums(
     tensors: Sequence[torch.Tensor], write: Callable[[int, torch.Tensor], None] | None = None
 ) -> list[int]:
     """Return ``word_sum`` of each tensor. Give every piece of their bytes to ``write``, in order,
@@ -226,3 +295,146 @@ def _pinned() -> torch.Tensor:
     """Return pinned memory for a piece. Pinning takes long, but torch keeps what is freed for the
     next call."""
     return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+# ---------------------------------------------------------------- another process's memory
+
+# Read tensors straight from the memory of another rank's process on the same machine.
+#
+# A state that a process holds need not be written or sent there: the kernel copies its bytes into
+# the memory of the rank that lacks it. Both must run as one user, in one namespace of process ids.
+# Where the kernel refuses, the caller sends the bytes.
+
+_MOST_PARTS = 512
+"""Parts of memory in one call. Linux takes 1024."""
+_PR_SET_PTRACER = 0x59616D61
+_ANYBODY = 2**64 - 1
+_TOKEN_BYTES = 16
+
+
+class Place(NamedTuple):
+    """Bytes in a process's memory."""
+
+    address: int
+    num_bytes: int
+
+
+class Window(NamedTuple):
+    """Tells where a process holds tensors, for another one to read."""
+
+    machine: str
+    pid: int
+    token: tuple[Place, bytes]
+    """What is in the process's memory while it may be read. Another process of its id has it
+    not."""
+    places: tuple[Place, ...]
+    """Of each tensor's bytes."""
+
+
+@cache
+def machine() -> str:
+    """Return what processes have in common that can name each other by their ids: the boot of the
+    machine, and the namespace. Empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+@contextmanager
+def lent(tensors: Sequence[torch.Tensor]) -> Iterator[Window | None]:
+    """Let other processes of this user read these tensors until the block ends. Nothing may change
+    them meanwhile. Yield None if they are not in the host's memory."""
+    nothing: Window | None = None
+    if not machine() or not all(tensor.is_cpu for tensor in tensors):
+        yield nothing
+        return
+    flat = [bytes_of(tensor) for tensor in tensors]  # copies of those that are not contiguous
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
+    _libc().prctl(_PR_SET_PTRACER, _ANYBODY, 0, 0, 0)  # does nothing without Yama
+    try:
+        yield Window(
+            machine(),
+            os.getpid(),
+            (Place(ctypes.addressof(shown), _TOKEN_BYTES), token),
+            tuple(Place(each.data_ptr(), each.numel()) for each in flat),
+        )
+    finally:
+        _libc().prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
+
+
+def read_memory(window: Window, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Overwrite contiguous tensors with the bytes of those in a window. Return ``word_sum`` of
+    each.
+
+    Raises OSError if the kernel refuses that, or the process is gone. The tensors may be
+    overwritten in part then.
+    """
+    place, expected = window.token
+    found = torch.empty(place.num_bytes, dtype=torch.uint8)
+    _copy_from(window.pid, [place], [found])
+    if bytes(found.tolist()) != expected:
+        raise ProcessLookupError(f"process {window.pid} is another one by now")
+    totals = [Words(0, 0)] * len(tensors)
+    with ThreadPoolExecutor(SUM_THREADS, "state-sum") as pool:
+        for words in pool.map(partial(_read_pieces, window.pid), _batches(window, tensors)):
+            for number, (whole, rest) in words:  # all but a tensor's last piece have a rest of 0
+                totals[number] = Words(totals[number].whole + whole, totals[number].rest + rest)
+    return list(map(joined, totals))
+
+
+class _Distant(NamedTuple):
+    number: int
+    """Of the tensor."""
+    source: Place
+    target: torch.Tensor
+
+
+def _batches(window: Window, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Distant]]:
+    """Yield pieces of all tensors, in lists that one call of the kernel copies."""
+    batch: list[_Distant] = []
+    size = 0
+    for number, (tensor, place) in enumerate(zip(tensors, window.places, strict=True)):
+        flat, address = bytes_of(tensor), place.address
+        for target in torch.split(flat, PIECE_BYTES) if flat.numel() else ():
+            if size + target.numel() > PIECE_BYTES or len(batch) == _MOST_PARTS:
+                yield batch
+                batch, size = [], 0
+            batch.append(_Distant(number, Place(address, target.numel()), target))
+            address, size = address + target.numel(), size + target.numel()
+    if batch:
+        yield batch
+
+
+def _read_pieces(pid: int, batch: Sequence[_Distant]) -> list[tuple[int, Words]]:
+    """Copy pieces, and sum them while they are in the processor's cache."""
+    _copy_from(pid, [piece.source for piece in batch], [piece.target for piece in batch])
+    return [(piece.number, words_in(piece.target)) for piece in batch]
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def _copy_from(pid: int, sources: Sequence[Place], targets: Sequence[torch.Tensor]) -> None:
+    """Copy bytes of another process. Raises OSError."""
+    count = len(sources)
+    theirs = (_Part * count)(*(_Part(*place) for place in sources))
+    ours = (_Part * count)(*(_Part(each.data_ptr(), each.numel()) for each in targets))
+    copied = _libc().process_vm_readv(pid, ours, count, theirs, count, 0)
+    if copied < 0:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
+    if copied != sum(place.num_bytes for place in sources):
+        raise OSError(f"process {pid} shows only a part of its memory")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    number, memory = ctypes.c_ulong, ctypes.c_void_p
+    library.prctl.argtypes = (ctypes.c_int, number, number, number, number)
+    library.process_vm_readv.argtypes = (ctypes.c_int, memory, number, memory, number, number)
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    return library

@@ -13,16 +13,24 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from storage.run_dir import RunDir
 from train_fn.context import WorkerContext
+from train_fn.errors import StateNotWhole
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
-from train_fn.snapshots.state_file import read_state, write_all, write_state
+from train_fn.snapshots.state_file import (
+    go_on,
+    is_in_use,
+    open_state,
+    read_state,
+    write_all,
+    write_state,
+)
 from train_fn.state.pieces import WHOLE, Piece
 
 KEPT_FREE = 0.1
@@ -67,16 +75,21 @@ class SnapshotStore:
     directory: Path
     submission: int
 
-    def write(self, label: Label, state: dict[str, Any]) -> Label:
+    def write(
+        self, label: Label, state: dict[str, Any], check: Callable[[], None] = go_on
+    ) -> Label:
         """Publish ``state``, then its label, and return that. A label without a digest gets that of
         the state.
 
-        Raises what ``write_state`` does.
+        Raises what ``write_state`` and ``check`` do, and StateNotWhole if the state does not have
+        the digest of its label: it has changed since, and nothing is published.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _published(self._state_path(label)) as draft:
-            written = write_state(draft, state)
-        label = replace(label, digest=label.digest or written)
+            written = write_state(draft, state, check)
+            if label.digest not in (None, written):
+                raise StateNotWhole(label.step, "it has changed while a snapshot was written")
+        label = replace(label, digest=written)
         self._write_label_or_remove(label)
         return label
 
@@ -93,7 +106,7 @@ class SnapshotStore:
 
     def open(self, label: Label) -> BinaryIO:
         """Return the file of a label's state. Raises OSError."""
-        return self._state_path(label).open("rb")
+        return open_state(self._state_path(label))
 
     def _write_label_or_remove(self, label: Label) -> None:
         try:
@@ -121,19 +134,36 @@ class SnapshotStore:
 
     def remove_older(self, newest: Label, *, keep: int) -> None:
         """Remove what is older than ``newest``, except for the ``keep`` newest of those states."""
-        older = [
-            label
-            for label in self.labels()
-            if (label.origin, label.step) < (newest.origin, newest.step)
-        ]
-        states = sorted(
-            (label for label in older if not label.problem),
-            key=lambda label: (label.origin, label.step),
-        )
+        older = self._older(newest)
+        states = [label for label in older if not label.problem]
         kept = states[-keep:] if keep else []
         for label in older:
             if label not in kept:
                 self.remove(label)
+
+    def _older(self, newest: Label) -> list[Label]:
+        """Return the labels that are older than ``newest``, by age."""
+        moments = [((label.origin, label.step), label) for label in self.labels()]
+        older = [each for each in moments if each[0] < (newest.origin, newest.step)]
+        return [label for _, label in sorted(older, key=lambda each: each[0])]
+
+    def drop_draft(self, label: Label) -> None:
+        """Remove the file that a state was about to be written over."""
+        _draft_of(self._state_path(label)).unlink(missing_ok=True)
+
+    def make_room(self, newest: Label) -> int:
+        """Remove what is older than ``newest``, except for one state, before it is written: over
+        the file of a removed one, if nobody reads that. Return the size of this file, or 0."""
+        draft = _draft_of(self._state_path(newest))
+        older = [label for label in self._older(newest) if not label.problem]
+        for label in older[:-1]:
+            path = self._state_path(label)
+            if not draft.exists() and not is_in_use(path):
+                self._label_path(label).unlink(missing_ok=True)
+                with suppress(OSError):  # another rank was faster
+                    path.rename(draft)
+        self.remove_older(newest, keep=1)
+        return draft.stat().st_size if draft.exists() else 0
 
     def remove_after(self, step: int) -> None:
         """Remove states beyond ``step``, which the ranks agreed on: they were rejected.
@@ -141,7 +171,7 @@ class SnapshotStore:
         Also remove files without a label, from a process that died while it published.
         """
         for path in self.directory.glob("s*-*"):
-            if path.suffix == ".tmp" or (
+            if (path.suffix == ".tmp" and not is_in_use(path)) or (
                 path.suffix == ".pt" and not path.with_suffix(".json").is_file()
             ):
                 path.unlink(missing_ok=True)
@@ -206,13 +236,17 @@ def _require_state_of(label: Label, state: Mapping[str, Any], digest: str) -> No
 @contextmanager
 def _published(path: Path) -> Iterator[Path]:
     """Yield the path of a draft. It becomes ``path``, or is deleted if writing it fails."""
-    draft = path.with_suffix(".tmp")
+    draft = _draft_of(path)
     try:
         yield draft
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_suffix(".tmp")
 
 
 def labels_in(directory: Path) -> list[Label]:
@@ -253,6 +287,13 @@ def _place_of(directory: Path) -> str:
 #
 # One slot for each process. The training thread fills it when it leaves an attempt, and empties it
 # when it enters the next one. If no attempt follows in this process, an actor's call empties it.
+#
+# A state that no other process holds is insured: it is also written as a snapshot. To write a large
+# one takes longer than to give it to another process, so the next attempt does not wait for that.
+# It is written while the ranks meet and restore, from memory that a first pass may change and puts
+# back; a snapshot that does not have the digest of the kept state is not published. Once all ranks
+# hold the state, what is left to write is dropped (``supersede``). So its holder is alone with it
+# for the shorter of two times: that until it is written, and that until another process has it.
 
 
 class Stay(Protocol):
@@ -262,26 +303,43 @@ class Stay(Protocol):
     def step(self) -> int | None:
         """Return the number of steps done in the state; None without one."""
 
-    def leave(self) -> str | None:
-        """Write the state as a snapshot on this node. Return why that cannot be done, or None."""
+    @property
+    def is_large(self) -> bool:
+        """Return whether to write the state takes longer than the next attempt should wait."""
+
+    def leave(self, superseded: threading.Event | None = None) -> str | None:
+        """Write the state as a snapshot on this node. Return why that cannot be done, or None.
+
+        Args:
+            superseded: a large state is not written on once this is set.
+        """
 
 
-_lock = threading.Lock()
-"""Held while the state is written: whoever takes it would change it."""
+_slot, _writing = threading.Lock(), threading.Lock()
+"""Held to look into the slot, and while its state is written."""
+_superseded = threading.Event()
 _stay: Stay | None = None
 
 
 def keep(stay: Stay) -> None:
     """Keep a state for the next attempt in this process, in place of an older one."""
     global _stay
-    with _lock:
+    with _slot:
         _stay = stay
 
 
-def take() -> Stay | None:
-    """Return the state that is kept, and empty the slot. Only one caller gets it."""
+def take(*, waits: bool = True) -> Stay | None:
+    """Return the state that is kept, and empty the slot, once nobody writes it any more. Only one
+    caller gets it.
+
+    Args:
+        waits: also for a large state. Whoever does not wait calls ``supersede`` before a step
+            changes the state.
+    """
     global _stay
-    with _lock:
+    stay = _stay
+    is_waited_for = waits or stay is None or not stay.is_large
+    with _writing if is_waited_for else nullcontext(), _slot:
         stay, _stay = _stay, None
     return stay
 
@@ -293,13 +351,20 @@ def kept_step() -> int | None:
 
 
 def insure() -> str | None:
-    """Write the state that is kept as a snapshot, and keep it. Return as ``leave_kept_state``.
+    """Write the state that is kept as a snapshot, and keep it. Return as ``leave_kept_state``. Any
+    thread may call this."""
+    with _writing:
+        with _slot:
+            _superseded.clear()
+            stay = _stay
+        return None if stay is None else stay.leave(_superseded)
 
-    Whoever takes the state meanwhile waits. Any thread may call this while the training thread does
-    not run.
-    """
-    with _lock:
-        return None if _stay is None else _stay.leave()
+
+def supersede() -> None:
+    """Stop to insure a large state, since other processes hold it. On return, nobody reads it."""
+    _superseded.set()
+    with _writing:
+        pass
 
 
 def leave_kept_state() -> str | None:

@@ -22,8 +22,7 @@ from train_fn.state.tensor_tree import (
     TensorShape,
     copy_to_cpu,
     lacking_memory,
-    new_memory,
-    on_gpu,
+    memory_in_use,
     put_together,
 )
 
@@ -86,6 +85,11 @@ class RunState(ABC):
     def load_state_dict(self, state: dict[str, Any], *, gives_memory: bool = False) -> None:
         """Load a state. ``state`` is copied and not changed. If it ``gives_memory``, the state may
         keep parts of it, which the caller does not use afterwards."""
+
+    def memory(self) -> dict[str, Any]:
+        """Return the part of ``state_dict`` whose tensors may be overwritten by those of a state
+        that is loaded afterwards."""
+        return {}
 
     @abstractmethod
     def require_sound(self, state: Mapping[str, Any]) -> None:
@@ -224,12 +228,13 @@ class Shadows:
 
 # ---------------------------------------------------------------- copy memory
 
-# Memory for copies of a state that is on a GPU: kept for the next copy, and taken ahead.
+# Memory for copies of a state: kept for the next copy, and taken ahead.
 #
 # A GPU copies fast, and beside its kernels, only to memory that is pinned. To pin it takes 0.16 s
-# for 1 GB with torch's threads for that, and 0.65 s without. So a thread does it while training
-# goes on, and whoever can wait for it copies at a later step. What is copied, and when, is not
-# decided here: the memory that a thread takes holds nothing yet.
+# for 1 GB with torch's threads for that, and 0.65 s without. On a CPU the kernel provides new pages
+# at a quarter of the speed of a copy. So a thread takes the memory while training goes on, and
+# whoever can wait for it copies at a later step. What is copied, and when, is not decided here: the
+# memory that a thread takes holds nothing yet.
 
 
 class CopyMemory:
@@ -246,12 +251,13 @@ class CopyMemory:
         """Whether to wait for a thread: not once one has failed."""
 
     def is_ready(self, live: Callable[[], Any]) -> bool:
-        """Return whether ``copy_to_cpu(live(), self.take())`` pins nothing. Otherwise let a thread
-        take what is missing. Where that has failed, return True: the copy pins itself then.
+        """Return whether ``copy_to_cpu(live(), self.take())`` pins nothing, and takes no large
+        memory. Otherwise let a thread take what is missing. Where that has failed, return True: the
+        copy does so itself then.
 
         Raise BadTask for a state that cannot be copied.
         """
-        if not self._waits or not on_gpu():
+        if not self._waits:
             return True
         if self._coming is not None and not self._coming.done():
             return False
@@ -275,7 +281,7 @@ class CopyMemory:
         if coming is not None:
             if (failed := coming.exception()) is None:
                 return coming.result()
-            logger.warning("no memory was pinned beside training: %s", failed)
+            logger.warning("no memory was taken beside training: %s", failed)
             self._waits = False
         kept, self._kept = self._kept, None
         return kept
@@ -289,7 +295,7 @@ def _fill(found: Any, lacking: list[TensorShape], coming: Future[Any]) -> None:
     """Complete ``found``. One tensor after the other: while memory is pinned, CUDA may hold up what
     other threads ask of it."""
     try:
-        pinned = [new_memory(each.shape, each.dtype, pinned=True) for each in lacking]
-        coming.set_result(put_together(found, pinned))
+        taken = [memory_in_use(each.shape, each.dtype) for each in lacking]
+        coming.set_result(put_together(found, taken))
     except Exception as exc:
         coming.set_exception(exc)

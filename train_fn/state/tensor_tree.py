@@ -27,6 +27,8 @@ PIECE_BYTES = 4 << 20
 one thread."""
 COPY_THREADS = 4
 """Limit on copying threads. More would not help, since they saturate the memory bandwidth."""
+_WORTH_IT = 1 << 20
+"""Bytes from which it pays to take a tensor's memory ahead, or to take over that of another."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 _FIXED = frozenset({*_PLAIN, type(None), torch.dtype, torch.device})
 
@@ -77,14 +79,14 @@ def copy_to_cpu(tree: Any, reuse: Any = None) -> Any:
 
 def lacking_memory(tree: Any, reuse: Any) -> tuple[Any, list[TensorShape]]:
     """Return the part of ``reuse`` that ``copy_to_cpu(tree, reuse)`` would use, with a TensorShape
-    where it would pin memory, and these. ``put_together`` fills them in. Nothing of ``tree`` is
-    kept alive. Raise BadTask as ``copy_to_cpu`` does."""
+    where it would pin memory or take much of it, and these. ``put_together`` fills them in. Nothing
+    of ``tree`` is kept alive. Raise BadTask as ``copy_to_cpu`` does."""
     lacking: list[TensorShape] = []
 
     def place(tensor: torch.Tensor, earlier: Any) -> Any:
         if _fits(tensor, earlier):
             return earlier
-        if not needs_pinning(tensor):
+        if not needs_pinning(tensor) and (on_gpu() or tensor.nbytes < _WORTH_IT):
             return None
         lacking.append(TensorShape(len(lacking), tuple(tensor.shape), tensor.dtype))
         return lacking[-1]
@@ -105,6 +107,13 @@ def needs_pinning(tensor: torch.Tensor) -> bool:
 def new_memory(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
     """Return a tensor on the CPU with any contents. To pin memory takes long; any thread may."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def memory_in_use(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on the CPU whose pages are there already, pinned if this process uses a GPU.
+    A copy into other memory waits for the kernel to provide them."""
+    memory = new_memory(shape, dtype, pinned=on_gpu())
+    return memory if on_gpu() else memory.zero_()
 
 
 def _fits(tensor: torch.Tensor, earlier: Any) -> bool:
@@ -284,6 +293,32 @@ def put_together(tree: Any, tensors: Sequence[Any]) -> Any:
     return tree
 
 
+def room_for(tree: Any, memory: Any) -> list[torch.Tensor]:
+    """Return contiguous tensors on the CPU for those that ``take_apart`` took out of ``tree``, by
+    position: those of ``memory``, a tree like that, where they fit, else new ones."""
+    found: dict[int, torch.Tensor] = {}
+
+    def place(tree: Any, memory: Any) -> None:
+        if isinstance(tree, TensorShape):
+            fits = (
+                type(memory) is torch.Tensor
+                and memory.is_cpu
+                and memory.is_contiguous()
+                and (memory.shape, memory.dtype) == (tree.shape, tree.dtype)
+            )
+            own = memory if fits else new_memory(tree.shape, tree.dtype, pinned=False)
+            found[tree.position] = own
+        elif isinstance(tree, dict):
+            for name, value in tree.items():
+                place(value, memory.get(name) if isinstance(memory, dict) else None)
+        elif isinstance(tree, list | tuple):
+            for value in tree:
+                place(value, None)
+
+    place(tree, memory)
+    return [found[position] for position in range(len(found))]
+
+
 def shapes(tree: Any) -> list[TensorShape]:
     """Return every TensorShape in ``tree``, by position."""
     if isinstance(tree, TensorShape):
@@ -367,9 +402,6 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 # To copy a large state into memory that a new process has not used yet takes longer than to read
 # it.
 
-_WORTH_IT = 1 << 20
-"""Bytes from which a parameter takes over memory."""
-
 
 def adopt(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Let frozen parameters of ``model`` take over the memory of the tensors of their names.
@@ -390,6 +422,19 @@ def adopt(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
             and _may_take_over(parameter, saved[name])
         ):
             parameter.data = saved[name]
+
+
+def owned(tree: Any) -> Any:
+    """Return a copy of ``tree``, as ``copy_to_cpu`` does, but with those of its tensors on the CPU
+    that have memory of their own. Mapped files and parts of larger memory are copied."""
+
+    def place(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_alone = tensor.is_cpu and storage.resizable() and storage.nbytes() == tensor.nbytes
+        found: torch.Tensor = tensor if is_alone else copy_to_cpu(tensor)
+        return found
+
+    return _kept(tree, None, place)
 
 
 def _may_take_over(parameter: nn.Parameter, value: torch.Tensor) -> bool:

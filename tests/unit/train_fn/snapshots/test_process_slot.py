@@ -11,12 +11,12 @@ from train_fn.snapshots import store
 
 
 class State:
-    def __init__(self, step: int, problem: str | None = None) -> None:
-        self.step = step
+    def __init__(self, step: int, problem: str | None = None, *, is_large: bool = False) -> None:
+        self.step, self.is_large = step, is_large
         self.num_written = 0
         self._problem = problem
 
-    def leave(self) -> str | None:
+    def leave(self, superseded: threading.Event | None = None) -> str | None:
         self.num_written += 1
         return self._problem
 
@@ -50,7 +50,7 @@ def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
     writing, may_end, order = threading.Event(), threading.Event(), []
 
     class Slow(State):
-        def leave(self) -> str | None:
+        def leave(self, superseded: threading.Event | None = None) -> str | None:
             writing.set()
             assert may_end.wait(20)
             order.append("written")
@@ -68,3 +68,26 @@ def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
     taking.join(20)
     insuring.join(20)
     assert order == ["written", "taken"]
+
+
+def test_whoever_takes_a_large_state_at_once_ends_its_insurance_before_it_changes() -> None:
+    writing, ended = threading.Event(), []
+
+    class Large(State):
+        def leave(self, superseded: threading.Event | None = None) -> str | None:
+            writing.set()
+            assert superseded is not None and superseded.wait(20)
+            ended.append("written")
+            return None
+
+    state = Large(7, is_large=True)
+    store.keep(state)
+    insuring = threading.Thread(target=store.insure)
+    insuring.start()
+    assert writing.wait(20)
+    assert store.take(waits=False) is state and not ended, "the next attempt does not wait"
+    store.supersede()
+    assert ended == ["written"], "nobody reads the state any more"
+    insuring.join(20)
+    store.keep(again := State(8))
+    assert store.insure() is None and again.num_written == 1, "the next one is insured again"

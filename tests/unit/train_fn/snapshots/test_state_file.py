@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import io
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.restore_rounds import make_state
 from tests.support.storage_places import quick_directory
-from train_fn.errors import BadTask
+from train_fn.errors import BadTask, StateNotWhole
 from train_fn.snapshots import state_file
 from train_fn.snapshots.state_file import read_state, state_digest, write_state
 from train_fn.snapshots.store import Label, SnapshotStore
@@ -192,3 +195,115 @@ def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("torch.load", after_another)
     assert read_state(path)[0]["step"] == 7
+
+
+# ---------------------------------------------------------------- files that are written over
+
+
+def steps_published(store: SnapshotStore, *steps: int) -> list[int]:
+    """Publish a state of each step as a publisher does, and return the inodes of the files."""
+    inodes = []
+    for step in steps:
+        label = Label(1, 1, step, 0, None, None)
+        store.make_room(label)
+        store.write(label, {**state_of({"w": torch.full((1 << 18,), float(step))}), "step": step})
+        inodes.append(store._state_path(label).stat().st_ino)
+    return inodes
+
+
+def test_a_state_is_written_over_the_file_of_one_that_nobody_reads(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, 1)
+    first, second = steps_published(store, 1, 2)
+    assert steps_published(store, 3, 4, 5) == [first, second, first]
+    assert [label.step for label in store.labels()] == [4, 5]
+    for label in store.labels():
+        assert (store.read(label)["task"]["own"]["w"] == label.step).all()
+    assert len(list(tmp_path.glob("*.pt"))) == 2 and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_file_that_somebody_reads_is_never_written_over(tmp_path: Path) -> None:
+    """Neither while this process has it mapped, nor a child that was forked meanwhile."""
+    store = SnapshotStore(tmp_path, 1)
+    [inode] = steps_published(store, 1)
+    held = store.read(store.labels()[0])["task"]["own"]["w"]
+    may_end = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(may_end[0], 1)
+        os._exit(0 if (held.numpy() == 1).all() else 1)
+    steps_published(store, 2, 3, 4)
+    assert (held == 1).all()
+    del held
+    gc.collect()
+    assert inode not in steps_published(store, 5, 6), "the child still has it"
+    os.write(may_end[1], b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for each in may_end:
+        os.close(each)
+
+
+def test_a_reader_that_comes_too_late_reads_no_other_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has opened the file when a writer takes it, and goes on in the middle or afterwards."""
+    store = SnapshotStore(tmp_path, 1)
+    steps_published(store, 1, 2)
+    oldest = store.labels()[0]
+    flock = fcntl.flock
+    taken = []
+
+    def after_a_writer(file: Any, how: int) -> None:
+        if how & fcntl.LOCK_SH and not taken:
+            taken.append(steps_published(store, 3))
+        flock(file, how)
+
+    monkeypatch.setattr(state_file.fcntl, "flock", after_a_writer)
+    with pytest.raises(FileNotFoundError):
+        store.read(oldest)
+    newest = store.labels()[-1]
+    with state_file._exclusively(store._state_path(newest)), pytest.raises(FileNotFoundError):
+        store.read(newest)
+    assert store.read(newest)["step"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_in_the_middle_of_a_write_locks_nothing(tmp_path: Path) -> None:
+    store, may_end = SnapshotStore(tmp_path, 1), os.pipe()
+    children = []
+
+    def fork_once() -> None:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.read(may_end[0], 1)
+                os._exit(0)
+
+    store.write(Label(1, 1, 7, 0, None, None), state_of({}), fork_once)
+    assert store.read(store.labels()[0])["step"] == 7
+    os.write(may_end[1], b"x")
+    os.waitpid(children[0], 0)
+    for each in may_end:
+        os.close(each)
+
+
+def test_a_state_that_changes_while_it_is_written_is_not_published(tmp_path: Path) -> None:
+    """As a first pass may, beside the insurance of a survivor's state."""
+    store, weight = SnapshotStore(tmp_path, 1), torch.zeros(1 << 21)
+    state = state_of({"w": weight})
+    label = Label(1, 1, 7, 0, state_digest(state), None)
+    with pytest.raises(StateNotWhole, match="changed while"):
+        store.write(label, state, lambda: weight.fill_(1))
+    assert list(tmp_path.iterdir()) == []
+    weight.zero_()
+    assert store.write(label, state).digest == label.digest
+
+
+def test_what_the_check_raises_ends_the_writing(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, 1)
+
+    def stop() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        store.write(Label(1, 1, 7, 0, None, None), state_of({}), stop)
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from train_fn.checkpoints.saver import Saver
 from train_fn.snapshots import publisher as publisher_module
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import snapshot_store
-from train_fn.state import run_state, tensor_tree
+from train_fn.state import tensor_tree
 from train_fn.state.run_state import CopyMemory
 from train_fn.state.tensor_tree import copy_to_cpu
 
@@ -61,10 +61,8 @@ class Pinning:
 @pytest.fixture
 def pinning(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinning]:
     pinning = Pinning()
-    monkeypatch.setattr(run_state, "on_gpu", lambda: True)
     monkeypatch.setattr(tensor_tree, "needs_pinning", lambda tensor: True)
-    for module in (run_state, tensor_tree):
-        monkeypatch.setattr(module, "new_memory", pinning.new_memory)
+    monkeypatch.setattr(tensor_tree, "new_memory", pinning.new_memory)
     monkeypatch.setattr(publisher_module, "COST_RATIO", 0.0)
     yield pinning
     pinning.end()
@@ -79,7 +77,7 @@ def test_steps_go_on_while_memory_is_pinned_and_the_copy_is_of_one_later_step(
         advance(state, step)
         publisher.offer()  # returns, though no memory is there
     pinning.end()
-    assert all((memory == -1).all() for memory in pinning.beside), "nothing is copied ahead"
+    assert all((memory == 0).all() for memory in pinning.beside), "nothing is copied ahead"
     advance(state, 3)
     publisher.offer()
     advance(state, 4)
@@ -188,5 +186,31 @@ def test_the_publisher_goes_by_what_its_caller_was_told(tmp_path: Path, pinning:
     assert not publishes and snapshot_store(ctx).labels() == []
 
 
-def test_without_a_gpu_nothing_is_asked_of_the_state() -> None:
-    assert CopyMemory().is_ready(lambda: pytest.fail("the state was asked for"))
+def test_a_cpu_takes_memory_ahead_for_what_is_large() -> None:
+    memory, small = CopyMemory(), torch.ones(5)
+    assert memory.is_ready(lambda: {"model": small})
+    state = {"model": small, "moments": torch.ones(1 << 18)}
+    assert not memory.is_ready(lambda: state)
+    taken = memory.take()["moments"]
+    assert (taken == 0).all()
+    copied = copy_to_cpu(state, {"moments": taken})
+    assert copied["moments"] is taken and torch.equal(taken, state["moments"])
+
+
+def test_the_state_that_a_survivor_brings_is_published_once_memory_is_there(
+    tmp_path: Path, pinning: Pinning
+) -> None:
+    """Meanwhile steps go on: two processes hold it."""
+    ctx, state = make_context(tmp_path), make_state()
+    publisher = Publisher(ctx, state, BoundaryCopies(state), insures=True)
+    advance(state, 1)
+    publisher.offer()
+    pinning.end()
+    assert snapshot_store(ctx).labels() == []
+    advance(state, 2)
+    publisher.offer()
+    with publisher._lock:
+        assert publisher._lock.wait_for(lambda: publisher._waiting is None, DEADLINE_S)
+    publisher.close()
+    assert [label.step for label in snapshot_store(ctx).labels()] == [2]
+    assert pinning.by_training == []
