@@ -10,8 +10,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from everstep.client.streams import Patience, wait_until
-from everstep.client.transport import Transport
+from everstep.client.streams import Part
 from everstep.errors import Conflict, NotFound, Unavailable, UsageError
 from everstep.wire import ClusterInfo, Node, format_time
 from everstep.wire.alerts import Alert, AlertDelivery, AlertFormat, AlertWhen
@@ -19,15 +18,12 @@ from everstep.wire.cluster import StorageAdoption, StorageStatus
 from everstep.wire.team import AuditEntry, NewToken, Project, Role, Session, Token
 
 
-class Tokens:
+class Tokens(Part):
     """Manage tokens, as ``client.tokens``.
 
     >>> made = client.tokens.create("ci", role="submitter", project="vision")  # doctest: +SKIP
     >>> Client(token=made.token)                                               # doctest: +SKIP
     """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def create(
         self,
@@ -59,9 +55,7 @@ class Tokens:
         if expires_at is not None:
             body["expires_at"] = format_time(expires_at)
         params = {"create_project": "true"} if create_project else None
-        return self._transport.parse(
-            self._transport.send("POST", "/v1/tokens", params=params, body=body), NewToken
-        )
+        return self._transport.post("/v1/tokens", NewToken, body, params=params)
 
     def list(self) -> Iterator[Token]:
         """Yield every token that is not revoked, oldest first."""
@@ -72,11 +66,8 @@ class Tokens:
         self._transport.send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
 
 
-class Sessions:
+class Sessions(Part):
     """Log-ins of browsers, as ``client.sessions``."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def list(self) -> Iterator[Session]:
         """Yield your own sessions, newest first; an administrator's are those of everybody."""
@@ -87,14 +78,11 @@ class Sessions:
         self._transport.send("DELETE", f"/v1/sessions/{quote(session_id, safe='')}")
 
 
-class Projects:
+class Projects(Part):
     """Manage projects, as ``client.projects``.
 
     >>> client.projects.create("vision", max_workers=8, max_queued=100)  # doctest: +SKIP
     """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def create(
         self,
@@ -110,9 +98,7 @@ class Projects:
         """
         quotas = {"max_workers": max_workers, "max_running": max_running, "max_queued": max_queued}
         body = {"name": name, "quotas": quotas}
-        return self._transport.parse(
-            self._transport.send("POST", "/v1/projects", body=body, repeatable=True), Project
-        )
+        return self._transport.post("/v1/projects", Project, body, repeatable=True)
 
     def list(self) -> Iterator[Project]:
         """Yield every project by name, with its quotas and usage."""
@@ -127,11 +113,8 @@ class Projects:
         self._transport.send("DELETE", f"/v1/projects/{quote(name, safe='')}")
 
 
-class Audit:
+class Audit(Part):
     """The audit log, as ``client.audit``; for administrators."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def list(self, *, token_id: str | None = None) -> Iterator[AuditEntry]:
         """Yield calls that changed something or were refused, newest first. Pages are fetched
@@ -143,11 +126,8 @@ class Audit:
         return self._transport.pages("/v1/audit", AuditEntry, {"token_id": token_id})
 
 
-class ServiceStorage:
+class ServiceStorage(Part):
     """The storage of the service, as ``client.storage``; for administrators."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def status(self) -> StorageStatus:
         """Compare the storage with the database. Raise AuthError."""
@@ -156,9 +136,7 @@ class ServiceStorage:
     def adopt(self) -> StorageAdoption:
         """Make the service continue with the storage that is there, without data that it lacks.
         Raise AuthError, Unavailable."""
-        return self._transport.parse(
-            self._transport.send("POST", "/v1/storage/adopt", repeatable=True), StorageAdoption
-        )
+        return self._transport.post("/v1/storage/adopt", StorageAdoption, repeatable=True)
 
 
 # ---------------------------------------------------------------- alerts
@@ -168,16 +146,12 @@ class ServiceStorage:
 _RECENT = 200
 
 
-class Alerts:
+class Alerts(Part):
     """Manage alerts, as ``client.alerts``.
 
     >>> client.alerts.create(                                               # doctest: +SKIP
     ...     "on-call", when="failed", format="slack", url="https://hooks.slack.com/services/…")
     """
-
-    def __init__(self, transport: Transport, patience: Patience) -> None:
-        self._transport = transport
-        self._patience = patience
 
     def create(
         self,
@@ -216,7 +190,7 @@ class Alerts:
         }
         body = {"project": project, "name": name, "when": when, "format": format}
         body |= {field: value for field, value in given.items() if value is not None}
-        return self._transport.parse(self._transport.send("POST", "/v1/alerts", body=body), Alert)
+        return self._transport.post("/v1/alerts", Alert, body)
 
     def list(self, project: str | None = None) -> Iterator[Alert]:
         """Yield every alert, or those of one project, oldest first, without secrets."""
@@ -229,21 +203,17 @@ class Alerts:
     def test(self, alert_id: str, *, timeout_s: float = 60.0) -> AlertDelivery:
         """Send a test message, and return what became of it. Raise NotFound, AuthError, WaitTimeout
         if the service has not tried within ``timeout_s`` seconds."""
-        sent = self._transport.parse(
-            self._transport.send("POST", f"{self._path(alert_id)}/test"), AlertDelivery
-        )
+        sent = self._transport.post(f"{self._path(alert_id)}/test", AlertDelivery)
 
         def refresh() -> None:
             nonlocal sent
             sent = self._recent(alert_id, sent.id)
 
-        wait_until(
+        self._wait(
             lambda: sent.state != "waiting",
             refresh,
             lambda: f"message {sent.id} was not tried within {timeout_s:g} s",
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
+            timeout_s,
         )
         return sent
 
@@ -255,9 +225,7 @@ class Alerts:
     def retry(self, alert_id: str, delivery_id: str) -> AlertDelivery:
         """Send a message again, with the same id. Raise NotFound, AuthError."""
         path = f"{self._path(alert_id)}/deliveries/{quote(delivery_id, safe='')}/retry"
-        return self._transport.parse(
-            self._transport.send("POST", path, repeatable=True), AlertDelivery
-        )
+        return self._transport.post(path, AlertDelivery, repeatable=True)
 
     def _recent(self, alert_id: str, delivery_id: str) -> AlertDelivery:
         for each in itertools.islice(self.deliveries(alert_id), _RECENT):
@@ -276,17 +244,13 @@ class Alerts:
 _SHOWN = 12
 
 
-class Nodes:
+class Nodes(Part):
     """Cordon, uncordon and drain nodes; ``client.cluster()`` lists them with their states.
 
     >>> node = client.nodes.find("3f2a")                             # doctest: +SKIP
     >>> client.nodes.drain(node.id, deadline_s=300, reason="disk")   # doctest: +SKIP
     >>> client.nodes.wait_drained(node.id, timeout_s=300)            # doctest: +SKIP
     """
-
-    def __init__(self, transport: Transport, patience: Patience) -> None:
-        self._transport = transport
-        self._patience = patience
 
     def cordon(self, node_id: str, *, reason: str | None = None) -> Node:
         """Place no new ranks on a node; its current ranks stay. Raise NotFound, Conflict for a dead
@@ -362,18 +326,14 @@ class Nodes:
             )
             return f"node {node_id} is not drained after {timeout_s:g} s; on it: {there}"
 
-        wait_until(
-            drained, fetch, late, self._transport.timing, self._patience, timeout_s=timeout_s
-        )
+        self._wait(drained, fetch, late, timeout_s)
         assert node is not None
         return node
 
     def _order(self, node_id: str, order: str, body: dict[str, Any]) -> Node:
         given = {name: value for name, value in body.items() if value is not None}
         path = f"/v1/cluster/nodes/{quote(node_id, safe='')}/{order}"
-        return self._transport.parse(
-            self._transport.send("POST", path, body=given, repeatable=True), Node
-        )
+        return self._transport.post(path, Node, given, repeatable=True)
 
     def _cluster(self) -> ClusterInfo:
         info = self._transport.get("/v1/cluster", ClusterInfo)

@@ -7,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -18,7 +17,7 @@ from everstep.client.address import find_address
 from everstep.client.admin import Alerts, Audit, Nodes, Projects, ServiceStorage, Sessions, Tokens
 from everstep.client.download import Code
 from everstep.client.runs import RunHandle
-from everstep.client.streams import Patience, wait_until
+from everstep.client.streams import Part, Patience
 from everstep.client.sweeps import Sweeps
 from everstep.client.transport import Timing, Transport, spec_body
 from everstep.errors import UsageError
@@ -29,7 +28,7 @@ from everstep.wire.deployment import DeploymentCheck
 from everstep.wire.drills import Rehearsal
 
 
-class Client:
+class Client(Part):
     """A connection to one Everstep service. Thread-safe.
 
     >>> client = Client()                                  # doctest: +SKIP
@@ -78,27 +77,22 @@ class Client:
         return client
 
     def _use(self, transport: Transport, patience: Patience) -> None:
-        self._transport, self._patience = transport, patience
-        self.runs = Runs(self._transport, patience)
-        self.sweeps = Sweeps(self._transport, patience)
-        self.nodes = Nodes(self._transport, patience)
-        self.code = Code(self._transport)
-        self.projects = Projects(self._transport)
-        self.tokens = Tokens(self._transport)
-        self.sessions = Sessions(self._transport)
-        self.alerts = Alerts(self._transport, patience)
-        self.audit = Audit(self._transport)
-        self.storage = ServiceStorage(self._transport)
+        super().__init__(transport, patience)
+        self.runs = Runs(transport, patience)
+        self.sweeps = Sweeps(transport, patience)
+        self.nodes = Nodes(transport, patience)
+        self.code = Code(transport, patience)
+        self.projects = Projects(transport, patience)
+        self.tokens = Tokens(transport, patience)
+        self.sessions = Sessions(transport, patience)
+        self.alerts = Alerts(transport, patience)
+        self.audit = Audit(transport, patience)
+        self.storage = ServiceStorage(transport, patience)
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -141,9 +135,7 @@ class Client:
         Raises AuthError; Unavailable if Ray does not respond.
         """
         body = {"all_reduce_s": all_reduce_s}
-        return self._transport.parse(
-            self._transport.send("POST", "/v1/cluster/checks", body=body), DeploymentCheck
-        )
+        return self._transport.post("/v1/cluster/checks", DeploymentCheck, body)
 
     def wait_deployment_check(
         self, check_id: str, timeout_s: float | None = None
@@ -158,13 +150,11 @@ class Client:
                 f"/v1/cluster/checks/{quote(check_id, safe='')}", DeploymentCheck
             )
 
-        wait_until(
+        self._wait(
             lambda: check is not None and check.state != "running",
             fetch,
             lambda: f"check {check_id} is not finished after {timeout_s:g} s",
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
+            timeout_s,
         )
         assert check is not None
         return check
@@ -195,12 +185,8 @@ class Client:
         )
 
 
-class Runs:
+class Runs(Part):
     """The runs of the service, as ``client.runs``."""
-
-    def __init__(self, transport: Transport, patience: Patience) -> None:
-        self._transport = transport
-        self._patience = patience
 
     def create(
         self,
@@ -224,10 +210,11 @@ class Runs:
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
         params = {"create_project": "true"} if create_project else None
         headers = {"Idempotency-Key": key}
-        response = self._transport.send(
-            "POST", "/v1/runs", params=params, body=body, headers=headers, repeatable=True
+        return self._handle(
+            self._transport.post(
+                "/v1/runs", Run, body, params=params, headers=headers, repeatable=True
+            )
         )
-        return self._handle(self._transport.parse(response, Run))
 
     def validate(
         self, spec: RunSpec | Mapping[str, Any], *, create_project: bool = False
@@ -236,14 +223,10 @@ class Runs:
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
-        response = self._transport.send(
-            "POST",
-            "/v1/validate",
-            params={"create_project": "true"} if create_project else None,
-            body=spec_body(spec),
-            repeatable=True,
+        params = {"create_project": "true"} if create_project else None
+        return self._transport.post(
+            "/v1/validate", RunSpec, spec_body(spec), params=params, repeatable=True
         )
-        return self._transport.parse(response, RunSpec)
 
     def get(self, run_id: str) -> RunHandle:
         """Return one run. Raise NotFound."""

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from blake3 import blake3
 
 from everstep.client.handles import RunFields
-from everstep.client.streams import Patience
+from everstep.client.streams import Part, Patience
 from everstep.client.transport import Transport
 from everstep.code import pack
 from everstep.errors import CorruptDownload, EverstepError, ServiceError, Unavailable, UsageError
@@ -231,15 +231,14 @@ def leaves_out_frozen(directory: Path) -> bool:
 Which = int | Literal["latest", "best"]
 
 
-class RunCheckpoints(RunFields):
+class RunCheckpoints(RunFields, Part):
     """A run and its checkpoints."""
 
     run: Run
 
     def __init__(self, transport: Transport, run: Run, patience: Patience) -> None:
+        super().__init__(transport, patience)
         self.run = run
-        self._transport = transport
-        self._patience = patience
         self._path = f"/v1/runs/{quote(run.id, safe='')}"
 
     def refresh(self) -> Self:
@@ -264,9 +263,7 @@ class RunCheckpoints(RunFields):
         NotFound, and Conflict for a checkpoint that retention deleted.
         """
         path = f"{self._path}/checkpoints/{_which(which)}/verify"
-        return self._transport.parse(
-            self._transport.send("POST", path, repeatable=True), Checkpoint
-        )
+        return self._transport.post(path, Checkpoint, repeatable=True)
 
     def download_checkpoint(
         self, which: Which, directory: str | Path, *, on_bytes: Callable[[int], None] | None = None
@@ -334,11 +331,8 @@ def _which(which: Which) -> str:
 # Upload user code, as ``client.code``.
 
 
-class Code:
+class Code(Part):
     """Archives of user code, as ``client.code``."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def upload(
         self,

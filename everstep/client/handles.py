@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
 
 from everstep.client.notebook import run_html
-from everstep.client.streams import Patience, wait_until
+from everstep.client.streams import Part, Patience
 from everstep.client.transport import Transport
 from everstep.wire import (
     Best,
@@ -37,7 +37,7 @@ from everstep.wire.run import Replay
 Order = TypeVar("Order", Drill, Profile)
 
 
-class OrderHandle(Generic[Order]):
+class OrderHandle(Part, Generic[Order]):
     """One request to a run's ranks. The fields of the last response are its attributes."""
 
     _noun: ClassVar[str]
@@ -51,10 +51,9 @@ class OrderHandle(Generic[Order]):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __init__(self, transport: Transport, run_id: str, order: Order, patience: Patience) -> None:
+        super().__init__(transport, patience)
         self.run_id = run_id
         self._order: Order = order
-        self._transport = transport
-        self._patience = patience
         self._path = f"/v1/runs/{quote(run_id, safe='')}/{self._noun}s/{quote(order.id, safe='')}"
 
     @property
@@ -72,16 +71,14 @@ class OrderHandle(Generic[Order]):
         Keep waiting while the service is unreachable for a while. Raises WaitTimeout after
         ``timeout_s`` seconds; Unavailable if the service stays unreachable.
         """
-        wait_until(
+        self._wait(
             lambda: self._order.complete,
             self.refresh,
             lambda: (
                 f"{self._noun} {self.id} of run {self.run_id} is still {self._order.state} after "
                 f"{timeout_s:g} s"
             ),
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
+            timeout_s,
         )
         return self
 

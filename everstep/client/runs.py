@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from everstep.client.download import RunEventFiles
 from everstep.client.handles import DrillHandle, ProfileHandle
 from everstep.client.notebook import Display, is_notebook, plot
-from everstep.client.streams import Follower, wait_until
+from everstep.client.streams import Follower
 from everstep.errors import RunFailed, UsageError
 from everstep.spec.run_spec import RunSpec
 from everstep.text import words
@@ -79,7 +79,8 @@ class RunHistory(RunEventFiles):
 
 # ---------------------------------------------------------------- runs
 
-_POLL_FIRST_S, _POLL_MOST_S = 0.1, 1.0
+_PAUSES_S = 0.1, 1.0
+"""Between two requests while waiting: the first, and the longest."""
 BEFORE_RUNNING = (RunStatus.QUEUED, RunStatus.STARTING, RunStatus.RECOVERING)
 """Statuses that lead to RUNNING by themselves."""
 
@@ -122,16 +123,7 @@ class RunHandle(RunHistory):
             place = "" if words.has_no_steps(self.run) else f" at step {self.run.step}"
             return f"run {self.id} is still {self.run.status}{place} after {timeout_s:g} s"
 
-        wait_until(
-            lambda: self.run.status.terminal,
-            refresh_and_show,
-            late,
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
-            first_pause_s=_POLL_FIRST_S,
-            most_pause_s=_POLL_MOST_S,
-        )
+        self._wait(lambda: self.run.status.terminal, refresh_and_show, late, timeout_s, *_PAUSES_S)
         if self.run.status is not RunStatus.SUCCEEDED:
             raise self.failed()
         return self
@@ -268,21 +260,17 @@ class RunHandle(RunHistory):
         if wait_s > 0:
             self._wait_for_ranks(wait_s)
         body = {"kind": str(kind), "rank": rank}
-        response = self._transport.send("POST", f"{self._path}/drills", body=body, repeatable=False)
-        return DrillHandle(
-            self._transport, self.id, self._transport.parse(response, Drill), self._patience
-        )
+        begun = self._transport.post(f"{self._path}/drills", Drill, body)
+        return DrillHandle(self._transport, self.id, begun, self._patience)
 
     def _wait_for_ranks(self, timeout_s: float) -> None:
         """Wait until the run is in none of the statuses that lead to RUNNING."""
-        wait_until(
+        self._wait(
             lambda: self.run.status not in BEFORE_RUNNING,
             self.refresh,
             lambda: f"run {self.id} is still {self.run.status} after {timeout_s:g} s",
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
-            first_pause_s=_POLL_FIRST_S,
+            timeout_s,
+            _PAUSES_S[0],
         )
 
     def drills(self) -> list[DrillHandle]:
@@ -305,10 +293,8 @@ class RunHandle(RunHistory):
         Raises InvalidSpec if the steps cannot be replayed, and says which can.
         """
         body = {"from_step": from_step, "to_step": to_step, "workers": workers}
-        response = self._transport.send(
-            "POST", f"{self._path}/replays", body=body, repeatable=False
-        )
-        return RunHandle(self._transport, self._transport.parse(response, Run), self._patience)
+        begun = self._transport.post(f"{self._path}/replays", Run, body)
+        return RunHandle(self._transport, begun, self._patience)
 
     def replays(self) -> list[RunHandle]:
         """Return the replays of this run, newest first, at most a hundred."""
@@ -323,12 +309,9 @@ class RunHandle(RunHistory):
 
         Raises Conflict if the run is not training, InvalidSpec if it has no such rank.
         """
-        response = self._transport.send(
-            "POST", f"{self._path}/profiles", body={"rank": rank, "steps": steps}, repeatable=False
-        )
-        return ProfileHandle(
-            self._transport, self.id, self._transport.parse(response, Profile), self._patience
-        )
+        body = {"rank": rank, "steps": steps}
+        begun = self._transport.post(f"{self._path}/profiles", Profile, body)
+        return ProfileHandle(self._transport, self.id, begun, self._patience)
 
     def profiles(self) -> list[ProfileHandle]:
         """Return every profile of this run, oldest first."""
@@ -345,20 +328,17 @@ class RunHandle(RunHistory):
 
         Raises Conflict if the run is not training, WaitTimeout if no answer comes.
         """
-        response = self._transport.send("POST", f"{self._path}/stacks", repeatable=False)
-        found = self._transport.parse(response, StackReport)
+        found = self._transport.post(f"{self._path}/stacks", StackReport)
 
         def refresh() -> None:
             nonlocal found
             found = next((each for each in self.stack_reports() if each.id == found.id), found)
 
-        wait_until(
+        self._wait(
             lambda: found.complete,
             refresh,
             lambda: f"the driver of run {self.id} did not answer within {timeout_s:g} s",
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
+            timeout_s,
         )
         return found
 
@@ -373,12 +353,10 @@ class RunHandle(RunHistory):
 
     def delete(self) -> None:
         """Delete a run that has ended, with its checkpoints, logs and history."""
-        self._transport.send("DELETE", self._path, repeatable=False)
+        self._transport.send("DELETE", self._path)
 
     def _act(self, action: str) -> RunHandle:
-        self.run = self._transport.parse(
-            self._transport.send("POST", f"{self._path}/{action}", repeatable=False), Run
-        )
+        self.run = self._transport.post(f"{self._path}/{action}", Run)
         return self
 
 

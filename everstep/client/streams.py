@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
-from everstep.client.transport import Params, Timing, Transport
+from everstep.client.transport import Params, Transport
 from everstep.errors import EverstepError, RateLimited, ServiceError, Unavailable, WaitTimeout
 from everstep.wire import Event, LogLine
 
@@ -28,39 +28,44 @@ class Patience:
     """Raise Unavailable after this many seconds without a working connection."""
 
 
-def wait_until(
-    done: Callable[[], bool],
-    refresh: Callable[[], object],
-    late: Callable[[], str],
-    timing: Timing,
-    patience: Patience,
-    *,
-    timeout_s: float | None,
-    first_pause_s: float = 0.5,
-    most_pause_s: float = 0.5,
-) -> None:
-    """Call ``refresh`` until ``done``, with pauses that grow by half from ``first_pause_s`` to
-    ``most_pause_s``.
+class Part:
+    """What the parts of a client share: how requests are sent, and how long is waited."""
 
-    Keep waiting while the service is unreachable for less than ``patience.away_s``; then raise
-    Unavailable. Raise WaitTimeout with the text of ``late`` after ``timeout_s`` seconds.
-    """
-    started = alive_at = timing.now()
-    pause_s = first_pause_s
-    while True:
-        try:
-            refresh()
-            alive_at = timing.now()
-        except Unavailable:
-            if timing.now() - alive_at > patience.away_s:
-                raise
-        if done():
-            return
-        left_s = None if timeout_s is None else started + timeout_s - timing.now()
-        if left_s is not None and left_s <= 0:
-            raise WaitTimeout(late())
-        timing.sleep(pause_s if left_s is None else min(pause_s, left_s))
-        pause_s = min(most_pause_s, pause_s * 1.5)
+    def __init__(self, transport: Transport, patience: Patience) -> None:
+        self._transport = transport
+        self._patience = patience
+
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        refresh: Callable[[], object],
+        late: Callable[[], str],
+        timeout_s: float | None,
+        pause_s: float = 0.5,
+        most_pause_s: float = 0.5,
+    ) -> None:
+        """Call ``refresh`` until ``done``, with pauses that grow by half from ``pause_s`` to
+        ``most_pause_s``.
+
+        Keep waiting while the service is unreachable for less than ``Patience.away_s``; then raise
+        Unavailable. Raise WaitTimeout with the text of ``late`` after ``timeout_s`` seconds.
+        """
+        timing = self._transport.timing
+        started = alive_at = timing.now()
+        while True:
+            try:
+                refresh()
+                alive_at = timing.now()
+            except Unavailable:
+                if timing.now() - alive_at > self._patience.away_s:
+                    raise
+            if done():
+                return
+            left_s = None if timeout_s is None else started + timeout_s - timing.now()
+            if left_s is not None and left_s <= 0:
+                raise WaitTimeout(late())
+            timing.sleep(pause_s if left_s is None else min(pause_s, left_s))
+            pause_s = min(most_pause_s, pause_s * 1.5)
 
 
 class Follower(Generic[Item]):

@@ -9,22 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpac
 from urllib.parse import quote
 
 from everstep.client.runs import RunHandle
-from everstep.client.streams import Patience, wait_until
+from everstep.client.streams import Part, Patience
 from everstep.client.transport import Transport, checked, spec_body
 from everstep.errors import NotFound, SweepFailed
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.sweep import SweepSpec
 from everstep.wire import Run
-from everstep.wire.sweep import (
-    Sweep,
-    SweepLinks,
-    SweepProgress,
-    SweepReason,
-    SweepRun,
-    SweepStatus,
-)
+from everstep.wire.sweep import Sweep, SweepLinks, SweepProgress, SweepReason, SweepRun, SweepStatus
 
-_POLL_FIRST_S, _POLL_MOST_S = 0.2, 2.0
+_PAUSES_S = 0.2, 2.0
+"""Between two requests while waiting: the first, and the longest."""
 
 
 class SweepFields:
@@ -63,7 +57,7 @@ class SweepFields:
         return self.sweep.id
 
 
-class SweepHandle(SweepFields):
+class SweepHandle(SweepFields, Part):
     """One sweep. Its fields (``sweep.status``, ``sweep.progress``, …) are those of the last
     response, which ``sweep.sweep`` holds. ``refresh()`` updates them.
 
@@ -76,9 +70,8 @@ class SweepHandle(SweepFields):
     sweep: Sweep
 
     def __init__(self, transport: Transport, sweep: Sweep, patience: Patience) -> None:
+        super().__init__(transport, patience)
         self.sweep = sweep
-        self._transport = transport
-        self._patience = patience
         self._path = f"/v1/sweeps/{quote(sweep.id, safe='')}"
 
     def __repr__(self) -> str:
@@ -105,15 +98,12 @@ class SweepHandle(SweepFields):
         Raises SweepFailed for FAILED and CANCELLED; WaitTimeout after ``timeout_s`` seconds;
         Unavailable if the service stays unreachable.
         """
-        wait_until(
+        self._wait(
             lambda: self.sweep.status.terminal,
             lambda: self.refresh(),
             lambda: f"sweep {self.id} is still {self.sweep.status} after {timeout_s:g} s",
-            self._transport.timing,
-            self._patience,
-            timeout_s=timeout_s,
-            first_pause_s=_POLL_FIRST_S,
-            most_pause_s=_POLL_MOST_S,
+            timeout_s,
+            *_PAUSES_S,
         )
         if self.sweep.status is not SweepStatus.SUCCEEDED:
             raise SweepFailed(self.sweep)
@@ -123,15 +113,12 @@ class SweepHandle(SweepFields):
         """Wait until the response differs from the last one; return self. Keep waiting while the
         service is unreachable for a while."""
         before = self.sweep
-        wait_until(
+        self._wait(
             lambda: self.sweep != before,
             lambda: self.refresh(),
             lambda: f"sweep {self.id} has not changed",
-            self._transport.timing,
-            self._patience,
-            timeout_s=None,
-            first_pause_s=_POLL_FIRST_S,
-            most_pause_s=_POLL_MOST_S,
+            None,
+            *_PAUSES_S,
         )
         return self
 
@@ -152,15 +139,14 @@ class SweepHandle(SweepFields):
     def cancel(self) -> Self:
         """Submit no further run, and cancel those that have not ended. Raise Conflict if the sweep
         has ended."""
-        response = self._transport.send("POST", f"{self._path}/cancel", repeatable=False)
-        self.sweep = self._transport.parse(response, Sweep)
+        self.sweep = self._transport.post(f"{self._path}/cancel", Sweep)
         return self
 
     def delete(self, *, runs: bool = False) -> None:
         """Delete a sweep that has ended. Its runs stay, unless ``runs`` is set: then they are
         deleted first, with their checkpoints and logs. Raise Conflict."""
         params = {"runs": "true"} if runs else None
-        self._transport.send("DELETE", self._path, params=params, repeatable=False)
+        self._transport.send("DELETE", self._path, params=params)
 
 
 class SweepArguments(TypedDict, total=False):
@@ -177,12 +163,8 @@ class SweepArguments(TypedDict, total=False):
     name: str | None
 
 
-class Sweeps:
+class Sweeps(Part):
     """The sweeps of the service, as ``client.sweeps``."""
-
-    def __init__(self, transport: Transport, patience: Patience) -> None:
-        self._transport = transport
-        self._patience = patience
 
     def create(
         self,
@@ -234,15 +216,15 @@ class Sweeps:
             name=name,
         )
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-        response = self._transport.send(
-            "POST",
+        made = self._transport.post(
             "/v1/sweeps",
+            Sweep,
+            body,
             params={"create_project": "true"} if create_project else None,
-            body=body,
             headers={"Idempotency-Key": key},
             repeatable=True,
         )
-        return self._handle(self._transport.parse(response, Sweep))
+        return self._handle(made)
 
     def validate(
         self,
@@ -258,14 +240,10 @@ class Sweeps:
         The arguments are those of ``create``. Raises InvalidSpec with the faults of every run,
         AuthError, Unavailable.
         """
-        response = self._transport.send(
-            "POST",
-            "/v1/sweeps/validate",
-            params={"create_project": "true"} if create_project else None,
-            body=_body(spec, **sweep),
-            repeatable=True,
+        params = {"create_project": "true"} if create_project else None
+        return self._transport.post(
+            "/v1/sweeps/validate", SweepSpec, _body(spec, **sweep), params=params, repeatable=True
         )
-        return self._transport.parse(response, SweepSpec)
 
     def get(self, sweep_id: str) -> SweepHandle:
         """Return one sweep. Raise NotFound."""

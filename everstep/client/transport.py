@@ -195,6 +195,22 @@ class Transport:
         """Send a GET request and return the parsed response."""
         return self.parse(self.send("GET", path, params=params), model)
 
+    def post(
+        self,
+        path: str,
+        model: type[M],
+        body: Any = None,
+        *,
+        params: Params | None = None,
+        headers: Mapping[str, str] | None = None,
+        repeatable: bool = False,
+    ) -> M:
+        """Send a POST request as ``send``, and return the parsed response."""
+        response = self.send(
+            "POST", path, params=params, body=body, headers=headers, repeatable=repeatable
+        )
+        return self.parse(response, model)
+
     def pages(self, path: str, item: type[M], params: Params | None = None) -> Iterator[M]:
         """Yield the items of all pages of a list. Pages are fetched lazily."""
         cursor: str | None = None
