@@ -39,7 +39,22 @@ class FieldError:
         return f"{'.'.join(map(str, self.loc)) or 'spec'}: {self.msg}"
 
 
-class EverstepError(Exception):
+class KeptWhole(Exception):
+    """An error that survives pickling with its attributes, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[KeptWhole], args: tuple[Any, ...], state: dict[str, Any]) -> KeptWhole:
+    """Unpickle without calling subclasses' constructors, whose arguments differ."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class EverstepError(KeptWhole):
     """Base class of every error that this package raises."""
 
     code = "error"
@@ -50,19 +65,6 @@ class EverstepError(Exception):
         self.message = message
         self.code = code or type(self).code
         self.status = status if status is not None else type(self).status
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
-
-
-def _rebuild(
-    cls: type[EverstepError], args: tuple[Any, ...], state: dict[str, Any]
-) -> EverstepError:
-    """Unpickle without calling subclasses' constructors, whose arguments differ."""
-    error = cls.__new__(cls)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
-    return error
 
 
 class InvalidSpec(EverstepError):

@@ -24,8 +24,8 @@ StorageError
 from __future__ import annotations
 
 import errno
-from types import TracebackType
-from typing import Any
+
+from everstep.errors import KeptWhole
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -41,19 +41,8 @@ _NO_TOKEN = "Could not create a OAuth2 access token"
 """Message of Google's client if it finds no credentials."""
 
 
-class StorageError(Exception):
+class StorageError(KeptWhole):
     """Base of every error that this package raises."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
-
-
-def _rebuild(cls: type[StorageError], args: tuple[Any, ...], state: dict[str, Any]) -> StorageError:
-    """Unpickle without calling subclasses' constructors, whose arguments differ."""
-    error = cls.__new__(cls)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
-    return error
 
 
 class InvalidStorage(StorageError):
@@ -194,12 +183,7 @@ class mapped:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, exc: BaseException | None, _trace: object) -> None:
         if isinstance(exc, Exception) and not isinstance(exc, StorageError):
             error = from_foreign(exc, self._action, self._path)
             if error is not None:

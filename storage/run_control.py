@@ -116,7 +116,7 @@ class RunControl(ABC):
         """Ask a submission's driver to stop. A pause may become a cancel, never the reverse."""
         if stop == "pause" and self.stop_requested(submission) == "cancel":
             return
-        self._write_control(_stop_file(submission), {"stop": stop})
+        self._write_control(_file(submission, "stop"), {"stop": stop})
 
     def stop_requested(self, submission: int) -> Stop | None:
         """Return the stop requested from a submission's driver; None if there is none. Raises
@@ -128,11 +128,11 @@ class RunControl(ABC):
                     return stop
             raise ValueError(repr(found)[:80])
 
-        return self._read_control(_stop_file(submission), read, "is not a stop request")
+        return self._read_control(_file(submission, "stop"), read, "is not a stop request")
 
     def order_drill(self, submission: int, order: DrillOrder) -> None:
         """Request a drill from a submission's driver. It replaces an earlier request."""
-        self._write_control(_drill_file(submission), asdict(order))
+        self._write_control(_file(submission, "drill"), asdict(order))
 
     def drill_ordered(self, submission: int) -> DrillOrder | None:
         """Return the last drill requested from a submission's driver, even if already carried out.
@@ -146,11 +146,11 @@ class RunControl(ABC):
                 int(found["attempt"]),
             )
 
-        return self._read_control(_drill_file(submission), read, "is not a drill")
+        return self._read_control(_file(submission, "drill"), read, "is not a drill")
 
     def order_profile(self, submission: int, order: ProfileOrder) -> None:
         """Request a profile from a submission's ranks. It replaces an earlier request."""
-        self._write_control(_profile_file(submission), asdict(order))
+        self._write_control(_file(submission, "profile"), asdict(order))
 
     def profile_ordered(self, submission: int) -> ProfileOrder | None:
         """Return the last profile requested, even if already recorded. Raises CorruptFile."""
@@ -160,11 +160,13 @@ class RunControl(ABC):
                 str(found["id"]), int(found["rank"]), int(found["steps"]), int(found["attempt"])
             )
 
-        return self._read_control(_profile_file(submission), read, "is not an order for a profile")
+        return self._read_control(
+            _file(submission, "profile"), read, "is not an order for a profile"
+        )
 
     def order_stacks(self, submission: int, order: StackOrder) -> None:
         """Request the stacks of a submission's ranks. It replaces an earlier request."""
-        self._write_control(_stacks_file(submission), asdict(order))
+        self._write_control(_file(submission, "stacks"), asdict(order))
 
     def stacks_ordered(self, submission: int) -> StackOrder | None:
         """Return the last request for stacks, even if already carried out. Raises CorruptFile."""
@@ -172,7 +174,7 @@ class RunControl(ABC):
         def read(found: Any) -> StackOrder:
             return StackOrder(str(found["id"]), int(found["attempt"]))
 
-        return self._read_control(_stacks_file(submission), read, "is not an order for stacks")
+        return self._read_control(_file(submission, "stacks"), read, "is not an order for stacks")
 
     def write_deadline(self, at: float) -> None:
         """Write the time (unix seconds) by which the run must have ended. Its driver enforces it
@@ -276,17 +278,5 @@ def probe_bytes(run: RunControl, submission: int, name: str) -> bytes:
     return hashlib.shake_128(f"{run.run_id} {submission} {name}".encode()).digest(_PROBE_BYTES)
 
 
-def _stop_file(submission: int) -> str:
-    return f"s{submission:03d}.stop.json"
-
-
-def _profile_file(submission: int) -> str:
-    return f"s{submission:03d}.profile.json"
-
-
-def _stacks_file(submission: int) -> str:
-    return f"s{submission:03d}.stacks.json"
-
-
-def _drill_file(submission: int) -> str:
-    return f"s{submission:03d}.drill.json"
+def _file(submission: int, what: str) -> str:
+    return f"s{submission:03d}.{what}.json"

@@ -32,24 +32,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any
+
+from everstep.errors import KeptWhole
 
 _NAMES_SHOWN = 5
 
 
-class TrainError(Exception):
-    """Base of what this package raises on purpose. Survives pickling with its attributes."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
-
-
-def _rebuild(cls: type[TrainError], args: tuple[Any, ...], state: dict[str, Any]) -> TrainError:
-    """Unpickle without calling subclasses' constructors, whose arguments differ."""
-    error = cls.__new__(cls)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
-    return error
+class TrainError(KeptWhole):
+    """Base of what this package raises on purpose."""
 
 
 class NonFiniteLoss(TrainError):

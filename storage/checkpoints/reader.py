@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast
 
 from everstep.wire.events import BEGINNINGS, lookup
@@ -272,10 +271,7 @@ class VerifiedFile(io.RawIOBase):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, exc: BaseException | None, _trace: object
     ) -> None:
         """Compare the digest. Raises StorageError; CorruptCheckpoint, also in place of a reader's
         error that damaged bytes caused."""

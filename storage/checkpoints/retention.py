@@ -23,7 +23,7 @@ from storage.checkpoints.reader import (
 from storage.checkpoints.writer import BEGUN, TRASH, put_back
 from storage.claims import successor
 from storage.errors import CorruptCheckpoint, CorruptFile, StorageError, StorageNotFound
-from storage.logs.journal import read_journal
+from storage.logs.journal import journal_events, read_journal
 from storage.run_dir import CheckpointName, Origin, RunDir
 
 BestBy = tuple[str, Literal["min", "max"]]
@@ -382,18 +382,10 @@ def reported_checkpoints(run_dir: RunDir) -> set[CheckpointName]:
     """
     kinds = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_DELETED)
     reported: set[CheckpointName] = set()
-    for submission in run_dir.submissions():
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(
-                run_dir, submission, cursor, _BATCH, kinds, past_damage=True
-            )
-            for event in events:
-                name = CheckpointName.parse(str(event.data.get("name")))
-                if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
-                    reported.add(name)
-                elif name is not None:
-                    reported.discard(name)
-            if not events:
-                break
+    for event in journal_events(run_dir, kinds=kinds):
+        name = CheckpointName.parse(str(event.data.get("name")))
+        if name is not None and event.kind is EventKind.CHECKPOINT_COMMITTED:
+            reported.add(name)
+        elif name is not None:
+            reported.discard(name)
     return reported

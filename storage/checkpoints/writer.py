@@ -12,7 +12,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from everstep.wire import base
@@ -197,12 +196,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._hasher.shutdown()
         if kind is None:
             self.abort()
@@ -379,10 +373,7 @@ class CheckpointFile(io.BufferedWriter):
             self._closed_whole(self._bytes.entry())
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, exc: BaseException | None, _trace: object
     ) -> None:
         if kind is None:
             self.close()

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from storage.errors import CorruptFile
 from storage.logs.growing_log import MAX_LINE_BYTES, LogCursor, TimedLine, log_stamp, read_log
 from storage.run_dir import RunDir
 
+_BATCH = 5000
 _BATCH_BYTES = 32 << 20
 """How much of a journal one call reads, whatever its limit of events."""
 
@@ -99,6 +100,26 @@ def read_journal(
         lost = damage.before(None)
         events += lost if tells else []
     return events, str(position)
+
+
+def journal_events(
+    run_dir: RunDir,
+    submissions: Iterable[int] | None = None,
+    kinds: Collection[EventKind] | None = None,
+    *,
+    is_over: bool = False,
+) -> Iterator[JournalEvent]:
+    """Yield the events of these submissions' journals, or of all, in order; with ``past_damage``
+    and otherwise as ``read_journal``."""
+    for submission in run_dir.submissions() if submissions is None else submissions:
+        cursor: str | None = None
+        while True:
+            events, cursor = read_journal(
+                run_dir, submission, cursor, _BATCH, kinds, past_damage=True, is_over=is_over
+            )
+            yield from events
+            if not events:
+                break
 
 
 def may_be_cut(before: str | None, after: str) -> bool:

@@ -18,7 +18,7 @@ from everstep.wire.events import EventKind
 from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.retention import reported_checkpoints
 from storage.errors import StorageError
-from storage.logs.journal import read_journal
+from storage.logs.journal import journal_events
 from storage.run_control import Stop
 from storage.run_dir import CheckpointName, RunDir
 from train_fn import clock as head_clock
@@ -323,7 +323,6 @@ class SaveFailures:
 ASSUMED_MTBF_S = 24 * 3600.0
 """Mean seconds between failures that are assumed before the first one. It weighs as much as one
 observed failure."""
-READ_BATCH = 5000
 
 NO_RISK = frozenset({Verdict.USER_ERROR.value, Verdict.PREEMPTION.value})
 """Failures that more frequent checkpoints do not help against: code that raises again, and moves
@@ -350,21 +349,13 @@ def observed_failures(run_dir: RunDir, now: float) -> ObservedFailures:
     """Return the failures and seconds of training in the run's journals. ``now`` is Unix time in
     seconds. Raise StorageError if they cannot be read."""
     num_failures, trained_s, began = 0, 0.0, None
-    for submission in run_dir.submissions():
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
-            for event in events:
-                if event.kind is EventKind.ATTEMPT_STARTED:
-                    began = event.at
-                elif (
-                    event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None
-                ):
-                    trained_s, began = trained_s + max(0.0, event.at - began), None
-                if event.kind is EventKind.FAILURE and event.data.get("verdict") not in NO_RISK:
-                    num_failures += 1
-            if not events:
-                break
+    for event in journal_events(run_dir):
+        if event.kind is EventKind.ATTEMPT_STARTED:
+            began = event.at
+        elif event.kind in (EventKind.ATTEMPT_ENDED, EventKind.FAILURE) and began is not None:
+            trained_s, began = trained_s + max(0.0, event.at - began), None
+        if event.kind is EventKind.FAILURE and event.data.get("verdict") not in NO_RISK:
+            num_failures += 1
     if began is not None:
         trained_s += max(0.0, now - began)
     return ObservedFailures(num_failures, trained_s)

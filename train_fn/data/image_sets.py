@@ -8,6 +8,7 @@ import importlib.util
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,38 @@ def build_image_data(spec: ImageDataSpec) -> ImageData:
             return load_image_folder(spec.args)
 
 
+def _in_memory(arrays: Any, pixels: Pixels, train_pixels: Pixels) -> ImageData:
+    """Return decoded images of ten classes as a data set."""
+    digest = arrays["digest"].tobytes().decode()
+    images = arrays["train_images"]
+    return ImageData(
+        train=InMemoryImages(images, arrays["train_labels"], train_pixels, digest),
+        val=InMemoryImages(arrays["val_images"], arrays["val_labels"], pixels, digest),
+        num_classes=10,
+        channels=images.shape[1],
+        image_size=images.shape[2],
+    )
+
+
+def _download(
+    name: str, root: Path, kind: str, leftover: str, is_there: Callable[[], bool], remedy: str
+) -> None:
+    """Download a data set once per node, by torchvision's class ``kind``. Raises DataMissing with
+    what to do if there is no network or no permission."""
+    with node_lock(cache_root() / "data" / f"{name}.download.lock"):
+        if is_there():
+            return
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            getattr(torchvision_datasets(), kind)(str(root), download=True)
+        except (OSError, RuntimeError) as exc:
+            shutil.rmtree(root / leftover, ignore_errors=True)
+            raise DataMissing(
+                f"data set {name} is not in {root} on this node, and cannot be downloaded there "
+                f"({exc}). {remedy}"
+            ) from exc
+
+
 # ---------------------------------------------------------------- cifar10
 
 # CIFAR-10 (Krizhevsky, 2009) from its python batches.
@@ -62,22 +95,23 @@ def load_cifar10(args: Cifar10Args) -> ImageData:
     directory = root / _DIRECTORY
     files = [directory / name for names in _BATCHES.values() for name in names]
     if not all(file.is_file() for file in files):
-        _download_cifar10(root, files)
-    arrays: Any = decoded_once("cifar10", files, lambda: _decode_cifar10(directory))
-    digest = arrays["digest"].tobytes().decode()
+        _download(
+            "cifar10",
+            root,
+            "CIFAR10",
+            _DIRECTORY,
+            lambda: all(file.is_file() for file in files),
+            f"Put {_DIRECTORY} there on every node, or set task.data.args.root to a directory "
+            "that has it",
+        )
+    arrays = decoded_once("cifar10", files, lambda: _decode_cifar10(directory))
     train_pixels = Pixels(
         _CIFAR10_PIXELS.scale,
         _CIFAR10_PIXELS.offset,
         shift_pixels=4 if args.augment else 0,
         flips=args.augment,
     )
-    return ImageData(
-        train=InMemoryImages(arrays["train_images"], arrays["train_labels"], train_pixels, digest),
-        val=InMemoryImages(arrays["val_images"], arrays["val_labels"], _CIFAR10_PIXELS, digest),
-        num_classes=10,
-        channels=3,
-        image_size=32,
-    )
+    return _in_memory(arrays, _CIFAR10_PIXELS, train_pixels)
 
 
 def _decode_cifar10(directory: Path) -> Arrays:
@@ -97,25 +131,6 @@ def _decode_cifar10(directory: Path) -> Arrays:
         arrays |= {f"{split}_images": images, f"{split}_labels": labels}
     arrays["digest"] = np.frombuffer(hashed.hexdigest().encode(), dtype=np.uint8)
     return arrays
-
-
-def _download_cifar10(root: Path, files: list[Path]) -> None:
-    """Download the data once per node, by torchvision. Raises DataMissing with what to do if there
-    is no network or no permission."""
-    with node_lock(cache_root() / "data" / "cifar10.download.lock"):
-        if all(file.is_file() for file in files):
-            return
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            torchvision_datasets().CIFAR10(str(root), download=True)
-        except (OSError, RuntimeError) as exc:
-            shutil.rmtree(root / _DIRECTORY, ignore_errors=True)
-            raise DataMissing(
-                f"data set cifar10 is not in {root} on this node, and cannot be downloaded there "
-                f"({exc}). "
-                f"Put {_DIRECTORY} there on every node, or set task.data.args.root to a directory "
-                "that has it"
-            ) from exc
 
 
 # ---------------------------------------------------------------- digits
@@ -197,7 +212,15 @@ def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
     root = Path(args.root).expanduser()
     paths = {name: _find(root, file) for name, file in _FILES.items()}
     if None in paths.values():
-        _download_fashion(root)
+        _download(
+            "fashion_mnist",
+            root,
+            "FashionMNIST",
+            "FashionMNIST",
+            lambda: _find(root, _FILES["val_labels"]) is not None,
+            "Install Debian's package dataset-fashion-mnist on every node, or set "
+            "task.data.args.root to a directory with its IDX files",
+        )
         paths = {name: _find(root, file) for name, file in _FILES.items()}
     found = {name: path for name, path in paths.items() if path is not None}
     if len(found) < len(_FILES):
@@ -205,15 +228,8 @@ def load_fashion_mnist(args: FashionMnistArgs) -> ImageData:
             f"data set fashion_mnist: {root} lacks {sorted(_FILES.keys() - found.keys())}"
         )
     arrays = decoded_once("fashion_mnist", found.values(), lambda: _decode_fashion(found))
-    digest = bytes(arrays["digest"].tobytes()).decode()
     train_pixels = Pixels(_FASHION_PIXELS.scale, _FASHION_PIXELS.offset, flips=args.augment)
-    return ImageData(
-        train=InMemoryImages(arrays["train_images"], arrays["train_labels"], train_pixels, digest),  # type: ignore[arg-type]
-        val=InMemoryImages(arrays["val_images"], arrays["val_labels"], _FASHION_PIXELS, digest),  # type: ignore[arg-type]
-        num_classes=10,
-        channels=1,
-        image_size=28,
-    )
+    return _in_memory(arrays, _FASHION_PIXELS, train_pixels)
 
 
 def _find(root: Path, name: str) -> Path | None:
@@ -251,22 +267,3 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             f"data set fashion_mnist: {path} is truncated; remove it and get it again"
         )
     return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * num_dims).reshape(shape)
-
-
-def _download_fashion(root: Path) -> None:
-    """Download the data once per node, by torchvision. Raises DataMissing with what to do if there
-    is no network or no permission."""
-    with node_lock(cache_root() / "data" / "fashion_mnist.download.lock"):
-        if _find(root, _FILES["val_labels"]) is not None:
-            return
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            torchvision_datasets().FashionMNIST(str(root), download=True)
-        except (OSError, RuntimeError) as exc:
-            shutil.rmtree(root / "FashionMNIST", ignore_errors=True)
-            raise DataMissing(
-                f"data set fashion_mnist is not in {root} on this node, and cannot be downloaded "
-                f"there ({exc}). Install Debian's "
-                "package dataset-fashion-mnist on every node, or set task.data.args.root to a "
-                "directory with its IDX files"
-            ) from exc

@@ -29,7 +29,7 @@ from storage.run_control import Stop
 from storage.run_dir import RunDir
 from train_fn.drills import Drills, Faults
 from train_fn.errors import Replaced
-from train_fn.journal.client import ActorJournalClient, ProfileOrders, StackOrders
+from train_fn.journal.client import ActorJournalClient, PassedOrders
 from train_fn.node.node_dir import node_lock, own_temporary_dir
 from train_fn.recovery.history import History
 from train_fn.recovery.launch import ControllerOutcome
@@ -102,11 +102,10 @@ class ControlWatch:
     def watch_orders(self) -> None:
         """Carry out drills, and pass on orders for profiles and stacks. On a thread of its own,
         since drills take seconds."""
-        profiles = ProfileOrders(self._run_dir, self._submission, self._client)
-        stacks = StackOrders(self._run_dir, self._submission, self._client)
+        passed_on = PassedOrders(self._run_dir, self._submission, self._client)
         drills = Drills(self._run_dir, self._submission, self._client, _ray_faults)
         while not self._done.wait(ORDER_POLL_S):
-            for tick in (profiles.tick, stacks.tick, drills.tick):
+            for tick in (passed_on.tick, drills.tick):
                 try:
                     tick()
                 except Exception as exc:

@@ -11,15 +11,13 @@ from typing import Any
 from everstep.wire.drills import FLIPS, DrillKind
 from everstep.wire.events import EventKind
 from storage.errors import StorageError
-from storage.logs.journal import JournalEvent, read_journal
+from storage.logs.journal import JournalEvent, journal_events
 from storage.logs.journal_writer import JournalWriter
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from storage.run_dir import RunDir
 from train_fn.journal.client import ActorJournalClient
 from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.recovery.hang import ProgressTracker
-
-READ_BATCH = 5000
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +89,8 @@ class JournalServer:
 
     def _read_back(self, run_dir: RunDir) -> None:
         """Read the state for replies from the journal, after an earlier server was killed."""
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(
-                run_dir, self._submission, cursor, READ_BATCH, past_damage=True
-            )
-            for event in events:
-                self._note(event)
-            if not events:
-                return
+        for event in journal_events(run_dir, (self._submission,)):
+            self._note(event)
 
     def _line(self, source: str, event: SourceEvent) -> JournalEvent:
         return JournalEvent(

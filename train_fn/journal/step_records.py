@@ -8,10 +8,9 @@ from typing import Any
 
 from everstep.wire.events import EventKind
 from everstep.wire.run import Replay
-from storage.logs.journal import read_journal
+from storage.logs.journal import journal_events
 from storage.run_dir import RunDir
 
-_BATCH = 5000
 _KINDS = (EventKind.ATTEMPT_STARTED, EventKind.RESTORED, EventKind.METRICS)
 
 
@@ -49,20 +48,13 @@ class StepRecords:
         """Read all journals of a run. Raises StorageError."""
         for submission in run_dir.submissions():
             sizes: dict[int, int] = {}
-            cursor: str | None = None
-            while True:
-                events, cursor = read_journal(
-                    run_dir, submission, cursor, _BATCH, _KINDS, past_damage=True
-                )
-                for event in events:
-                    if event.kind is EventKind.ATTEMPT_STARTED:
-                        sizes[event.attempt] = event.data["world_size"]
-                    elif event.kind is EventKind.RESTORED:
-                        self.begin(event.data["step"], sizes.get(event.attempt))
-                    elif event.kind is EventKind.METRICS:
-                        self.add(event.data["points"])
-                if not events:
-                    break
+            for event in journal_events(run_dir, (submission,), _KINDS):
+                if event.kind is EventKind.ATTEMPT_STARTED:
+                    sizes[event.attempt] = event.data["world_size"]
+                elif event.kind is EventKind.RESTORED:
+                    self.begin(event.data["step"], sizes.get(event.attempt))
+                elif event.kind is EventKind.METRICS:
+                    self.add(event.data["points"])
         return self
 
     def begin(self, step: int, world_size: int | None) -> None:

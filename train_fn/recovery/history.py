@@ -8,13 +8,11 @@ from typing import Any
 
 from everstep.wire import Failure
 from everstep.wire.events import EventKind
-from storage.logs.journal import JournalEvent, read_journal
+from storage.logs.journal import JournalEvent, journal_events
 from storage.run_dir import RunDir
 from train_fn.recovery.decision import PastFailure
 from train_fn.recovery.hang import moved_at
 from train_fn.recovery.links import from_json
-
-READ_BATCH = 5000
 
 
 @dataclass(frozen=True)
@@ -120,14 +118,6 @@ def read_history(run_dir: RunDir) -> History:
     StorageError if they cannot be read.
     """
     history = History()
-    for submission in run_dir.submissions():
-        cursor: str | None = None
-        while True:
-            events, cursor = read_journal(
-                run_dir, submission, cursor, READ_BATCH, past_damage=True, is_over=True
-            )
-            for event in events:
-                history = history.with_event(event)
-            if not events:
-                break
+    for event in journal_events(run_dir, is_over=True):
+        history = history.with_event(event)
     return history

@@ -17,7 +17,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.code import unpack
 from storage.filesystem import open_storage
-from storage.logs.journal import read_journal
+from storage.logs.journal import journal_events
 from storage.run_dir import RunDir
 from train_fn.node.network import store_at
 from train_fn.node.node_dir import shared_memory_root
@@ -30,7 +30,6 @@ ATTEMPT_S = 240.0
 FAREWELL_S = 45.0
 """Longest time that ranks may take to leave once one of them has died."""
 _POLL_S = 0.02
-_READ = 1000
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class Trial:
         """End what still runs, and complete the records by what the journal has."""
         self._kill(stays=False)
         attempt, result = 0, None
-        for event in self._events():
+        for event in journal_events(self.run_dir):
             if event.kind is EventKind.ATTEMPT_STARTED:
                 attempt += 1
                 result = self.attempts[attempt - 1] if attempt <= len(self.attempts) else None
@@ -239,17 +238,6 @@ class Trial:
                 for point in event.data["points"]:
                     if (loss := point["values"].get("loss")) is not None:
                         result.records[0].losses[point["step"]] = loss
-
-    def _events(self) -> Iterator[Any]:
-        for submission in self.run_dir.submissions():
-            cursor: str | None = None
-            while True:
-                events, cursor = read_journal(
-                    self.run_dir, submission, cursor, _READ, past_damage=True
-                )
-                yield from events
-                if not events:
-                    break
 
 
 def _failed(rank: _Rank) -> bool:

@@ -21,7 +21,7 @@ from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.claims import claim_submission, newest_attempt, succeed_submission
 from storage.errors import AlreadyClaimed, StorageError, StorageNotFound
-from storage.logs.journal import read_journal
+from storage.logs.journal import journal_events
 from storage.run_dir import RunDir
 from train_fn.checkpoints.cadence import committed_data
 from train_fn.context import WorkerContext
@@ -32,7 +32,7 @@ from train_fn.node.memory import keep_memory
 from train_fn.node.network import interface_problem, take_debug_level
 from train_fn.node.usage import set_threads
 from train_fn.recovery.evidence import StepFailed
-from train_fn.recovery.history import READ_BATCH, read_history
+from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
 from train_fn.snapshots.election import save_own
@@ -372,11 +372,7 @@ def _differences(kept: RunSpec, spec: RunSpec) -> list[str]:
 
 def _launched_by(run_dir: RunDir, submission: int) -> str | None:
     """Return who started the processes of a submission's last attempt."""
-    launch, cursor = None, None
-    while True:
-        events, cursor = read_journal(run_dir, submission, cursor, READ_BATCH, past_damage=True)
-        for event in events:
-            if event.kind is EventKind.ATTEMPT_STARTED:
-                launch = event.data.get("launch")
-        if not events:
-            return launch
+    launch = None
+    for event in journal_events(run_dir, (submission,), (EventKind.ATTEMPT_STARTED,)):
+        launch = event.data.get("launch")
+    return launch

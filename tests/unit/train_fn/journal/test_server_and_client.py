@@ -20,7 +20,7 @@ from tests.support.service_process import wait_for
 from tests.support.small_disk import mounted_small_disk
 from train_fn.journal import client as client_module
 from train_fn.journal import server
-from train_fn.journal.client import ActorJournalClient, StackOrders
+from train_fn.journal.client import ActorJournalClient, PassedOrders
 from train_fn.journal.follower import Reply, SourceEvent
 from train_fn.journal.server import JournalServer
 
@@ -147,7 +147,7 @@ def test_a_profile_that_the_driver_passes_on_is_told_to_every_rank_also_by_an_ac
     client.ask(timeout_s=20)
     assert client.profile_ordered == order and client.stacks_ordered is None
     run_dir.order_stacks(1, StackOrder("stk_1", attempt=3))
-    orders = StackOrders(run_dir, 1, client)
+    orders = PassedOrders(run_dir, 1, client)
     orders.tick()
     orders.tick()  # each is passed on once
     assert client.flush(timeout_s=20)
