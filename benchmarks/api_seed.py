@@ -14,7 +14,7 @@ from sqlalchemy import insert, text
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import RunStatus
 from service.db.engine import Database
-from service.db.lease import new_run_id
+from service.db.lease import new_id
 from service.db.runs import new_row
 from service.db.tables import events, projects, run_tags, runs, transitions
 from service.model.run_rows import RunRow
@@ -70,7 +70,7 @@ def _run(chance: random.Random, spec: RunSpec, at: float) -> RunRow:
     end = RunStatus.PAUSED if chance.random() < 0.002 else chance.choice(_ENDS)
     ledger = TimeLedger.begin(at)
     return replace(
-        new_row(new_run_id(at), spec, "tok_seed", at),
+        new_row(new_id("run", at), spec, "tok_seed", at),
         status=end,
         submission=1,
         attempt=1,

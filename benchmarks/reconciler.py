@@ -22,7 +22,7 @@ from benchmarks.ray_stand_in import StandIn, ray_stand_in
 from everstep.spec.parsing import parse_spec
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.lease import new_run_id
+from service.db.lease import new_id
 from service.db.runs import new_row
 from service.db.tables import runs
 from service.reconciler.facts import submission_id
@@ -43,7 +43,7 @@ def fill(here: World, num_runs: int, status: RunStatus) -> list[str]:
     rows = []
     for index in range(num_runs):
         created_at = here.now - num_runs + index  # ids of one moment would collide
-        row = new_row(new_run_id(created_at), spec, "tok_seed", created_at).columns()
+        row = new_row(new_id("run", created_at), spec, "tok_seed", created_at).columns()
         if status == RunStatus.RUNNING:
             row |= {
                 "submission": 1,

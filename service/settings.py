@@ -10,7 +10,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import httpx
@@ -279,12 +278,7 @@ class HomeLock:
         self._descriptor = descriptor
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The file stays: otherwise two services could lock two files of one name.
         if self._descriptor is not None:
             os.close(self._descriptor)

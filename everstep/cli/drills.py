@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.terminal import (
-    Exit,
-    RunArgument,
-    Terminal,
-    command,
-    terminal,
-)
+from everstep.cli.terminal import Exit, RunArgument, Terminal, command, terminal
 from everstep.client.runs import BEFORE_RUNNING
 from everstep.errors import RunFailed
 from everstep.text import failure, words

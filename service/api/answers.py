@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
@@ -18,17 +17,18 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from everstep.spec.plain_text import is_sayable
-from everstep.wire import Event, Run, format_time
+from everstep.wire import Answer, Event, Run, format_time
 from service.api.problems import ApiProblem, invalid_request
 from service.db import run_lookup
 from service.db.lease import RUN_ID_PATTERN
 from service.db.run_lookup import Place
 from service.model.provider_rule import NO_PRICES, Prices
-from service.model.rows import EventRow, TransitionRow
+from service.model.rows import EventRow, TransitionRow, maybe_time, to_time
 from service.model.run_rows import ListedRun, RunHead, RunRow, RunSummary
 from service.projections.goodput import TimeLedger
 from service.projections.protection import ENDED, progress_of, protection, usage_of
 
+A = TypeVar("A", bound=Answer)
 JsonObject = dict[str, Any]
 """A JSON object of texts, numbers, lists and objects."""
 _ENDED_JSON: Final = ENDED.model_dump()
@@ -40,12 +40,13 @@ _SAME: Final = tuple(
 _same_fields: Final = attrgetter(*_SAME)
 
 
-def to_time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
-
-def maybe_time(seconds: float | None) -> datetime | None:
-    return None if seconds is None else to_time(seconds)
+def answer_of(kind: type[A], row: object, **given: Any) -> A:
+    """Return an answer with what is given, and the row's values in all other fields. In a row, the
+    times ``at`` and ``…_at`` are in unix seconds."""
+    for name in kind.model_fields.keys() - given.keys():
+        value = getattr(row, name)
+        given[name] = maybe_time(value) if name.rpartition("_")[2] == "at" else value
+    return kind(**given)
 
 
 def event_answer(row: EventRow) -> Event:

@@ -23,7 +23,7 @@ from typing import Final
 import anyio.to_thread
 
 from everstep.wire import LogLine
-from service.api.answers import to_time
+from service.api.answers import answer_of
 from service.api.blocking import BlockingCalls
 from storage.errors import StorageNotFound
 from storage.filesystem import Storage
@@ -122,7 +122,10 @@ class LogView:
                 if lines:
                     return lines[:limit]
             kept_lines = islice(self._ring, after - in_memory, after - in_memory + limit)
-            return [_answer(seq, line) for seq, line in enumerate(kept_lines, start=after + 1)]
+            return [
+                answer_of(LogLine, line, seq=seq)
+                for seq, line in enumerate(kept_lines, start=after + 1)
+            ]
 
     async def newest(self) -> int:
         """Return the number of lines that have places in time: all that were logged by now. Reads
@@ -241,7 +244,7 @@ class LogView:
         numbered = [
             (seq, source) for seq, source in enumerate(order, start=mark.seq + 1) if source in kept
         ]
-        again = [_answer(seq, found[source].popleft()) for seq, source in numbered]
+        again = [answer_of(LogLine, found[source].popleft(), seq=seq) for seq, source in numbered]
         return [line for line in again if line.seq > after], end
 
     async def _parts(self) -> set[_Source]:
@@ -292,15 +295,3 @@ def _in_order_of_time(times: bytes) -> array[int]:
 
 def _source_of(line: LoggedLine) -> _Source:
     return _Source(line.submission, line.attempt, line.rank, line.part)
-
-
-def _answer(seq: int, line: LoggedLine) -> LogLine:
-    return LogLine(
-        seq=seq,
-        at=to_time(line.at),
-        submission=line.submission,
-        attempt=line.attempt,
-        rank=line.rank,
-        level=line.level,
-        message=line.message,
-    )

@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from everstep.wire import ClusterInfo, Node, NodeMark, NodeState
 from service.cluster.ray_jobs import RayError, RayJobs
-from service.model.rows import NodeMarkRow
+from service.model.rows import NodeMarkRow, maybe_time, to_time
 from storage.files.protocol import draft_beside
 
 HEARD_S: Final = 3.0
@@ -81,7 +80,7 @@ class ClusterView:
             dashboard_url=self._ray.url,
             ray_version=version,
             nodes=shown,
-            coming_back=tuple(datetime.fromtimestamp(at, UTC) for at in coming),
+            coming_back=tuple(map(to_time, coming)),
         )
 
 
@@ -99,8 +98,8 @@ def with_mark(node: Node, row: NodeMarkRow | None, *, has_ranks: bool, now: floa
     mark = NodeMark(
         reason=row.reason,
         by=row.by,
-        at=datetime.fromtimestamp(row.at, UTC),
-        deadline=None if row.deadline is None else datetime.fromtimestamp(row.deadline, UTC),
+        at=to_time(row.at),
+        deadline=maybe_time(row.deadline),
     )
     state: NodeState = node.state
     if state != "DEAD" and row.state == "draining":

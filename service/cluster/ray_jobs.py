@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
 import httpx
@@ -38,40 +37,68 @@ class RayEndpoint:
     token: str | None
     """Bearer token; None sends none."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the header with the token."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
-class RayJobs:
+    def away(self, exc: Exception) -> RayUnavailable:
+        """Return the error for a dashboard that does not answer."""
+        return RayUnavailable(
+            f"Ray's dashboard at {self.url} does not answer: {exc or type(exc).__name__}"
+        )
+
+    def refused(self) -> RayRefused:
+        """Return the error for a token that the dashboard refuses."""
+        return RayRefused(
+            f"Ray's dashboard at {self.url} refuses the token; set RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH"
+        )
+
+
+class RayClient:
     """A client of one Ray cluster's dashboard.
 
     Args:
         endpoint: Called before each request, since an embedded cluster that restarts has another
             address. It returns None while there is no cluster.
-        before_submit: Called before each submission; None for nothing.
+        client: The connections. Closed with this.
     """
+
+    def __init__(
+        self, endpoint: Callable[[], RayEndpoint | None], client: httpx.AsyncClient
+    ) -> None:
+        self._endpoint = endpoint
+        self._client = client
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    def _now(self) -> RayEndpoint:
+        """Return where the cluster is now. Raises RayUnavailable."""
+        endpoint = self._endpoint()
+        if endpoint is None:
+            raise RayUnavailable("no Ray cluster is running now")
+        return endpoint
+
+
+class RayJobs(RayClient):
+    """The Jobs API and the state API. ``before_submit`` is called before each submission."""
 
     def __init__(
         self,
         endpoint: Callable[[], RayEndpoint | None],
         before_submit: Callable[[], None] | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        super().__init__(endpoint, httpx.AsyncClient(timeout=timeout, trust_env=False))
         self._before_submit = before_submit
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=False
-        )
         # A thousand runs may start at once, and the client's pool walks all waiting requests
         # whenever one begins or ends.
         self._submits = asyncio.Semaphore(MOST_SUBMITS)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.aclose()
 
     @property
     def url(self) -> str | None:
@@ -182,28 +209,20 @@ class RayJobs:
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> httpx.Response:
         """Send one request. Only this function turns httpx's errors into ours."""
-        endpoint = self._endpoint()
-        if endpoint is None:
-            raise RayUnavailable("no Ray cluster is running now")
-        headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
+        endpoint = self._now()
         try:
             response = await self._client.request(
                 method,
                 f"{endpoint.url}{path}",
                 json=json,
                 params=params,
-                headers=headers,
+                headers=endpoint.headers,
                 timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S),
             )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise RayUnavailable(
-                f"Ray's dashboard at {endpoint.url} does not answer: {exc or type(exc).__name__}"
-            ) from exc
+            raise endpoint.away(exc) from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise RayRefused(
-                f"Ray's dashboard at {endpoint.url} refuses the token; set RAY_AUTH_TOKEN or "
-                "RAY_AUTH_TOKEN_PATH"
-            )
+            raise endpoint.refused()
         return response
 
 

@@ -5,7 +5,6 @@ the change.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, delete, insert, select, update
 
 from everstep.wire import Failure
-from service.db.engine import Database
+from service.db.engine import Store
 from service.db.tables import audit_log, notifications
 from service.model.rows import AuditRow, Role, StoredRow
 from service.model.run_rows import RunRow
@@ -76,12 +75,8 @@ def note_target(target: str) -> None:
         entry.target = target
 
 
-class AuditStore:
-    """The audit log. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class AuditStore(Store):
+    """The audit log."""
 
     def join(self, connection: Connection) -> Callable[[], None] | None:
         """Write the current entry into its call's transaction; return a function to call after the
@@ -120,13 +115,12 @@ class AuditStore:
     ) -> list[AuditRow]:
         """Return entries, newest first: those before the entry ``before``, and of one token, if
         given."""
-        query = select(audit_log).order_by(audit_log.c.seq.desc()).limit(limit)
+        query = AuditRow.select(audit_log).order_by(audit_log.c.seq.desc()).limit(limit)
         if before is not None:
             query = query.where(audit_log.c.seq < before)
         if token_id is not None:
             query = query.where(audit_log.c.token_id == token_id)
-        with self._database.read() as connection:
-            return [AuditRow.of(row) for row in connection.execute(query).mappings()]
+        return self._rows(AuditRow, query)
 
 
 # ---------------------------------------------------------------- notifications
@@ -181,21 +175,13 @@ def with_failure(notification: Notification, failures: Sequence[Failure]) -> Not
     return replace(notification, body=json.dumps(facts))
 
 
-class NotificationStore:
-    """Notifications that are due. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class NotificationStore(Store):
+    """Notifications that are due."""
 
     def due(self) -> list[Notification]:
         """Return the due notifications, the longest due first."""
         query = Notification.select(notifications).where(notifications.c.next_at <= self._clock())
-        with self._database.read() as connection:
-            return [
-                Notification(*row)
-                for row in connection.execute(query.order_by(notifications.c.next_at).limit(_DUE))
-            ]
+        return self._rows(Notification, query.order_by(notifications.c.next_at).limit(_DUE))
 
     def forget(self, notification: Notification) -> None:
         """Delete a notification that was delivered, or for which retries have ended."""

@@ -4,8 +4,6 @@ start from.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -13,7 +11,7 @@ from typing import Final
 from sqlalchemy import Connection, func, select
 
 from everstep.wire import RunStatus
-from service.db.engine import Database, insert_missing
+from service.db.engine import Store, insert_missing
 from service.db.projects import QuotaExceeded, ensure_project
 from service.db.tables import Few, checkpoint_checks, code_archives, projects, runs
 from service.model.run_rows import StoredSpec
@@ -36,11 +34,8 @@ class KeptCheckpoint:
     run_ended: bool
 
 
-class CheckpointRecords:
+class CheckpointRecords(Store):
     """Checkpoints across runs. Every method is one transaction."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def kept(self) -> list[KeptCheckpoint]:
         """Return every kept checkpoint (at most the newest 64 of a run), the least recently
@@ -128,12 +123,8 @@ class CheckpointRecords:
 _COLUMNS: Final = code_archives.c
 
 
-class CodeArchives:
-    """Uploads by project. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class CodeArchives(Store):
+    """Uploads by project."""
 
     def holds(self, project: str, digest: str) -> bool:
         """Return whether a project has uploaded an archive."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from pydantic_core import from_json, to_json
-from sqlalchemy import Connection, Dialect, Table, create_engine, event, text
+from sqlalchemy import Connection, Dialect, Select, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
@@ -270,6 +271,19 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+class Store:
+    """What the stores of tables share. ``clock`` returns unix seconds."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+
+    def _rows(self, kind: Callable[..., T], query: Select[Any]) -> list[T]:
+        """Return the rows of a query that ``kind.select`` has begun."""
+        with self._database.autocommit() as connection:
+            return [kind(*row) for row in connection.execute(query)]
 
 
 def checked_url(url: str) -> URL:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,9 +28,9 @@ from sqlalchemy import (
 
 from everstep.wire import RunStatus
 from everstep.wire.events import EventKind
-from service.db.engine import Database, DatabaseError
+from service.db.engine import DatabaseError, Store
 from service.db.tables import checkpoint_checks, events, metrics, runs
-from service.db.writer import RunWriter
+from service.db.writer import RunWriter, events_of
 from service.model.rows import CheckpointCheck, EventRow, MetricPoint
 from service.model.run_rows import RunRow
 from service.projections.changes import Changes
@@ -59,12 +58,8 @@ class JournalGap(DatabaseError):
     stored cursor."""
 
 
-class EventStore:
-    """Events and checkpoint checks of runs. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class EventStore(Store):
+    """Events and checkpoint checks of runs."""
 
     # ---------------------------------------------------------------- journals
 
@@ -121,16 +116,10 @@ class EventStore:
     ) -> list[EventRow]:
         """Return events after ``seq`` in order, at most ``limit``, and only of these kinds, if
         given."""
-        query = (
-            select(events)
-            .where(events.c.run_id == run_id, events.c.seq > seq)
-            .order_by(events.c.seq)
-            .limit(limit)
-        )
+        query = EventRow.select(events).where(events.c.run_id == run_id, events.c.seq > seq)
         if kinds is not None:
             query = query.where(events.c.kind.in_(sorted(kinds)))
-        with self._database.read() as connection:
-            return [EventRow.of(row) for row in connection.execute(query).mappings()]
+        return self._rows(EventRow, query.order_by(events.c.seq).limit(limit))
 
     def page(
         self,
@@ -185,16 +174,17 @@ class EventStore:
         total = func.sum(first.c.bytes).over(order_by=order(first.c.seq)).label("total")
         summed = select(first.c.seq, place, total, func.count().over().label("num")).subquery()
         query = (
-            select(events, summed.c.num)
+            EventRow.select(events)
+            .add_columns(summed.c.num)
             .join(summed, events.c.seq == summed.c.seq)
             .where(run, summed.c.place <= limit)
             .where(or_(summed.c.total <= most_bytes, summed.c.place == 1))
             .order_by(order(events.c.seq))
         )
         with self._database.read() as connection:
-            found = connection.execute(query).mappings().all()
-        rows = tuple(EventRow.of(row) for row in found)
-        return EventPage(rows, more=bool(found) and found[0]["num"] > len(rows))
+            found = connection.execute(query).all()
+        rows = tuple(EventRow(*row[:-1]) for row in found)
+        return EventPage(rows, more=bool(found) and found[0].num > len(rows))
 
     def _data_bytes(self) -> ColumnElement[int]:
         if self._database.is_sqlite:
@@ -203,24 +193,13 @@ class EventStore:
 
     def of_kinds(self, run_id: str, kinds: Collection[str]) -> list[EventRow]:
         """Return every event of these kinds, in order."""
-        query = (
-            select(events)
-            .where(events.c.run_id == run_id, events.c.kind.in_(sorted(kinds)))
-            .order_by(events.c.seq)
-        )
         with self._database.read() as connection:
-            return [EventRow.of(row) for row in connection.execute(query).mappings()]
+            return events_of(connection, run_id, kinds)
 
     def newest(self, run_id: str, kind: str, limit: int = 1) -> list[EventRow]:
         """Return the last events of a kind, newest first."""
-        query = (
-            select(events)
-            .where(events.c.run_id == run_id, events.c.kind == kind)
-            .order_by(events.c.seq.desc())
-            .limit(limit)
-        )
-        with self._database.read() as connection:
-            return [EventRow.of(row) for row in connection.execute(query).mappings()]
+        query = EventRow.select(events).where(events.c.run_id == run_id, events.c.kind == kind)
+        return self._rows(EventRow, query.order_by(events.c.seq.desc()).limit(limit))
 
     def heads(self, run_ids: Collection[str]) -> dict[str, tuple[int, str]]:
         """Return (last seq, status) of each of these runs. Deleted runs are left out."""
@@ -236,11 +215,9 @@ class EventStore:
 
     def checkpoint_checks(self, run_id: str) -> dict[str, CheckpointCheck]:
         """Return the last check of each checkpoint that was ever verified, by name."""
-        query = select(checkpoint_checks).where(checkpoint_checks.c.run_id == run_id)
-        with self._database.read() as connection:
-            return {
-                row["name"]: CheckpointCheck.of(row) for row in connection.execute(query).mappings()
-            }
+        query = CheckpointCheck.select(checkpoint_checks)
+        found = self._rows(CheckpointCheck, query.where(checkpoint_checks.c.run_id == run_id))
+        return {check.name: check for check in found}
 
     def record_check(
         self, run_id: str, name: str, problem: str | None, found_by: Literal["scrub", "verify"]
@@ -330,11 +307,8 @@ def _changes(run: RunRow, event: EventRow) -> Changes:
 # shown are read.
 
 
-class SeriesStore:
+class SeriesStore(Store):
     """Metrics of runs, by name and step."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def names(self, run_id: str) -> list[str]:
         """Return every metric that the run ever reported, in order. One index seek each, however

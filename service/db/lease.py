@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from sqlalchemy import Connection, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from service.db.engine import Database, DatabaseError
+from service.db.engine import DatabaseError, Store
 from service.db.run_lookup import find_run
 from service.db.tables import idempotency_keys, leases
 from service.model.run_rows import RunRow
@@ -43,13 +41,9 @@ class Lease:
             )
 
 
-class LeaseStore:
+class LeaseStore(Store):
     """Leases by the database's clock, so that replicas need not agree on the time. SQLite uses
     ``clock``."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
 
     def take(self, name: str, holder: str) -> Lease | None:
         """Take or renew a lease for ``LEASE_S`` seconds; None if another process holds it.
@@ -178,62 +172,21 @@ _EPOCH_S: Final = 1_704_067_200  # 2024-01-01; 41 bits of milliseconds reach to 
 _RANDOM_BITS: Final = 19
 
 
-def new_run_id(now: float) -> str:
-    """Return ``run_`` and 12 characters: 41 bits of milliseconds, then 19 random bits.
+def new_id(kind: str, now: float) -> str:
+    """Return ``kind``, an underscore and 12 characters: 41 bits of milliseconds, then 19 random
+    bits.
 
-    Two ids of one millisecond may collide (1 in 524,288); the primary key detects it, and the store
-    draws again.
+    Two ids of one millisecond may collide (1 in 524,288); for runs and sweeps, the primary key
+    detects it, and the store draws again.
     """
-    return "run_" + _dated(now)
-
-
-def new_drill_id(now: float) -> str:
-    """Return ``drill_`` and 12 characters, as for a run."""
-    return "drill_" + _dated(now)
-
-
-def new_check_id(now: float) -> str:
-    """Return ``check_`` and 12 characters, as for a run."""
-    return "check_" + _dated(now)
-
-
-def new_profile_id(now: float) -> str:
-    """Return ``prof_`` and 12 characters, as for a run."""
-    return "prof_" + _dated(now)
-
-
-def new_stacks_id(now: float) -> str:
-    """Return ``stk_`` and 12 characters, as for a run."""
-    return "stk_" + _dated(now)
-
-
-def new_delivery_id(now: float) -> str:
-    """Return ``dlv_`` and 12 characters, as for a run."""
-    return "dlv_" + _dated(now)
-
-
-def new_alert_id(now: float) -> str:
-    """Return ``alr_`` and 12 characters, as for a run."""
-    return "alr_" + _dated(now)
-
-
-def new_sweep_id(now: float) -> str:
-    """Return ``sweep_`` and 12 characters, as for a run."""
-    return "sweep_" + _dated(now)
-
-
-def _dated(now: float) -> str:
     milliseconds = max(0, int((now - _EPOCH_S) * 1000)) & (2**41 - 1)
-    return _base32(milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS), 12)
+    return _named(kind, milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))
 
 
-def new_token_id() -> str:
-    return "tok_" + _base32(secrets.randbits(60), 12)
+def random_id(kind: str) -> str:
+    """Return ``kind``, an underscore and 12 random characters."""
+    return _named(kind, secrets.randbits(60))
 
 
-def new_user_id() -> str:
-    return "user_" + _base32(secrets.randbits(60), 12)
-
-
-def _base32(value: int, length: int) -> str:
-    return "".join(ALPHABET[value >> 5 * position & 31] for position in reversed(range(length)))
+def _named(kind: str, number: int) -> str:
+    return f"{kind}_{''.join(ALPHABET[number >> 5 * place & 31] for place in range(11, -1, -1))}"

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from sqlalchemy import Connection, func, select, update
 
 from service.db.audit import note_target
-from service.db.engine import Database, insert_missing, replace_row
+from service.db.engine import Store, insert_missing, replace_row
 from service.db.tables import IS_LIVE, node_marks, runs, storage_identity
 from service.model.rows import NodeMarkRow
 from storage.cluster import MarkedNode, Owner
 
 
-class NodeMarks:
-    """The last mark of each node: cordoned, draining, or open again. ``clock`` returns unix
-    seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class NodeMarks(Store):
+    """The last mark of each node: cordoned, draining, or open again."""
 
     def all(self) -> dict[str, NodeMarkRow]:
         """Return every mark by node id."""
-        with self._database.read() as connection:
-            rows = map(NodeMarkRow.of, connection.execute(select(node_marks)).mappings())
-            return {row.node_id: row for row in rows}
+        rows = self._rows(NodeMarkRow, NodeMarkRow.select(node_marks))
+        return {row.node_id: row for row in rows}
 
     def keep(self, marks: Iterable[MarkedNode]) -> None:
         """Add marks that another database has set, of nodes that have none here."""
@@ -60,13 +53,8 @@ class KnownStorage:
     """This database, as the storage is to name it; None before a service took the storage."""
 
 
-class StorageRecords:
-    """The row of the known storage. Every method is one transaction. ``clock`` returns unix
-    seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class StorageRecords(Store):
+    """The row of the known storage. Every method is one transaction."""
 
     def get(self) -> KnownStorage | None:
         """Return the known storage; None if there is none yet."""

@@ -4,8 +4,7 @@ set."""
 from __future__ import annotations
 
 import difflib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -15,7 +14,7 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 from everstep.wire import RunStatus
 from everstep.wire.team import Quotas
 from service.db.audit import note_target
-from service.db.engine import Database, DatabaseError, insert_missing
+from service.db.engine import DatabaseError, Store, insert_missing
 from service.db.tables import IS_LIVE, projects, runs, tokens
 from service.model.rows import ProjectRow
 
@@ -59,12 +58,8 @@ class ProjectLoad:
     queued: int = 0
 
 
-class ProjectStore:
-    """Projects. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class ProjectStore(Store):
+    """Projects and what they use."""
 
     def put(self, name: str, quotas: Quotas) -> tuple[ProjectRow, bool]:
         """Set all quotas of a project, creating it if needed. Return it, and whether it is new."""
@@ -73,22 +68,20 @@ class ProjectStore:
         with self._database.write() as connection:
             is_new = ensure_project(connection, name, self._clock())
             connection.execute(update(projects).where(projects.c.name == name).values(**values))
-            return _get(connection, name), is_new
+            query = ProjectRow.select(projects).where(projects.c.name == name)
+            return ProjectRow(*connection.execute(query).one()), is_new
 
     def all(self) -> list[tuple[ProjectRow, ProjectLoad]]:
         """Return every project by name, with its usage."""
+        query = ProjectRow.select(projects).order_by(projects.c.name)
         with self._database.read() as connection:
-            rows = [
-                ProjectRow.of(row)
-                for row in connection.execute(select(projects).order_by(projects.c.name)).mappings()
-            ]
+            rows = [ProjectRow(*row) for row in connection.execute(query)]
             usage = _usage(connection)
         return [(row, usage.get(row.name, ProjectLoad())) for row in rows]
 
     def quotas(self) -> dict[str, Quotas]:
         """Return the quotas of every project that has any, by name."""
-        with self._database.read() as connection:
-            rows = [ProjectRow.of(row) for row in connection.execute(select(projects)).mappings()]
+        rows = self._rows(ProjectRow, ProjectRow.select(projects))
         found = {row.name: quotas_of(row) for row in rows}
         return {name: quotas for name, quotas in found.items() if quotas != Quotas()}
 
@@ -175,12 +168,6 @@ def join_queue(connection: Connection, name: str, now: float, *, create: bool) -
 def quotas_of(row: ProjectRow) -> Quotas:
     return Quotas(
         max_workers=row.max_workers, max_running=row.max_running, max_queued=row.max_queued
-    )
-
-
-def _get(connection: Connection, name: str) -> ProjectRow:
-    return ProjectRow.of(
-        connection.execute(select(projects).where(projects.c.name == name)).mappings().one()
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from sqlalchemy import bindparam, func, select
 
 from everstep.wire import GoodputBuckets, ProjectGoodput, RunStatus
-from service.db.engine import Database
+from service.db.engine import Store
 from service.db.run_lookup import (
     EVERY_RUN,
     Place,
@@ -59,12 +58,8 @@ _REPLAYS: Final = (
 )
 
 
-class RunQueries:
-    """Reads runs. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class RunQueries(Store):
+    """Reads runs."""
 
     def get(self, run_id: str) -> RunRow | None:
         with self._database.autocommit() as connection:

@@ -18,7 +18,7 @@ from everstep.wire.run import Replay
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
 from service.db.engine import Database, DatabaseError, Guard
-from service.db.lease import IdempotencyKey, is_used, known_run, new_run_id, remember
+from service.db.lease import IdempotencyKey, is_used, known_run, new_id, remember
 from service.db.node_marks import StorageRecords
 from service.db.projects import join_queue
 from service.db.run_lookup import find_run
@@ -398,7 +398,7 @@ class RunStore(RunChanges):
         sweep_id = None if place is None else place.sweep_id
         if owner is None:
             owner = connection.execute(_OWNER, {"token_id": created_by}).scalar_one_or_none()
-        row = new_row(new_run_id(now), spec, created_by, now, sweep_id, owner)
+        row = new_row(new_id("run", now), spec, created_by, now, sweep_id, owner)
         writer = RunWriter(connection, row, now, self._database.hooks, new=True)
         writer.begin()
         run = writer.save()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,8 +23,8 @@ from sqlalchemy import (
 )
 
 from service.db.audit import note_target
-from service.db.engine import Database, replace_row
-from service.db.lease import new_token_id
+from service.db.engine import Database, Store, replace_row
+from service.db.lease import random_id
 from service.db.projects import ensure_project
 from service.db.tables import runs, sessions, tokens
 from service.db.writer import STATUS_CHANGES, changes_of
@@ -113,12 +112,8 @@ def valid_digests(
     return found
 
 
-class TokenStore:
-    """Tokens and what they allow. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class TokenStore(Store):
+    """Tokens and what they allow."""
 
     def create(
         self,
@@ -148,7 +143,7 @@ class TokenStore:
             role,
             project,
             expires_at,
-            token_id or new_token_id(),
+            token_id or random_id("tok"),
             create_project=create_project,
         )
         return row, secret
@@ -209,7 +204,7 @@ class TokenStore:
             role,
             user.project,
             expires_at,
-            new_token_id(),
+            random_id("tok"),
             user=user,
         )
         return row, secret
@@ -225,13 +220,8 @@ class TokenStore:
 
     def valid(self) -> list[TokenRow]:
         """Return every token that is not revoked, including expired ones, oldest first."""
-        query = (
-            select(tokens)
-            .where(tokens.c.revoked_at.is_(None))
-            .order_by(tokens.c.created_at, tokens.c.id)
-        )
-        with self._database.read() as connection:
-            return [TokenRow.of(row) for row in connection.execute(query).mappings()]
+        query = TokenRow.select(tokens).where(tokens.c.revoked_at.is_(None))
+        return self._rows(TokenRow, query.order_by(tokens.c.created_at, tokens.c.id))
 
     def revoke(self, token_id: str) -> bool:
         """Revoke a token; return False if it does not exist or is already revoked."""
@@ -346,12 +336,8 @@ class Holder:
         return tokens.c.user_id == self.user_id
 
 
-class SessionStore:
-    """Sessions and their tokens. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class SessionStore(Store):
+    """Sessions and their tokens."""
 
     def begin(
         self,
@@ -403,7 +389,7 @@ class SessionStore:
         query = _LISTED if holder is None else _LISTED.where(holder.tokens())
         with self._database.read() as connection:
             found = connection.execute(query, {"now": self._clock()})
-            return [SessionRow.of(row) for row in found.mappings()]
+            return [SessionRow(*row) for row in found]
 
     def end_by_id(self, session_id: str, holder: Holder | None = None) -> bool:
         """End a session; return False if ``valid(holder)`` has none of this id."""

@@ -9,17 +9,7 @@ from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 import structlog
-from sqlalchemy import (
-    JSON,
-    Column,
-    Connection,
-    Dialect,
-    Insert,
-    bindparam,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import JSON, Column, Connection, Dialect, Insert, bindparam, insert, select, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -380,8 +370,10 @@ def folded(run_id: str, fold: Callable[[list[EventRow]], T], rows: list[EventRow
 def events_of(
     connection: Connection, run_id: str, kinds: Collection[str], attempt: int | None = None
 ) -> list[EventRow]:
-    query = select(events).where(events.c.run_id == run_id, events.c.kind.in_(sorted(kinds)))
+    """Return the events of a run that have these kinds, in order; only of one attempt, if given."""
+    query = EventRow.select(events).where(
+        events.c.run_id == run_id, events.c.kind.in_(sorted(kinds))
+    )
     if attempt is not None:
         query = query.where(events.c.attempt == attempt)
-    found = connection.execute(query.order_by(events.c.seq)).mappings()
-    return [EventRow.of(row) for row in found]
+    return [EventRow(*row) for row in connection.execute(query.order_by(events.c.seq))]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from sqlalchemy import RowMapping, Select, Table, select
+from sqlalchemy import Select, Table, select
 
 from everstep.wire import ErrorKind
 from storage.cluster import MarkedNode
@@ -23,16 +24,20 @@ SESSION_DIGITS: Final = 24
 MarkState = Literal["cordoned", "draining", "open"]
 
 
+def to_time(seconds: float) -> datetime:
+    """Return the time of unix seconds, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def maybe_time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else to_time(seconds)
+
+
 class StoredRow:
-    """What rows share: made from a result, taken apart into columns."""
+    """What rows share: selected from a table, taken apart into columns."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @classmethod
-    def of(cls, mapping: RowMapping) -> Self:
-        """The row in a query's result; columns that it does not have are left out."""
-        return cls(**{name: mapping[name] for name in cls.__dataclass_fields__})
 
     @classmethod
     def select(cls, table: Table) -> Select[Any]:

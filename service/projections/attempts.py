@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,11 +18,9 @@ from everstep.wire import (
     Verdict,
     WorkerInfo,
 )
-from everstep.wire.alerts import (
-    AlertFailure,
-)
+from everstep.wire.alerts import AlertFailure
 from everstep.wire.events import WRONG_BITS, EventKind
-from service.model.rows import EventRow
+from service.model.rows import EventRow, to_time
 from storage.run_dir import CheckpointName
 
 ATTEMPT_KINDS: Final = frozenset(
@@ -73,7 +70,7 @@ def _started(event: EventRow) -> dict[str, Any]:
         "submission": event.submission,
         "world_size": event.data["world_size"],
         "workers": tuple(WorkerInfo.model_validate(worker) for worker in event.data["workers"]),
-        "started_at": _time(event.at),
+        "started_at": to_time(event.at),
         "ended_at": None,
         "first_step": None,
         "last_step": None,
@@ -115,12 +112,8 @@ def _end(event: EventRow, current: dict[str, Any]) -> str | None:
 
 
 def _ended(current: dict[str, Any], at: float, cause: str) -> Attempt:
-    ended_at = max(_time(at), current["started_at"])
+    ended_at = max(to_time(at), current["started_at"])
     return Attempt.model_validate({**current, "ended_at": ended_at, "cause": cause})
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 # ---------------------------------------------------------------- failures

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from everstep.spec.sections import CheckpointSpec
 from everstep.wire import Checkpoint
 from everstep.wire.events import EventKind
-from service.model.rows import CheckpointCheck, EventRow
+from service.model.rows import CheckpointCheck, EventRow, maybe_time, to_time
 from storage.checkpoints.reader import best_of, origin_of, restore_point, voided_by
 from storage.run_dir import CheckpointName
 
@@ -158,7 +157,7 @@ def _checkpoint(
         size_bytes=data["size_bytes"],
         digest=data["digest"],
         metrics={name: value for name, value in metrics.items() if value is not None},
-        committed_at=datetime.fromtimestamp(data["committed_at"], UTC),
-        verified_at=None if verified_at is None else datetime.fromtimestamp(verified_at, UTC),
+        committed_at=to_time(data["committed_at"]),
+        verified_at=maybe_time(verified_at),
         problem=problem,
     )

@@ -5,7 +5,6 @@ showed, who is slow, how far it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from everstep.wire import (
 from everstep.wire.drills import RunRehearsal
 from everstep.wire.events import EventKind
 from service.model.provider_rule import Prices
-from service.model.rows import EventRow
+from service.model.rows import EventRow, to_time
 from service.model.run_rows import ListedRun, RunRow, RunSummary, StoredSpec
 from service.projections.goodput import WorkLedger
 
@@ -122,7 +121,7 @@ def stragglers(
         elif event.data["slow"]:
             open_ones[event.data["rank"]] = {
                 **event.data,
-                "at": _time(event.at),
+                "at": to_time(event.at),
                 "attempt": event.attempt,
                 "ended_at": None,
             }
@@ -144,7 +143,7 @@ def stragglers(
         )
     ranks = tuple(RankTimes.model_validate(rank) for rank in newest.data["ranks"])
     return StragglerReport(
-        at=_time(newest.at),
+        at=to_time(newest.at),
         attempt=newest.attempt,
         step=newest.data["step"],
         step_s=newest.data["step_s"],
@@ -158,7 +157,7 @@ def stragglers(
 def _end(open_ones: Iterable[dict[str, Any]], at: float) -> None:
     for each in open_ones:
         if each:
-            each["ended_at"] = max(_time(at), each["at"])
+            each["ended_at"] = max(to_time(at), each["at"])
 
 
 def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
@@ -168,7 +167,9 @@ def _gpus(newest_first: Iterable[EventRow]) -> tuple[GpuUse, ...]:
     for event in newest_first:
         attempt = event.attempt if attempt is None else attempt
         if event.attempt == attempt and event.data["rank"] not in found:
-            found[event.data["rank"]] = GpuUse.model_validate({**event.data, "at": _time(event.at)})
+            found[event.data["rank"]] = GpuUse.model_validate(
+                {**event.data, "at": to_time(event.at)}
+            )
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -187,10 +188,6 @@ def _by_node(ranks: Iterable[RankTimes]) -> tuple[NodeTimes, ...]:
         )
         for node_id, found in nodes.items()
     )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 # ---------------------------------------------------------------- progress
@@ -286,7 +283,7 @@ def run_rehearsal(spec: StoredSpec, newest: EventRow | None, *, ended: bool) -> 
         "mode": mode,
         "state": state,
         "text": text,
-        "at": datetime.fromtimestamp(newest.at, UTC),
+        "at": to_time(newest.at),
     }
     try:
         return RunRehearsal.model_validate({**facts, "report": report})

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from everstep.wire import Failure, LogLine, Page, Verdict
 from service.api import streams
-from service.api.answers import Cursor, position, to_time
+from service.api.answers import Cursor, answer_of, position
 from service.api.auth import Caller, VisibleRun
 from service.api.context import ApiContext, Context
 from service.api.log_views import POLL_S, LogView
@@ -151,15 +151,4 @@ async def _last_lines(
         found = await context.storage_call(_read, RunDir(context.storage, run_id), failure, limit)
     except StorageError:
         return ()
-    return tuple(
-        LogLine(
-            seq=0,
-            at=to_time(line.at),
-            submission=line.submission,
-            attempt=line.attempt,
-            rank=line.rank,
-            level=line.level,
-            message=line.message,
-        )
-        for line in found
-    )
+    return tuple(answer_of(LogLine, line, seq=0) for line in found)

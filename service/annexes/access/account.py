@@ -9,11 +9,10 @@ from fastapi.responses import RedirectResponse
 from pydantic import TypeAdapter, ValidationError
 
 from everstep.wire.team import TokenName
-from service.api.answers import maybe_time, to_time
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.db.tokens import sha256_of
-from service.model.rows import RANK, SessionRow, TokenKind, TokenRow
+from service.model.rows import RANK, SessionRow, TokenKind, TokenRow, maybe_time, to_time
 from service.web.rendering import PageRoute, page
 from service.web.session import CheckedForm, WebCaller, cookie_of
 

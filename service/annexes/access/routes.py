@@ -17,7 +17,7 @@ from everstep.wire.team import (
     Token,
     TokenRequest,
 )
-from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
+from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import EMBEDDED_TRUST, Administrator, Caller, Principal
 from service.api.bodies import read_model
 from service.api.context import ApiContext, Context
@@ -26,7 +26,7 @@ from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
 from service.db.projects import ProjectLoad, quotas_of
 from service.db.tokens import Holder
-from service.model.rows import AuditRow, ProjectRow, SessionRow, TokenRow
+from service.model.rows import ProjectRow
 
 PROJECT_BODY: Final = json_body(
     "ProjectRequest", {"name": "vision", "quotas": {"max_workers": 8, "max_running": 4}}
@@ -103,10 +103,7 @@ async def _project(context: ApiContext, name: str) -> Project:
 
 
 def _project_answer(row: ProjectRow, usage: ProjectLoad) -> Project:
-    used = ProjectUsage(workers=usage.workers, running=usage.running, queued=usage.queued)
-    return Project(
-        name=row.name, quotas=quotas_of(row), usage=used, created_at=to_time(row.created_at)
-    )
+    return answer_of(Project, row, quotas=quotas_of(row), usage=answer_of(ProjectUsage, usage))
 
 
 # ---------------------------------------------------------------- tokens
@@ -157,7 +154,7 @@ async def create_token(
     )
     response.headers["Cache-Control"] = "no-store"
     warning = EMBEDDED_TRUST if context.embedded and row.role == "submitter" else None
-    return NewToken(**_token_answer(row).model_dump(), token=secret, warning=warning)
+    return answer_of(NewToken, row, token=secret, warning=warning)
 
 
 @router.get("/tokens", summary="Tokens", responses=problem_answers(403, 422))
@@ -167,7 +164,7 @@ async def list_tokens(
     """Every token that is not revoked, including expired ones, oldest first; without secrets."""
     found = await context.database_call(context.tokens.valid)
     shown, behind = page_of(found, lambda row: (row.created_at, row.id), cursor, limit)
-    return Page(items=tuple(map(_token_answer, shown)), next_cursor=behind)
+    return Page(items=tuple(answer_of(Token, row) for row in shown), next_cursor=behind)
 
 
 @router.delete(
@@ -181,20 +178,6 @@ async def revoke_token(_caller: Administrator, token_id: TokenPath, context: Con
     note_target(token_id)
     if not await context.database_call(context.tokens.revoke, token_id):
         raise not_found(f"token {token_id} does not exist, or is already revoked")
-
-
-def _token_answer(row: TokenRow) -> Token:
-    return Token(
-        id=row.id,
-        name=row.name,
-        role=row.role,
-        project=row.project,
-        created_at=to_time(row.created_at),
-        expires_at=maybe_time(row.expires_at),
-        last_used_at=maybe_time(row.last_used_at),
-        owner=row.owner,
-        kind=row.kind,
-    )
 
 
 # ---------------------------------------------------------------- audit log
@@ -213,12 +196,8 @@ async def list_audit(
     """Every call that changed something or was refused, newest first."""
     before = None if cursor is None else position(cursor, 0)
     found = await context.database_call(context.audit.page, limit + 1, before, token_id)
-    items = tuple(_audit_answer(row) for row in found[:limit])
+    items = tuple(answer_of(AuditEntry, row) for row in found[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(found) > limit else None)
-
-
-def _audit_answer(row: AuditRow) -> AuditEntry:
-    return AuditEntry(**(row.columns() | {"at": to_time(row.at)}))
 
 
 # ---------------------------------------------------------------- sessions
@@ -241,7 +220,7 @@ async def list_sessions(
     administrator. A user's own are those of all their log-ins."""
     found = await context.database_call(context.sessions.valid, _reached(caller))
     shown, behind = page_of(found, lambda row: (-row.created_at, row.sha256), cursor, limit)
-    return Page(items=tuple(map(_session_answer, shown)), next_cursor=behind)
+    return Page(items=tuple(answer_of(Session, row) for row in shown), next_cursor=behind)
 
 
 @router.delete(
@@ -254,16 +233,3 @@ async def revoke_session(caller: Caller, session_id: SessionPath, context: Conte
     """Effective on every replica as soon as this returns."""
     if not await context.database_call(context.sessions.end_by_id, session_id, _reached(caller)):
         raise not_found(f"session {session_id} does not exist, or has ended")
-
-
-def _session_answer(row: SessionRow) -> Session:
-    return Session(
-        id=row.id,
-        name=row.name,
-        role=row.role,
-        project=row.project,
-        created_at=to_time(row.created_at),
-        expires_at=to_time(row.expires_at),
-        address=row.address,
-        browser=row.browser,
-    )

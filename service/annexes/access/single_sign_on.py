@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import structlog
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from sqlalchemy import (
-    Column,
-    Connection,
-    Double,
-    String,
-    Table,
-    UniqueConstraint,
-    insert,
-    update,
-)
+from sqlalchemy import Column, Connection, Double, String, Table, UniqueConstraint, insert, update
 
 from service.annexes.access.provider import (
     CALLBACK_PATH,
@@ -32,8 +22,8 @@ from service.annexes.access.provider import (
 )
 from service.api.context import ApiContext, Context
 from service.api.problems import not_found
-from service.db.engine import Database, insert_into
-from service.db.lease import new_token_id, new_user_id
+from service.db.engine import Store, insert_into
+from service.db.lease import random_id
 from service.db.projects import ensure_project
 from service.db.tables import metadata, tokens
 from service.db.tokens import SECRET_BYTES, sha256_of
@@ -41,11 +31,7 @@ from service.model.provider_rule import Grant
 from service.model.rows import StoredRow, TokenRow
 from service.web.dashboard import log_in_form
 from service.web.rendering import PageRoute
-from service.web.session import (
-    begin_session,
-    is_secure,
-    local_path,
-)
+from service.web.session import begin_session, is_secure, local_path
 
 router: Final = APIRouter(route_class=PageRoute, include_in_schema=False)
 log = structlog.get_logger("everstep")
@@ -151,12 +137,8 @@ def _refused(
 # People who logged in at an identity provider, and the tokens of their rights.
 
 
-class UserStore:
-    """Users by issuer and subject. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class UserStore(Store):
+    """Users by issuer and subject."""
 
     def log_in(
         self, issuer: str, subject: str, name: str, grants: Sequence[Grant]
@@ -185,7 +167,7 @@ class UserStore:
     def _recorded(self, connection: Connection, issuer: str, subject: str, name: str) -> UserRow:
         """Insert or refresh the user's row, which stays locked until the transaction ends."""
         now = self._clock()
-        row = UserRow(new_user_id(), issuer, subject, name, now, now)
+        row = UserRow(random_id("user"), issuer, subject, name, now, now)
         connection.execute(
             insert_into(users, connection.dialect)
             .values(row.columns())
@@ -224,7 +206,7 @@ class UserStore:
         if grant.project is not None:
             ensure_project(connection, grant.project, now, create=True)
         row = TokenRow(
-            id=new_token_id(),
+            id=random_id("tok"),
             name=user.name,
             role=grant.role,
             project=grant.project,

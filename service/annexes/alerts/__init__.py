@@ -9,12 +9,7 @@ from everstep.wire.alerts import AlertRequest
 from service.annex import Annex, Beside, FollowUps, PageLink, ServiceParts, TableHooks
 from service.annexes.alerts import pages, routes
 from service.annexes.alerts.sender import AlertSender
-from service.annexes.alerts.store import (
-    TELLING_KINDS,
-    DeliveryStore,
-    IncidentStore,
-    apply_alerts,
-)
+from service.annexes.alerts.store import TELLING_KINDS, DeliveryStore, IncidentStore, apply_alerts
 from service.annexes.alerts.tables import alerts
 from service.reconciler.loop import Background
 

@@ -15,13 +15,14 @@ from service.annexes.alerts.rules import example_message
 from service.annexes.alerts.sender import NotAllowed, check_url
 from service.annexes.alerts.store import AlertStore
 from service.annexes.alerts.tables import AlertRow, DeliveryRow
-from service.api.answers import Cursor, Limit, maybe_time, page_of, position, to_time
+from service.api.answers import Cursor, Limit, answer_of, page_of, position
 from service.api.auth import Administrator
 from service.api.bodies import read_model
 from service.api.context import ApiContext, Context
 from service.api.openapi import json_body, problem_answers
 from service.api.problems import invalid_request, not_found
 from service.db.audit import note_target
+from service.model.rows import to_time
 
 router: Final = APIRouter(prefix="/v1/alerts", tags=["alerts"])
 
@@ -165,32 +166,15 @@ async def retry_delivery(
 def alert_answer(row: AlertRow) -> Alert:
     """Return a rule without its secrets."""
     url = row.target.get("url")
-    return Alert(
-        id=row.id,
-        project=row.project,
-        name=row.name,
-        when=row.when,
-        more_than=row.more_than,
-        stalled_s=row.stalled_s,
-        format=row.format,
-        target=urlsplit(url).netloc if url else ", ".join(row.target["addresses"]),
-        created_at=to_time(row.created_at),
-    )
+    target = urlsplit(url).netloc if url else ", ".join(row.target["addresses"])
+    return answer_of(Alert, row, target=target)
 
 
 def delivery_answer(row: DeliveryRow) -> AlertDelivery:
-    return AlertDelivery(
-        id=row.id,
-        alert_id=row.alert_id,
-        run_id=row.run_id,
-        event=row.event,
+    return answer_of(
+        AlertDelivery,
+        row,
         summary=row.message["summary"],
-        state=row.state,
         tries=row.num_tries,
-        created_at=to_time(row.created_at),
         next_at=to_time(row.next_at) if row.state == "waiting" else None,
-        finished_at=maybe_time(row.finished_at),
-        status=row.status,
-        answer=row.answer,
-        error=row.error,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
 from everstep.spec.plain_text import printable
@@ -20,6 +19,7 @@ from everstep.wire.alerts import (
     AlertWhen,
 )
 from service.annexes.alerts.tables import AlertRow
+from service.model.rows import to_time
 from service.model.run_rows import RunRow
 from service.projections.attempts import failure_of, first_line
 
@@ -136,7 +136,7 @@ def message_of(
         when=alert.when,
         event=event,
         incident=f"{alert.id}/{run.id}/{subject}",
-        at=_time(now),
+        at=to_time(now),
         summary=first_line(say(alert, run, facts, last, stragglers, subject, now)),
         run=_run(run),
         failure=None if last is None else failure_of(last),
@@ -151,7 +151,7 @@ def message_of(
 def example_message(alert: AlertRow, now: float) -> dict[str, Any]:
     """Return the message of a test, about a run and a failure that are made up."""
     fault = AlertFailure(
-        at=_time(now),
+        at=to_time(now),
         verdict=Verdict.WORKER_LOST,
         first_rank=1,
         node_id="0" * 12,
@@ -170,7 +170,7 @@ def example_message(alert: AlertRow, now: float) -> dict[str, Any]:
         when=alert.when,
         event="test",
         incident=f"{alert.id}/test",
-        at=_time(now),
+        at=to_time(now),
         summary=f"This is a test of the alert {printable(alert.name)}: nothing has happened.",
         run=AlertRun(
             id="run_example",
@@ -249,7 +249,3 @@ def _resolved(
             return f"{run.name}: {subject} no longer slows its peers down"
         case _:
             return f"{run.name} is at step {run.step}; it is {run.status.lower()}"
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -21,8 +20,8 @@ from service.annexes.alerts.tables import (
     alerts,
 )
 from service.db.audit import note_target
-from service.db.engine import Database
-from service.db.lease import new_alert_id, new_delivery_id
+from service.db.engine import Store
+from service.db.lease import new_id
 from service.db.projects import ensure_project
 from service.db.tables import IS_LIVE, events, runs, transitions
 from service.db.writer import events_of, failures_of, folded
@@ -34,18 +33,14 @@ RETRIES_LAST_S: Final = 24 * 3600.0
 _COLUMNS: Final = alert_deliveries.c
 
 
-class AlertStore:
-    """Rules and their messages, for whoever manages them. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class AlertStore(Store):
+    """Rules and their messages, for whoever manages them."""
 
     def create(self, wanted: AlertRequest, token_id: str) -> AlertRow:
         """Add a rule. Raises UnknownProject."""
         now = self._clock()
         row = AlertRow(
-            new_alert_id(now),
+            new_id("alr", now),
             wanted.project,
             wanted.name,
             wanted.when,
@@ -74,8 +69,7 @@ class AlertStore:
         query = AlertRow.select(alerts)
         if project is not None:
             query = query.where(alerts.c.project == project)
-        with self._database.autocommit() as connection:
-            return [AlertRow(*row) for row in connection.execute(query)]
+        return self._rows(AlertRow, query)
 
     def delete(self, alert_id: str) -> bool:
         """Delete a rule with its messages, sent or not. Return False if it does not exist."""
@@ -102,9 +96,7 @@ class AlertStore:
             query = query.where(_COLUMNS.alert_id == alert_id)
         if before is not None:
             query = query.where(_COLUMNS.seq < before)
-        with self._database.autocommit() as connection:
-            found = connection.execute(query.order_by(_COLUMNS.seq.desc()).limit(limit))
-            return [DeliveryRow(*row) for row in found]
+        return self._rows(DeliveryRow, query.order_by(_COLUMNS.seq.desc()).limit(limit))
 
     def send_again(self, alert_id: str, delivery_id: str) -> DeliveryRow | None:
         """Queue a message again, delivered or not, with the same id; None if there is none."""
@@ -156,7 +148,7 @@ def queue(
         now: Unix seconds.
         retries_last_s: A try that fails later is the last.
     """
-    delivery_id = new_delivery_id(now)
+    delivery_id = new_id("dlv", now)
     row = {
         "id": delivery_id,
         "alert_id": alert_id,
@@ -235,13 +227,8 @@ def apply_alerts(
             queue(connection, alert.id, run.id, event, message, now)
 
 
-class IncidentStore:
-    """Applies rules whose conditions begin or end as time passes. ``clock`` returns unix
-    seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class IncidentStore(Store):
+    """Applies rules whose conditions begin or end as time passes."""
 
     def work(self) -> None:
         """Apply these rules to every live run of their projects. Raises DatabaseError."""
@@ -344,12 +331,8 @@ KEPT_S: Final = 30 * 86_400.0
 _DUE: Final = 20
 
 
-class DeliveryStore:
-    """Messages on their way. ``clock`` returns unix seconds."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+class DeliveryStore(Store):
+    """Messages on their way."""
 
     def due(self) -> list[tuple[DeliveryRow, AlertRow]]:
         """Return messages to send now, the longest due first, each with its rule.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import (
-    Any,
-)
+from typing import Any
 
 from sqlalchemy import (
     JSON,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from statistics import fmean, stdev
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from everstep.wire.drills import (
     StackReport,
 )
 from everstep.wire.events import OWN_FILES, EventKind
-from service.model.rows import EventRow
+from service.model.rows import EventRow, to_time
 from service.model.run_rows import RunRow
 
 DRILL_KINDS: Final = frozenset(
@@ -127,7 +126,7 @@ def drill(story: Story, metrics: Sequence[EventRow]) -> Drill:
         id=data["id"],
         kind=DrillKind(data["kind"]),
         rank=data["rank"],
-        at=_time(story.requested.at),
+        at=to_time(story.requested.at),
         state=story.state,
         problem=None if story.failed is None else str(story.failed.data["problem"]),
         report=None
@@ -141,7 +140,7 @@ def _report(story: Story, started: EventRow, metrics: Sequence[EventRow]) -> Dri
     recovered = story.recovered.data if story.recovered else {}
     rejected = tuple(str(item["name"]) for item in restored.get("rejected") or ())
     return DrillReport(
-        started_at=_time(started.at),
+        started_at=to_time(started.at),
         node_id=started.data.get("node_id"),
         pid=started.data.get("pid"),
         checkpoint=started.data.get("checkpoint"),
@@ -224,10 +223,6 @@ def _verdict(failure: EventRow | None) -> Verdict | None:
     return Verdict(failure.data["verdict"])
 
 
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
-
 # ---------------------------------------------------------------- profiles
 
 # Fold a run's history into its profiles.
@@ -264,7 +259,7 @@ def profiles(events: Iterable[EventRow]) -> list[Profile]:
 
 def _requested(event: EventRow) -> Profile:
     data = event.data
-    at = datetime.fromtimestamp(event.at, UTC)
+    at = to_time(event.at)
     return Profile(
         id=data["id"], rank=data["rank"], steps=data["steps"], at=at, state=ProfileState.REQUESTED
     )
@@ -471,7 +466,7 @@ def stack_reports(events: Iterable[EventRow]) -> list[StackReport]:
     """Return a run's reports, oldest first, from its events of KINDS."""
     found: list[StackReport] = []
     for event in events:
-        data, at = event.data, datetime.fromtimestamp(event.at, UTC)
+        data, at = event.data, to_time(event.at)
         if event.kind == EventKind.STACKS_REQUESTED:
             found.append(StackReport(id=data["id"], at=at, attempt=event.attempt, complete=False))
             continue

@@ -11,12 +11,7 @@ from everstep.errors import FieldError, InvalidSpec
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import Page, Run
 from everstep.wire.run import ReplayRequest
-from service.annexes.drills.history import (
-    Stretch,
-    begun_at,
-    stretches,
-    words,
-)
+from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
 from service.api.auth import CallerToConfirm, ControlledRun, VisibleRun
 from service.api.bodies import read_model

@@ -8,10 +8,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import StreamingResponse
-from sqlalchemy import (
-    Connection,
-    select,
-)
+from sqlalchemy import Connection, select
 
 from everstep.wire import Page, RunStatus
 from everstep.wire.drills import (
@@ -31,7 +28,7 @@ from service.api.context import ApiContext, Context
 from service.api.openapi import json_body, problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
 from service.db.engine import Database
-from service.db.lease import new_drill_id, new_profile_id, new_stacks_id
+from service.db.lease import new_id
 from service.db.tables import events
 from service.db.writer import RunWriter
 from service.model.rows import EventRow
@@ -74,7 +71,7 @@ async def request_drill(
     wanted = await read_model(DrillRequest, request)
     now = context.clock()
     data = {
-        "id": new_drill_id(now),
+        "id": new_id("drill", now),
         "kind": wanted.kind.value,
         "rank": wanted.rank,
         "by": caller.name,
@@ -150,7 +147,7 @@ async def request_profile(request: Request, run: ControlledRun, context: Context
 async def order_profile(run: RunRow, context: ApiContext, wanted: ProfileRequest) -> Profile:
     """Request a profile. Raises 409 if the run is not training, 422 if it has no such rank."""
     now = context.clock()
-    data = {"id": new_profile_id(now), "rank": wanted.rank, "steps": wanted.steps}
+    data = {"id": new_id("prof", now), "rank": wanted.rank, "steps": wanted.steps}
     event = await recorded(context, run, PROFILE, now, data)
     order = ProfileOrder(event.data["id"], wanted.rank, wanted.steps, run.attempt)
     await context.storage_call(RunDir(context.storage, run.id).order_profile, run.submission, order)
@@ -254,7 +251,7 @@ async def request_stacks(run: ControlledRun, context: Context) -> StackReport:
 async def order_stacks(run: RunRow, context: ApiContext) -> StackReport:
     """Request the stacks of a run's ranks. Raises 409 if it is not training."""
     now = context.clock()
-    data = {"id": new_stacks_id(now)}
+    data = {"id": new_id("stk", now)}
     event = await context.database_call(record, context.database, run, STACKS, data, now)
     order = StackOrder(event.data["id"], run.attempt)
     await context.storage_call(RunDir(context.storage, run.id).order_stacks, run.submission, order)

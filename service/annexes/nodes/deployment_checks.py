@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from everstep.wire.deployment import DeploymentCheck, DeploymentReport, ServiceFacts, source_digest
 from service.cluster.ray_jobs import Job, RayJobs, RayUnavailable
-from service.db.lease import new_check_id
+from service.db.lease import new_id
 from storage.cluster import read_report
 from storage.filesystem import Storage
 
@@ -39,7 +39,7 @@ class DeploymentChecks:
 
     async def start(self, all_reduce_s: float) -> DeploymentCheck:
         """Submit a check. Raises RayError."""
-        check_id = new_check_id(self._clock())
+        check_id = new_id("check", self._clock())
         words = [
             "python",
             "-m",

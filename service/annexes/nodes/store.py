@@ -25,7 +25,7 @@ _FAILURES: Final = text("events.kind = 'failure'")
 
 
 class NodeMarkStore(NodeMarks):
-    """The last mark of each node. ``clock`` returns unix seconds."""
+    """The last mark of each node."""
 
     def mark(
         self,
@@ -77,9 +77,8 @@ class NodeMarkStore(NodeMarks):
         now = self._clock()
         gone = []
         with self._database.write() as connection:
-            for row in [
-                NodeMarkRow.of(found) for found in connection.execute(select(node_marks)).mappings()
-            ]:
+            found = connection.execute(NodeMarkRow.select(node_marks)).all()
+            for row in [NodeMarkRow(*each) for each in found]:
                 here = node_marks.c.node_id == row.node_id
                 if row.node_id in living:
                     if row.gone_since is not None:

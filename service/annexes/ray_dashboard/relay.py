@@ -9,14 +9,19 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from enum import StrEnum
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from service.cluster.ray_jobs import CONNECT_TIMEOUT_S, RayEndpoint, RayRefused, RayUnavailable
+from service.cluster.ray_jobs import (
+    CONNECT_TIMEOUT_S,
+    RayClient,
+    RayEndpoint,
+    RayRefused,
+    RayUnavailable,
+)
 
 MOST_REQUESTS: Final = 64
 """Requests that are passed on at the same time, over all callers."""
@@ -33,32 +38,17 @@ HEARTBEAT_S: Final = 2.0
 _MAX_MESSAGE_BYTES: Final = 16 * 2**20
 
 
-class RayDashboard:
-    """Passes requests on to the dashboard of one Ray cluster.
-
-    Args:
-        endpoint: Called before each request, as for ``RayJobs``.
-    """
+class RayDashboard(RayClient):
+    """Passes requests on to the dashboard of one Ray cluster."""
 
     def __init__(self, endpoint: Callable[[], RayEndpoint | None]) -> None:
-        self._endpoint = endpoint
-        self._client = httpx.AsyncClient(
+        client = httpx.AsyncClient(
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=5.0),
             limits=httpx.Limits(max_connections=MOST_REQUESTS, max_keepalive_connections=8),
             trust_env=False,
         )
+        super().__init__(endpoint, client)
         self._tails = asyncio.Semaphore(MOST_REQUESTS)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.aclose()
 
     async def check(self) -> None:
         """Ask for Ray's version, which needs the token. Raises RayUnavailable, RayRefused."""
@@ -88,19 +78,19 @@ class RayDashboard:
         request = self._client.build_request(
             method,
             f"{endpoint.url}/{path}" + (f"?{query}" if query else ""),
-            headers=[*headers.items(), *_token_header(endpoint).items()],
+            headers=[*headers.items(), *endpoint.headers.items()],
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=5.0),
         )
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise _away(endpoint, exc) from exc
+            raise endpoint.away(exc) from exc
         problem: RayRefused | RayUnavailable | None = None
         length = response.headers.get("content-length", "")
         if response.status_code == httpx.codes.UNAUTHORIZED or (
             response.status_code == httpx.codes.FORBIDDEN and path == "api/version"
         ):
-            problem = _refused(endpoint)
+            problem = endpoint.refused()
         elif length.isdigit() and int(length) > MAX_BYTES:
             problem = RayUnavailable(
                 f"Ray's answer has {length} bytes, more than {MAX_BYTES}; ask for fewer lines"
@@ -131,12 +121,6 @@ class RayDashboard:
                 else:
                     yield message.encode() if isinstance(message, str) else message
 
-    def _now(self) -> RayEndpoint:
-        endpoint = self._endpoint()
-        if endpoint is None:
-            raise RayUnavailable("no Ray cluster is running now")
-        return endpoint
-
 
 async def limited(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield a response's bytes as they come, still compressed.
@@ -165,36 +149,19 @@ async def _connected(endpoint: RayEndpoint, url: str) -> AsyncIterator[ClientCon
     try:
         socket = await connect(
             url,
-            additional_headers=_token_header(endpoint),
+            additional_headers=endpoint.headers,
             open_timeout=READ_TIMEOUT_S,
             max_size=_MAX_MESSAGE_BYTES,
             proxy=None,
         )
     except InvalidStatus as exc:
         if exc.response.status_code in (401, 403):
-            raise _refused(endpoint) from exc
+            raise endpoint.refused() from exc
         raise RayUnavailable(f"Ray answered {exc.response.status_code}") from exc
     except (OSError, TimeoutError, WebSocketException) as exc:
-        raise _away(endpoint, exc) from exc
+        raise endpoint.away(exc) from exc
     async with socket:
         yield socket
-
-
-def _token_header(endpoint: RayEndpoint) -> dict[str, str]:
-    return {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
-
-
-def _away(endpoint: RayEndpoint, exc: Exception) -> RayUnavailable:
-    return RayUnavailable(
-        f"Ray's dashboard at {endpoint.url} does not answer: {exc or type(exc).__name__}"
-    )
-
-
-def _refused(endpoint: RayEndpoint) -> RayRefused:
-    return RayRefused(
-        f"Ray's dashboard at {endpoint.url} refuses the token; set RAY_AUTH_TOKEN or "
-        "RAY_AUTH_TOKEN_PATH"
-    )
 
 
 # ---------------------------------------------------------------- ray routes

@@ -26,12 +26,11 @@ from service.annexes.sweeps.submission import submitted_sweep, validated_sweep
 from service.api.answers import (
     Cursor,
     Limit,
+    answer_of,
     as_json,
     encode_place,
-    maybe_time,
     page_of,
     parse_place,
-    to_time,
 )
 from service.api.auth import Caller, Principal, SubmitterToConfirm, visible_run
 from service.api.bodies import read_json
@@ -267,10 +266,9 @@ async def trials_of_sweep(context: ApiContext, sweep_id: str) -> list[TrialRow]:
 def sweep_answer(sweep: SweepRow, trials: Sequence[TrialRow], public_url: str | None) -> Sweep:
     """Return the sweep. ``public_url`` is the base URL of this service for browsers."""
     spec = sweep.sweep_spec
-    return Sweep(
-        id=sweep.id,
-        name=sweep.name,
-        project=sweep.project,
+    return answer_of(
+        Sweep,
+        sweep,
         status=sweep.state,
         reason=_reason(sweep),
         metric=spec.metric,
@@ -278,8 +276,6 @@ def sweep_answer(sweep: SweepRow, trials: Sequence[TrialRow], public_url: str | 
         scheduler=spec.scheduler.name,
         seed=spec.seed if spec.random else None,
         max_parallel=spec.max_parallel,
-        created_at=to_time(sweep.created_at),
-        finished_at=maybe_time(sweep.finished_at),
         progress=_progress(trials),
         best=best_of(trials, spec.mode == "max"),
         links=SweepLinks(dashboard=f"{public_url}/sweeps/{sweep.id}" if public_url else None),
@@ -327,16 +323,11 @@ def best_of(trials: Sequence[TrialRow], larger_is_better: bool) -> SweepBest | N
 
 
 def run_of_sweep(trial: TrialRow) -> SweepRun:
-    return SweepRun(
-        number=trial.number,
-        params=trial.params,
-        run_id=trial.run_id,
-        is_deleted=trial.is_deleted,
-        status=trial.status,
+    return answer_of(
+        SweepRun,
+        trial,
         step=trial.step or 0,
-        total_steps=trial.total_steps,
         value=trial.best_value,
         value_step=trial.best_step,
-        rung=trial.rung,
         results=tuple(RungResult(step=step, value=value) for step, value in trial.results),
     )

@@ -35,9 +35,9 @@ from everstep.spec.trials import SweepTrial
 from everstep.wire import RunStatus
 from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.audit import note_target
-from service.db.engine import Database, DatabaseError, Guard, StateConflict
+from service.db.engine import Database, DatabaseError, Guard, StateConflict, Store
 from service.db.events import SeriesStore
-from service.db.lease import IdempotencyKey, check_same_body, new_sweep_id
+from service.db.lease import IdempotencyKey, check_same_body, new_id
 from service.db.projects import ensure_project
 from service.db.run_lookup import Place
 from service.db.runs import PlaceTaken
@@ -181,12 +181,11 @@ SPECS_TO_COME: Final = (
 """Specs of runs that sweeps will submit."""
 
 
-class SweepStore:
-    """Sweeps. ``clock`` returns unix seconds."""
+class SweepStore(Store):
+    """Sweeps."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+        super().__init__(database, clock)
         self.series = SeriesStore(database)
 
     def create(
@@ -226,7 +225,7 @@ class SweepStore:
                         return known, False
                     now = self._clock()
                     ensure_project(connection, project, now, create=create_project)
-                    sweep = _new_row(new_sweep_id(now), spec, project, created_by, now)
+                    sweep = _new_row(new_id("sweep", now), spec, project, created_by, now)
                     key = idempotency and {
                         "idempotency_key": idempotency.key,
                         "body_sha256": idempotency.body_sha256,
@@ -259,15 +258,12 @@ class SweepStore:
             query = query.where(sweeps.c.status.in_(statuses))
         if before is not None:
             query = query.where(tuple_(sweeps.c.created_at, sweeps.c.id) < tuple_(*before))
-        with self._database.read() as connection:
-            return [SweepRow(*row) for row in connection.execute(query.limit(limit))]
+        return self._rows(SweepRow, query.limit(limit))
 
     def live(self) -> list[SweepRow]:
         """Return every sweep that has not ended, oldest first."""
         query = SweepRow.select(sweeps).where(UNENDED)
-        with self._database.autocommit() as connection:
-            rows = connection.execute(query.order_by(sweeps.c.created_at, sweeps.c.id))
-            return [SweepRow(*row) for row in rows]
+        return self._rows(SweepRow, query.order_by(sweeps.c.created_at, sweeps.c.id))
 
     def trials(self, sweep_ids: Sequence[str]) -> dict[str, list[TrialRow]]:
         """Return the runs of each sweep, in the order of their numbers."""

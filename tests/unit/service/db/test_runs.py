@@ -25,7 +25,7 @@ from service.db.lease import (
     RUN_ID_PATTERN,
     IdempotencyConflict,
     IdempotencyKey,
-    new_run_id,
+    new_id,
 )
 from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
@@ -62,9 +62,9 @@ def test_a_new_run_is_queued_with_its_history(runs: RunStore, events: EventStore
 
 
 def test_ids_sort_by_time_and_differ_within_a_millisecond() -> None:
-    ids = [new_run_id(NOON + second) for second in range(1000)]
+    ids = [new_id("run", NOON + second) for second in range(1000)]
     assert ids == sorted(ids)
-    assert len({new_run_id(NOON) for _ in range(50)}) > 40
+    assert len({new_id("run", NOON) for _ in range(50)}) > 40
     assert sorted(ALPHABET) == list(ALPHABET) and len(set(ALPHABET)) == 32
 
 
@@ -73,7 +73,7 @@ def test_an_id_that_is_taken_is_drawn_again(
 ) -> None:
     first = create(runs)
     drawn = iter([first.id, first.id, "run_000000000001"])
-    monkeypatch.setattr("service.db.runs.new_run_id", lambda _now: next(drawn))
+    monkeypatch.setattr("service.db.runs.new_id", lambda _kind, _now: next(drawn))
     assert create(runs).id == "run_000000000001"
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import insert
 from everstep.spec.parsing import parse_spec
 from everstep.wire import NodeLoad, Reason, ReasonCode, RunStatus
 from everstep.wire.events import EventKind
-from service.db.lease import new_run_id
+from service.db.lease import new_id
 from service.db.runs import new_row
 from service.db.tables import runs as runs_table
 from storage.logs.rank_logs import LogRecord, RankLogWriter
@@ -98,7 +98,7 @@ async def test_goodput_is_listed_after_the_first_minute(api: ApiService, browser
 async def test_the_list_is_small_with_6000_runs(api: ApiService, browser: Browser) -> None:
     wanted = parse_spec(spec())
     rows = [
-        new_row(new_run_id(NOON + index), wanted, "tok_x", NOON + index).columns()
+        new_row(new_id("run", NOON + index), wanted, "tok_x", NOON + index).columns()
         for index in range(6000)
     ]
     with api.database.write() as connection:
