@@ -81,12 +81,6 @@ class Prometheus:
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
-
-
-@pytest.fixture
 async def prometheus(tmp_path: Path, api: ApiService) -> AsyncIterator[Prometheus]:
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -28,7 +28,7 @@ from service.db.tables import metrics
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story
 from tests.browser.watching import watching
-from tests.integration.web_pages import api, context, page, story
+from tests.integration.web_pages import context, page, story
 from tests.support.api_service import NOON, ApiService, Journal
 from tests.support.digits_run import digits
 from tests.support.service_process import ServiceProcess
@@ -36,7 +36,7 @@ from tests.support.telling_dashboard import telling_dashboard
 from tests.support.web_browser import status_of
 from tests.unit.service.api.test_rehearsals import DIFFERENT
 
-__all__ = ["api", "context", "page", "story"]
+__all__ = ["context", "page", "story"]
 
 AXE = Path(__file__).parents[1] / "browser" / "axe-core" / "axe.min.js"
 

@@ -14,10 +14,10 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.browser.chromium import chromium_path
 from tests.browser.story import Story
-from tests.integration.web_pages import api, context, page, story
+from tests.integration.web_pages import context, page, story
 from tests.support.api_service import NOON, ApiService
 
-__all__ = ["api", "context", "page", "story"]
+__all__ = ["context", "page", "story"]
 
 PHONE_PX = 390
 LONG = "resnet-50-with-a-name-that-nobody-broke-" * 3

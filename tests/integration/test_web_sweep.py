@@ -6,11 +6,11 @@ import pytest
 from playwright.async_api import Page, expect
 
 from tests.browser.chromium import chromium_path
-from tests.integration.web_pages import api, context, page
+from tests.integration.web_pages import context, page
 from tests.support.api_service import ApiService
 from tests.support.sweep_runs import advance, create_sweep, train
 
-__all__ = ["api", "context", "page"]
+__all__ = ["context", "page"]
 
 expect.set_options(timeout=60_000)
 

@@ -1,10 +1,9 @@
 """Pages of a real service in Chromium, with the history of tests/browser/story.py. Test modules
-import ``api``, ``story``, ``context`` and ``page`` as their fixtures."""
+import ``story``, ``context`` and ``page`` as their fixtures."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from playwright.async_api import BrowserContext, Page
@@ -12,12 +11,6 @@ from playwright.async_api import BrowserContext, Page
 from tests.browser.story import Story, tell
 from tests.browser.watching import watching
 from tests.support.api_service import ApiService
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +32,6 @@ FAILURE: dict[str, Any] = {
     "world_size_before": 2,
     "world_size_after": 2,
 }
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def found(api: ApiService, run_id: str, *allowed: RunStatus) -> list[str]:

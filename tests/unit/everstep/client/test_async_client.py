@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -48,12 +47,6 @@ MIRRORS = {
     admin.Audit: async_client.AsyncAudit,
     admin.ServiceStorage: async_client.AsyncStorage,
 }
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,6 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, Journal, spec
 from tests.unit.service.api.test_api_checkpoints import save
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

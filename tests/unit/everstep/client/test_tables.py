@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pandas
 import pytest
@@ -15,12 +13,6 @@ from everstep.errors import UsageError
 from everstep.wire import Run
 from tests.support.api_service import NOON, ApiService
 from tests.support.command_line import finish
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

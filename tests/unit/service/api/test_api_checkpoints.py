@@ -7,7 +7,6 @@ import io
 import json
 import tarfile
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -20,12 +19,6 @@ from storage.checkpoints.manifest import Manifest
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def save(api: ApiService, run_id: str, journal: Journal, step: int, **metrics: float) -> Manifest:

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from tests.support.api_service import ApiService
 from tests.support.code_archives import TASK, tar_gz, zip_of
 
 FILES: dict[str, str | bytes] = {"mine/__init__.py": "", "mine/task.py": TASK}
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def upload(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Collection
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -17,12 +16,6 @@ from everstep.wire.events import EventKind
 from service.api import streams as streams_module
 from service.runs import history as series_routes
 from tests.support.api_service import NOON, ApiService, Journal
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 class Stream:

@@ -3,11 +3,7 @@ said afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from everstep.text import events as event_words
 from everstep.text import failure as failure_words
@@ -41,12 +37,6 @@ RECOVERED = {
     **{"recovery_s": 1.4, "steps_lost": 0, "world_size_before": 2, "world_size_after": 2},
     "phases": {"leave": 0.1, "decide": 0.1, "start": 1.0, "restore": 0.1, "first_step": 0.1},
 }
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def log(

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from jsonschema import Draft202012Validator
 
 from everstep.spec.run_spec import RunSpec
 from everstep.spec.tasks import Catalog
 from everstep.wire import ClusterInfo, Readiness
 from tests.support.api_service import ApiService, spec
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def test_ready(api: ApiService) -> None:

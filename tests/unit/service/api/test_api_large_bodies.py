@@ -7,8 +7,6 @@ import difflib
 import json
 import time
 import typing
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,6 @@ from everstep.spec.parsing import MAX_FAULTS, parse_spec
 from everstep.text import words
 from service.api.bodies import MAX_VALUES
 from tests.support.api_service import ApiService, spec
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def unknown_fields(count: int, length: int = 20) -> dict[str, Any]:

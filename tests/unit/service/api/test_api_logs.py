@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,6 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
 from tests.unit.service.api.test_api_events import Stream
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 class Ranks:

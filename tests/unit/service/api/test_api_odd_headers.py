@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,12 +94,6 @@ ODD = (
 )
 FORM = b"application/x-www-form-urlencoded"
 STREAMS = (("accept", b"text/event-stream"),)
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def status_of(

@@ -3,7 +3,6 @@ run has its own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
 from tests.support.api_service import ApiService, Journal, spec
 from tests.unit.service.api.test_api_checkpoints import save
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def parent_run(api: ApiService, **fields: Any) -> tuple[str, Journal]:

@@ -20,12 +20,6 @@ from tests.support.problems import problem
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
-
-
-@pytest.fixture
 async def either(tmp_path: Path, database_url: str) -> AsyncIterator[ApiService]:
     """On SQLite and on PostgreSQL."""
     async with ApiService(tmp_path, database_url=database_url) as service:

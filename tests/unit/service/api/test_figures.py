@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +12,6 @@ from service.projections.goodput import TimeLedger, to_us
 from storage.logs.journal import JournalEvent
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.db.test_goodput import BEGIN, any_event
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def figures(api: ApiService) -> dict[str, float]:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from tests.unit.service.api.test_openapi_contract import described, operations
 
 PACKAGE = "everstep_generated"
 PROGRAM = Path(__file__).parents[3] / "tools" / "typescript" / "client.ts"
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +10,6 @@ import pytest
 from everstep.wire.events import MAX_NAMES, MAX_STEP_NAMES, EventKind, NameLimit
 from tests.support.api_service import ApiService
 from tests.unit.train_fn.session.test_reporter import begin
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def test_the_first_names_are_admitted_and_stay() -> None:

@@ -3,8 +3,6 @@ attempts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,6 @@ from service.model.provider_rule import Prices
 from tests.support.api_service import NOON, ApiService, Journal
 
 HOUR = 3600.0
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def begun(api: ApiService, world_size: int = 2, **fields: Any) -> tuple[str, Journal]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +13,6 @@ from tests.support.api_service import ApiService, Journal
 from tests.support.code_archives import tar_gz
 from tests.support.web_browser import Browser
 from tests.unit.service.web.test_pages import text_of
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def script_run(api: ApiService) -> tuple[str, Journal]:

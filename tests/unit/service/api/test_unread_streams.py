@@ -18,12 +18,6 @@ from tests.support.api_service import ApiService, Journal
 from tests.unit.service.api.test_api_events import Stream
 
 
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
-
-
 class Unread:
     """Streams that a client opens and never reads, with as little room as the kernel allows."""
 

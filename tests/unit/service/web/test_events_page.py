@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +14,6 @@ from service.web.logs import LONGEST_TEXT, PAGE_EVENTS, SHOWN
 from tests.support.api_service import NOON, ApiService
 from tests.support.page_text import text_of
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
@@ -15,12 +13,6 @@ from service.db.tokens import LASTS_S
 from service.web.session import COOKIE, csrf_token, local_path
 from tests.support.api_service import NOON, ApiService
 from tests.support.web_browser import Browser, status_of
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def test_a_page_leads_to_the_log_in_and_the_log_in_back(api: ApiService) -> None:

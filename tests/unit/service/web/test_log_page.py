@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,6 @@ from storage.logs.rank_logs import LogRecord, RankLogWriter
 from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,12 +19,6 @@ from service.web.new_run import templates
 from tests.support.api_service import ApiService, spec
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

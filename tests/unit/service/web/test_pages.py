@@ -5,9 +5,7 @@ And nothing that users wrote is markup."""
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -24,12 +22,6 @@ from storage.run_dir import RunDir
 from tests.support.api_service import NOON, ApiService, spec
 from tests.support.page_text import HOSTILE, fail, text_of
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

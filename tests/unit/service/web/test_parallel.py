@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +11,6 @@ from service.web.compare import picture
 from tests.support.api_service import ApiService, Journal
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def runs_of(api: ApiService, *metrics: dict[str, float]) -> list[Run]:

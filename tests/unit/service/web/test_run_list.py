@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
-
-import pytest
 
 from tests.support.api_service import ApiService
 from tests.support.page_text import HOSTILE
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def names(html: str) -> list[str]:

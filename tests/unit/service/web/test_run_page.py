@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from html import unescape
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +16,6 @@ from tests.support.api_service import NOON, ApiService
 from tests.support.page_text import fail, text_of
 from tests.support.web_browser import Browser, status_of
 from tests.unit.service.api.test_api_checkpoints import save
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 @pytest.fixture

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
-import pytest
 
 from everstep.wire import RunStatus
 from tests.support.api_service import ApiService
 from tests.support.command_line import finish
 from tests.support.web_browser import Browser, status_of
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def send(browser: Browser, action: str, *ids: str, csrf: str | None = None) -> httpx.Response:

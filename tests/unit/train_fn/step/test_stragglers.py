@@ -4,8 +4,6 @@ them."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -142,12 +140,6 @@ def test_every_rank_s_time_travels_with_the_totals() -> None:
     report.add(torch.tensor(1.0), 1)
     gradient = report.gradient(Votes(own_s=0.25))
     assert report.totals_of((gradient / 3).numpy().data).own_s == (0.0, 0.25, 0.0)
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def test_the_api_tells_times_by_rank_and_node_and_who_was_slow(api: ApiService) -> None:

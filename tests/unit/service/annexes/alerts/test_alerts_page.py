@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
 from service.annexes.alerts.routes import store_of
 from service.annexes.alerts.sender import AlertSender
 from service.annexes.alerts.store import DeliveryStore, IncidentStore
@@ -14,12 +9,6 @@ from service.submission_rules.packages import NotifyRule
 from tests.support.api_service import ApiService
 from tests.support.scripted_http import scripted
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def send_due(api: ApiService) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,6 @@ from tests.support.api_service import ApiService
 URL = "https://hooks.slack.com/services/T0/B0/s3cr3tpath"
 SLACK = {"name": "on-call", "when": "failed", "format": "slack", "url": URL}
 DUTY = {"name": "night", "when": "recovered", "format": "pagerduty", "routing_key": "K3YK3YK3Y"}
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def test_a_rule_is_made_listed_tested_and_deleted_and_its_secrets_stay(

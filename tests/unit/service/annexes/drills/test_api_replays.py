@@ -3,8 +3,6 @@ could be proven."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +10,6 @@ import pytest
 from everstep.wire.events import EventKind
 from tests.support.api_service import ApiService, Journal
 from tests.unit.service.api.test_api_checkpoints import save
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 def steps(journal: Journal, *numbers: int) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +14,6 @@ from everstep.spec.trials import trials_of
 from everstep.wire.team import Quotas
 from tests.support.api_service import ApiService, spec
 from tests.support.sweep_runs import advance, create_sweep, sweep_body
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def faults(api: ApiService, **fields: Any) -> dict[str, str]:

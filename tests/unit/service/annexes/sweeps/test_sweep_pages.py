@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.support.api_service import ApiService
 from tests.support.page_text import text_of
 from tests.support.sweep_runs import advance, create_sweep, train
 from tests.support.web_browser import Browser
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[ApiService]:
-    async with ApiService(tmp_path) as service:
-        yield service
 
 
 async def act(browser: Browser, sweep_id: str, action: str, **fields: str) -> httpx.Response:
