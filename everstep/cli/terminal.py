@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import typer
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -119,7 +119,7 @@ class Terminal:
 
     def json(self, value: Any) -> None:
         """Print one value as one line of JSON."""
-        sys.stdout.write(json_line(_plain(value)) + "\n")
+        sys.stdout.write(json_line(to_jsonable_python(value)) + "\n")
         sys.stdout.flush()
 
     def table(
@@ -226,16 +226,6 @@ def _left_out(
         if sum(shown) + _GAP_CHARS * len(shown) <= width:
             return left_out
     return None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", by_alias=True)
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 _CURRENT: ContextVar[Terminal] = ContextVar("terminal")

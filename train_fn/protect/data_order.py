@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from train_fn.errors import BadTask
-from train_fn.samples.loader import data_sets_in, own_generators, seed_anew, told_of_epochs
-from train_fn.samples.sampler import key, seed_building
+from train_fn.samples.loader import data_sets_in, told_of_epochs
+from train_fn.samples.sampler import key, own_generators, seed_anew, seed_building
 
 _ORDER = 7
 """Purpose of the seed of an epoch's order."""

@@ -28,8 +28,7 @@ from train_fn.protect.data_order import (
     skips,
     tell_epoch,
 )
-from train_fn.samples.loader import digest_of, own_generators, seed_anew
-from train_fn.samples.sampler import key
+from train_fn.samples.sampler import digest_of, key, own_generators, seed_anew
 
 _END = object()
 _LEAD = 2

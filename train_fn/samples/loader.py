@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
-import hashlib
 import os
-import pickle
-import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -25,7 +22,14 @@ from torch.utils.data._utils import worker as torch_worker
 from everstep.spec.run_spec import RunSpec
 from train_fn.journal.rank_log import mark_output
 from train_fn.recovery.error_text import ended_program
-from train_fn.samples.sampler import IndexArray, MicroBatch, key, seed_sample
+from train_fn.samples.sampler import (
+    IndexArray,
+    MicroBatch,
+    key,
+    own_generators,
+    seed_anew,
+    seed_sample,
+)
 
 Collate = Callable[[list[Any]], Any]
 MAX_AUTO_WORKERS = 16
@@ -426,47 +430,6 @@ class ToldEpoch:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_told": None, "_epoch": None}
-
-
-# ---------------------------------------------------------------- own generators
-
-# Generators that samplers, data and collate functions own are seeded anew, as the global ones are.
-
-_MOST = (1 << 32) - 1
-"""Largest seed that every kind of generator takes."""
-
-
-def own_generators(parts: Iterable[Any], *, of_samplers: bool = False) -> list[Any]:
-    """Return the generators in the attributes of these objects. Those of samplers that torch calls
-    ``generator`` are left out: they are seeded with the order."""
-    return [
-        value
-        for part in parts
-        for name, value in sorted(getattr(part, "__dict__", {}).items())
-        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
-        or (isinstance(value, torch.Generator) and not (of_samplers and name == "generator"))
-    ]
-
-
-def digest_of(generators: Iterable[Any]) -> str:
-    """Return a digest of the states of generators."""
-    digest = hashlib.sha256()
-    for each in generators:
-        is_of_torch = isinstance(each, torch.Generator)
-        digest.update(bytes(each.get_state().tolist()) if is_of_torch else pickle.dumps(each))
-    return digest.hexdigest()
-
-
-def seed_anew(generators: Iterable[Any], seed: int) -> None:
-    """Seed each of these generators by ``seed`` and its number among them."""
-    for number, each in enumerate(generators):
-        own = key(seed, number) & _MOST
-        if isinstance(each, torch.Generator):
-            each.manual_seed(own)
-        elif isinstance(each, np.random.Generator):
-            each.bit_generator.state = type(each.bit_generator)(own).state
-        else:
-            each.seed(own)
 
 
 # ---------------------------------------------------------------- whole pass

@@ -1,5 +1,5 @@
-"""Choose the samples of each global batch, and the rank that runs them. All functions are pure and
-work at any world size.
+"""Choose the samples of each global batch and the rank that runs them, at any world size, by pure
+functions; and seed generators.
 
 An epoch's order is a permutation that is computed index by index (a keyed Feistel network,
 cycle-walking), so that a data set of any size costs no memory and a resume at any step costs no
@@ -11,11 +11,14 @@ micro-batches.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -277,3 +280,44 @@ def _seed_all(keyed: int) -> None:
     torch.default_generator.manual_seed(keyed)
     random.seed(keyed)
     np.random.seed(keyed & 0xFFFFFFFF)
+
+
+# ---------------------------------------------------------------- own generators
+
+# Generators that samplers, data and collate functions own are seeded anew, as the global ones are.
+
+_MOST_SEED = (1 << 32) - 1
+"""Largest seed that every kind of generator takes."""
+
+
+def own_generators(parts: Iterable[Any], *, of_samplers: bool = False) -> list[Any]:
+    """Return the generators in the attributes of these objects. Those of samplers that torch calls
+    ``generator`` are left out: they are seeded with the order."""
+    return [
+        value
+        for part in parts
+        for name, value in sorted(getattr(part, "__dict__", {}).items())
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+        or (isinstance(value, torch.Generator) and not (of_samplers and name == "generator"))
+    ]
+
+
+def digest_of(generators: Iterable[Any]) -> str:
+    """Return a digest of the states of generators."""
+    digest = hashlib.sha256()
+    for each in generators:
+        is_of_torch = isinstance(each, torch.Generator)
+        digest.update(bytes(each.get_state().tolist()) if is_of_torch else pickle.dumps(each))
+    return digest.hexdigest()
+
+
+def seed_anew(generators: Iterable[Any], seed: int) -> None:
+    """Seed each of these generators by ``seed`` and its number among them."""
+    for number, each in enumerate(generators):
+        own = key(seed, number) & _MOST_SEED
+        if isinstance(each, torch.Generator):
+            each.manual_seed(own)
+        elif isinstance(each, np.random.Generator):
+            each.bit_generator.state = type(each.bit_generator)(own).state
+        else:
+            each.seed(own)

@@ -40,7 +40,7 @@ from train_fn.protect.data_order import (
 )
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
-from train_fn.samples.loader import digest_of, own_generators
+from train_fn.samples.sampler import digest_of, own_generators
 from train_fn.state.tensor_tree import put_together, take_apart
 
 __all__ = ["Protect"]
