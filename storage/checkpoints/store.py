@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from storage.checkpoints.manifest import MANIFEST, Manifest
 from storage.checkpoints.reader import CheckpointReader, in_lineage, named
-from storage.checkpoints.retention import BestBy, RestorePoints, Retention
+from storage.checkpoints.retention import RestorePoints, Retention
 from storage.checkpoints.writer import CheckpointWriter, begin_checkpoint
 from storage.errors import CorruptCheckpoint, StorageNotFound, StorageUnavailable
-from storage.run_dir import CheckpointName, Origin, RunDir
+from storage.run_dir import CheckpointName, RunDir
 
 T = TypeVar("T")
 
@@ -38,6 +38,8 @@ class CheckpointStore(CheckpointReader):
         self._rejected: set[str] = set()
         """Checkpoints that this object found to be corrupt."""
         self._retention = Retention(self, run_dir, self._points, self._rejected)
+        self.retain = self._retention.retain
+        self.collect_orphans = self._retention.collect_orphans
 
     def __reduce__(self) -> tuple[object, ...]:
         return CheckpointStore, (self._run_dir,)
@@ -151,22 +153,6 @@ class CheckpointStore(CheckpointReader):
         data[len(data) // 2] ^= 0xFF
         self._files.write(path, bytes(data))
         return relpath
-
-    def retain(
-        self,
-        keep_latest: int,
-        best: str | None,
-        origin: Origin | None = None,
-        written: Manifest | None = None,
-        best_by: BestBy | None = None,
-        proven_after: int = 0,
-    ) -> builtins.list[str]:
-        """Delete checkpoints that need not be kept, as ``Retention.retain``. Return their names."""
-        return self._retention.retain(keep_latest, best, origin, written, best_by, proven_after)
-
-    def collect_orphans(self) -> builtins.list[str]:
-        """Remove what is not a checkpoint, as ``Retention.collect_orphans``. Return the names."""
-        return self._retention.collect_orphans()
 
     def missing(self, reported: Iterable[CheckpointName]) -> builtins.list[str]:
         """Return which of these reported checkpoints do not exist, oldest first. One newer than all

@@ -62,13 +62,8 @@ class JournalFollower(ABC):
         self._what = what
         self._older: list[int] | None = None
         self._cursor: str | None = None
-        self._begun: int | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=what, daemon=True)
-
-    @abstractmethod
-    def begin(self, submission: int) -> None:
-        """Prepare for the journal of the next submission."""
 
     @abstractmethod
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
@@ -112,9 +107,6 @@ class JournalFollower(ABC):
 
     def _follow(self, submission: int) -> None:
         """Use the events of a submission's journal after the cursor."""
-        if self._begun != submission:
-            self.begin(submission)
-            self._begun = submission
         while True:
             events, cursor = read_journal(
                 self._run_dir, submission, self._cursor, _BATCH_EVENTS, past_damage=True

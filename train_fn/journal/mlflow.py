@@ -63,9 +63,6 @@ class MlflowTracking(JournalFollower):
         self._furthest: dict[str, int] = {}
         """The last step that MLflow has of each metric."""
 
-    def begin(self, submission: int) -> None:
-        pass
-
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
         if not events:
             return

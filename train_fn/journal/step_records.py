@@ -90,6 +90,11 @@ def compare(
         is_elastic: whether any number of ranks must give the same bits.
     """
     compared, missing = 0, None
+
+    def found(result: str, step: int | None, message: str, differs: tuple[str, ...] = ()) -> Replay:
+        fields = {"result": result, "compared": compared, "step": step, "message": message}
+        return Replay.model_validate({**dict(replay), **fields, "differs": differs})
+
     for step in range(replay.from_step + 1, replay.to_step + 1):
         one, other = first.of(step), again.of(step)
         lacks = _lacking(one, other, step, replay.run_id)
@@ -103,13 +108,11 @@ def compare(
             missing = missing or (step, _other_size(one, other, step))
         else:
             message = f"step {step} differs in {' and '.join(differs)}{_values(one, other)}"
-            return _with(replay, "differs", compared, step, message, differs)
+            return found("differs", step, message, differs)
     if missing is not None:
-        return _with(replay, "not_proven", compared, missing[0], f"not proven: {missing[1]}")
+        return found("not_proven", missing[0], f"not proven: {missing[1]}")
     steps = f"steps {replay.from_step + 1} to {replay.to_step}"
-    return _with(
-        replay, "equal", compared, None, f"{steps} are equal in every bit of the recorded digests"
-    )
+    return found("equal", None, f"{steps} are equal in every bit of the recorded digests")
 
 
 def _lacking(
@@ -139,21 +142,3 @@ def _values(one: StepRecord, other: StepRecord) -> str:
     if one.loss != other.loss:
         return f": the loss was {one.loss!r}, and is {other.loss!r}"
     return ""
-
-
-def _with(
-    replay: Replay,
-    result: str,
-    compared: int,
-    step: int | None,
-    message: str,
-    differs: tuple[str, ...] = (),
-) -> Replay:
-    found = {
-        "result": result,
-        "compared": compared,
-        "step": step,
-        "message": message,
-        "differs": differs,
-    }
-    return Replay.model_validate({**dict(replay), **found})

@@ -37,17 +37,16 @@ class TensorBoardFiles(JournalFollower):
         super().__init__(run_dir, submission, "tensorboard")
         self._points = Points()
         self._file: EventFile | None = None
-
-    def begin(self, submission: int) -> None:
-        self._file = None
+        self._file_of: int | None = None
+        """Its submission."""
 
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
-        if events and self._file is None:
+        if events and self._file_of != submission:
             name = f"events.out.tfevents.{int(events[0].at):010d}.everstep.s{submission:03d}"
             header = _framed(
                 _event(events[0].at, 0, file_version="brain.Event:2").SerializeToString()
             )
-            self._file = open_event_file(self._run_dir, name, header)
+            self._file, self._file_of = open_event_file(self._run_dir, name, header), submission
         for event in events:
             for record in self._points.of(event):
                 data = record.SerializeToString()

@@ -72,9 +72,6 @@ class WandbTracking(JournalFollower):
         self._base = Path(local or str(self._temporary))
         self._copied_at = time.monotonic()
 
-    def begin(self, submission: int) -> None:
-        pass
-
     def take(self, submission: int, events: Sequence[JournalEvent]) -> None:
         if not events:
             return
