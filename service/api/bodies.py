@@ -31,6 +31,7 @@ from service.api.problems import ApiProblem
 if TYPE_CHECKING:
     from service.api.auth import Principal
     from service.api.context import ApiContext
+    from storage.run_dir import RunDir
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -290,6 +291,15 @@ def requested_range(header: str | None, size_bytes: int) -> tuple[int, int] | No
 # ---------------------------------------------------------------- byte stream
 
 # Files as streamed responses.
+
+_BLOCK_BYTES: Final = 1 << 20
+
+
+def blocks_of(run_dir: RunDir, path: str, offset: int = 0) -> Iterator[bytes]:
+    """Yield a file of a run from an offset on."""
+    with run_dir.files.open_read(path, offset) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
 
 
 def begun(blocks: Iterator[bytes]) -> Iterator[bytes]:

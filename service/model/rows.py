@@ -106,9 +106,9 @@ class TokenRow(StoredRow):
     project: str | None
     sha256: str
     created_at: float
-    expires_at: float | None
-    revoked_at: float | None
-    last_used_at: float | None
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None
     user_id: str | None = None
     """The user that it belongs to; None if an administrator made it."""
     owner: str | None = None

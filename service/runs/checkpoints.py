@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from everstep.wire import Checkpoint, Page
 from everstep.wire.events import EventFileInfo
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.bodies import begun, download, requested_range
+from service.api.bodies import begun, blocks_of, download, requested_range
 from service.api.context import ApiContext, Context
 from service.api.openapi import problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
@@ -177,7 +177,6 @@ async def _find(context: ApiContext, run: RunRow, which: str) -> Checkpoint:
 tensorboard_router: Final = APIRouter(prefix="/v1/runs/{run_id}/tensorboard", tags=["runs"])
 
 BINARY: Final = "application/octet-stream"
-_CHUNK_BYTES: Final = 1 << 20
 
 FileName = Annotated[
     str,
@@ -218,12 +217,7 @@ async def get_event_file(
 ) -> StreamingResponse:
     """Empty at the end of the file, if ``offset`` is its size."""
     context.followers.require_room(caller)
-    found = await context.storage_call(begun, _chunks(context, run.id, name, offset))
+    run_dir = RunDir(context.storage, run.id)
+    blocks = blocks_of(run_dir, run_dir.tensorboard_path(name), offset)
+    found = await context.storage_call(begun, blocks)
     return download(context, caller, found, BINARY)
-
-
-def _chunks(context: ApiContext, run_id: str, name: str, offset: int) -> Iterator[bytes]:
-    run_dir = RunDir(context.storage, run_id)
-    with run_dir.files.open_read(run_dir.tensorboard_path(name), offset) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            yield chunk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -23,7 +22,7 @@ from everstep.wire.events import EventKind
 from service.annexes.drills import history as drills
 from service.annexes.drills.history import STACK_KINDS, stack_reports
 from service.api.auth import Caller, ControlledRun, VisibleRun
-from service.api.bodies import begun, download, read_model
+from service.api.bodies import begun, blocks_of, download, read_model
 from service.api.context import ApiContext, Context
 from service.api.openapi import json_body, problem_answers
 from service.api.problems import ApiProblem, invalid_request, not_found
@@ -126,7 +125,6 @@ async def _answer(context: ApiContext, run: RunRow, story: drills.Story) -> Dril
 profiles_router: Final = APIRouter(prefix="/v1/runs/{run_id}/profiles", tags=["profiles"])
 
 GZIP: Final = "application/gzip"
-_CHUNK_BYTES: Final = 1 << 20
 
 ProfileId = Annotated[str, Path(max_length=32, description="Id of the profile: `prof_…`.")]
 
@@ -186,20 +184,15 @@ async def get_trace(
     if profile.state is not ProfileState.DONE:
         why = profile.problem or f"the profile is {profile.state}"
         raise not_found(f"profile {profile.id} of run {run.id} has no trace: {why}")
-    trace = await context.storage_call(begun, _chunks(context, run.id, profile.id))
+    run_dir = RunDir(context.storage, run.id)
+    blocks = blocks_of(run_dir, run_dir.trace_path(profile.id))
+    trace = await context.storage_call(begun, blocks)
     headers = {
         "Content-Disposition": (
             f'attachment; filename="{run.id}-rank-{profile.rank}-{profile.id}.json.gz"'
         )
     }
     return download(context, caller, trace, GZIP, headers)
-
-
-def _chunks(context: ApiContext, run_id: str, profile_id: str) -> Iterator[bytes]:
-    run_dir = RunDir(context.storage, run_id)
-    with run_dir.files.open_read(run_dir.trace_path(profile_id)) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            yield chunk
 
 
 async def _all(context: ApiContext, run: RunRow) -> list[Profile]:
