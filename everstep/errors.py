@@ -39,8 +39,10 @@ class FieldError:
         return f"{'.'.join(map(str, self.loc)) or 'spec'}: {self.msg}"
 
 
-class KeptWhole(Exception):
-    """An error that survives pickling with its attributes, whatever its constructor takes."""
+class KeptWhole:
+    """Of an error: it survives pickling with its attributes, whatever its constructor takes."""
+
+    args: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__.copy())
@@ -49,12 +51,12 @@ class KeptWhole(Exception):
 def _rebuild(cls: type[KeptWhole], args: tuple[Any, ...], state: dict[str, Any]) -> KeptWhole:
     """Unpickle without calling subclasses' constructors, whose arguments differ."""
     error = cls.__new__(cls)
-    Exception.__init__(error, *args)
+    error.args = args
     error.__dict__.update(state)
     return error
 
 
-class EverstepError(KeptWhole):
+class EverstepError(KeptWhole, Exception):
     """Base class of every error that this package raises."""
 
     code = "error"

@@ -41,7 +41,7 @@ _NO_TOKEN = "Could not create a OAuth2 access token"
 """Message of Google's client if it finds no credentials."""
 
 
-class StorageError(KeptWhole):
+class StorageError(KeptWhole, Exception):
     """Base of every error that this package raises."""
 
 

@@ -38,7 +38,7 @@ from everstep.errors import KeptWhole
 _NAMES_SHOWN = 5
 
 
-class TrainError(KeptWhole):
+class TrainError(KeptWhole, Exception):
     """Base of what this package raises on purpose."""
 
 

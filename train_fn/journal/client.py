@@ -8,10 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from everstep.wire.events import EventKind
+from storage.errors import StorageError
 from storage.run_control import DrillOrder, ProfileOrder, StackOrder, Stop
 from storage.run_dir import RunDir
 from train_fn import clock as head_clock
@@ -293,42 +295,34 @@ class ActorJournalClient:
 # each of them once. Runs in the driver.
 
 
-class StackOrders:
-    """Read requests for the ranks' stacks, and send them to the journal, whose replies reach the
-    controller. Not thread-safe."""
+class PassedOrders:
+    """Read requests and send them to the journal: for stacks, of which its replies tell the
+    controller, and for profiles, of which they tell every rank. Not thread-safe."""
 
     def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient) -> None:
-        self._run_dir, self._submission, self._journal = run_dir, submission, journal
-        self._passed_on: str | None = None
-
-    def tick(self) -> None:
-        """Pass on the newest request. Raise StorageError if it cannot be read; the next tick
-        retries."""
-        order = self._run_dir.stacks_ordered(self._submission)
-        if order is None or order.id == self._passed_on:
-            return
-        self._passed_on = order.id
-        self._journal.emit(EventKind.STACKS_ORDERED, {"id": order.id}, attempt=order.attempt)
-
-
-class ProfileOrders:
-    """Read requests and send them to the journal, whose replies reach every rank. Not
-    thread-safe."""
-
-    def __init__(self, run_dir: RunDir, submission: int, journal: ActorJournalClient) -> None:
-        self._run_dir = run_dir
-        self._submission = submission
+        self._ordered: dict[EventKind, Callable[[], StackOrder | ProfileOrder | None]] = {
+            EventKind.STACKS_ORDERED: partial(run_dir.stacks_ordered, submission),
+            EventKind.PROFILE_ORDERED: partial(run_dir.profile_ordered, submission),
+        }
         self._journal = journal
-        self._passed_on: str | None = None
-        """Id of the newest request. Each submission has its own file, so requests for an older
-        driver are never seen."""
+        self._passed_on: dict[EventKind, str] = {}
+        """Id of the newest request of each kind. Each submission has its own files, so requests for
+        an older driver are never seen."""
 
     def tick(self) -> None:
-        """Pass on the newest request. Raise StorageError if it cannot be read; the next tick
+        """Pass on the newest requests. Raise StorageError if one cannot be read; the next tick
         retries."""
-        order = self._run_dir.profile_ordered(self._submission)
-        if order is None or order.id == self._passed_on:
-            return
-        self._passed_on = order.id
-        data = {"id": order.id, "rank": order.rank, "steps": order.steps}
-        self._journal.emit(EventKind.PROFILE_ORDERED, data, attempt=order.attempt)
+        problem: StorageError | None = None
+        for kind, ordered in self._ordered.items():
+            try:
+                order = ordered()
+            except StorageError as exc:
+                problem = exc
+                continue
+            if order is not None and order.id != self._passed_on.get(kind):
+                self._passed_on[kind] = order.id
+                data = asdict(order)
+                attempt = data.pop("attempt")
+                self._journal.emit(kind, data, attempt=attempt)
+        if problem is not None:
+            raise problem

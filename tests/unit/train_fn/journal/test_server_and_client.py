@@ -351,7 +351,7 @@ def test_a_journal_that_cannot_be_opened_at_first_takes_events_later(
         raise StorageUnavailable("for a moment")
 
     with monkeypatch.context() as broken:
-        broken.setattr(server, "read_journal", away)
+        broken.setattr(server, "journal_events", away)
         actor = JournalServer(run_dir, 1)
         with pytest.raises(StorageUnavailable):
             actor.deliver("driver", [event(1)], "cancel")
