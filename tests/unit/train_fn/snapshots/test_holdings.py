@@ -87,11 +87,11 @@ class Together:
 class Rank:
     """One of two ranks."""
 
-    def __init__(self, rank: int, ctx: WorkerContext, together: Together) -> None:
+    def __init__(self, rank: int, ctx: WorkerContext, together: Together, of: int) -> None:
         self.rank, self.world_size, self._together = rank, 2, together
-        self.ctx, self.state = ctx, Shard(Piece(rank, 2))
+        self.ctx, self.state = ctx, Shard(Piece(rank % of, of))
         self.copies = BoundaryCopies(self.state)
-        self.holdings = Holdings(ctx, self, 2)  # type: ignore[arg-type]
+        self.holdings = Holdings(ctx, self, of)  # type: ignore[arg-type]
         self.holdings.open(self.copies, lambda own: together.exchange(rank, own), 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -109,14 +109,15 @@ class Rank:
         return {(label.step, label.rank) for label in snapshot_store(self.ctx).labels()}
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[list[Rank]]:
+@pytest.fixture(params=[2])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
+    """Ranks that have a piece each, or, with the parameter 1, the same one."""
     together = Together()
 
     def made(rank: int) -> Rank:
         ctx = make_context(tmp_path, rank)
         place = {"world_size": 2, "node_id": f"node{rank}", "num_nodes": 2}
-        return Rank(rank, dataclasses.replace(ctx, **place), together)
+        return Rank(rank, dataclasses.replace(ctx, **place), together, request.param)
 
     ranks = both(made, [0, 1])
     yield ranks
@@ -190,6 +191,19 @@ def test_buffers_that_go_apart_are_refused(pair: list[Rank]) -> None:
         with pytest.raises(
             BadTask, match="extras of rank 1 differ from those of rank 0 after step"
         ):
+            step_and_gate(rank)
+
+    both(apart, pair)
+
+
+@pytest.mark.parametrize("pair", [1], indirect=True)
+def test_replicas_send_nothing_and_are_compared(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    assert [rank.labels() for rank in pair] == [{(1, 0)}, {(1, 1)}]
+
+    def apart(rank: Rank) -> None:
+        rank.state.weight += rank.rank
+        with pytest.raises(StepNotWhole, match="rank 1 has other shards than rank 0"):
             step_and_gate(rank)
 
     both(apart, pair)
