@@ -85,11 +85,16 @@ class Survivor:
 
     def leave(self, superseded: threading.Event | None = None) -> str | None:
         """Leave the state as a snapshot on this node. Return None, or the problem."""
-        is_large = self.is_large
+        is_large, began = self.is_large, time.monotonic()
 
         def check() -> None:
-            if is_large and superseded is not None and superseded.is_set():
+            nonlocal began
+            if not is_large or superseded is None:
+                return
+            is_taken = store.kept_step() is None
+            if superseded.wait(store.pause_s(time.monotonic() - began, is_taken=is_taken)):
                 raise _Superseded
+            began = time.monotonic()
 
         try:
             kept = self.described.result()  # one thread at a time reads the state

@@ -319,6 +319,8 @@ _slot, _writing = threading.Lock(), threading.Lock()
 """Held to look into the slot, and while its state is written."""
 _superseded = threading.Event()
 _stay: Stay | None = None
+BESIDE_SHARE = 0.2
+"""Share of the time in which a large state is written beside the next attempt."""
 
 
 def keep(stay: Stay) -> None:
@@ -358,6 +360,12 @@ def insure() -> str | None:
             _superseded.clear()
             stay = _stay
         return None if stay is None else stay.leave(_superseded)
+
+
+def pause_s(spent_s: float, *, is_taken: bool) -> float:
+    """Return how long the writer of a large state pauses after so many seconds of work: once the
+    next attempt has taken the state, memory and cores are for that one."""
+    return spent_s * (1 / BESIDE_SHARE - 1) if is_taken else 0.0
 
 
 def supersede() -> None:

@@ -70,6 +70,13 @@ def test_whoever_takes_a_state_waits_until_it_is_written() -> None:
     assert order == ["written", "taken"]
 
 
+def test_a_large_state_is_written_at_a_bounded_rate_once_the_next_attempt_has_it() -> None:
+    assert store.pause_s(0.5, is_taken=False) == 0
+    spent_s = 0.5
+    paused_s = store.pause_s(spent_s, is_taken=True)
+    assert spent_s / (spent_s + paused_s) == pytest.approx(store.BESIDE_SHARE)
+
+
 def test_whoever_takes_a_large_state_at_once_ends_its_insurance_before_it_changes() -> None:
     writing, ended = threading.Event(), []
 
