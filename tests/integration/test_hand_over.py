@@ -29,7 +29,8 @@ EPOCHS = 70
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    with ServiceProcess(nodes=3) as process:
+    env = {"EVERSTEP_RECOVERY_GROWTH_BESIDE": "1"}
+    with ServiceProcess(nodes=3, env=env) as process:
         yield process
 
 

@@ -251,9 +251,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             value = YIELDED
         if value == YIELDED:
             # A group that has begun by itself is asked to save and exit next.
-            return self._driver.is_leaving and not self.worker_group_cls.next_has_begun(
-                all_have_left=True
-            )
+            return self._driver.is_leaving and not self._next_has_begun(all_have_left=True)
         self._stopped = value if value in STOPS else None
         return True
 
@@ -261,12 +259,12 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Shut the group down, and report the end of its attempt unless the next driver does. Ranks
         that made room for another group may keep their processes for it."""
         is_followed = isinstance(self.get_state(), SchedulingState)
-        if self._attempt_log.is_open and not self._driver.is_leaving:
+        has_begun = self._next_has_begun(all_have_left=is_followed)
+        if has_begun:
+            self._worker_group.keep_for_next()
+        if self._attempt_log.is_open and (has_begun or not self._driver.is_leaving):
             self._attempt_log.recovery = None
-            has_begun = self.worker_group_cls.next_has_begun(all_have_left=is_followed)
-            if has_begun:
-                self._worker_group.keep_for_next()
-            elif is_followed and self.worker_group_cls.in_process:
+            if is_followed and not has_begun and self.worker_group_cls.in_process:
                 self._worker_group.keep_all(apart_from=self._sizes.draining)
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
@@ -286,7 +284,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         over. If that is not possible, it is started after the present one."""
         present = self._worker_group
         if (
-            present.must_abort  # NCCL makes its communicator when all ranks are there
+            not self._settings.growth_beside
+            or present.must_abort  # NCCL makes its communicator when all ranks are there
             or self._sizes.draining
             or num_workers <= len(present.get_workers())
             or self.worker_group_cls.offered is not None
@@ -301,14 +300,21 @@ class EverstepController(TrainController):  # type: ignore[misc]
         except Exception as exc:
             why = str(exc).partition("\n")[0]
             logger.warning("the next group does not begin by itself: %s", why)
-            self.worker_group_cls.next_has_begun(all_have_left=False)
+            self._next_has_begun(all_have_left=False)
         finally:
             self._worker_group = present
+
+    def _next_has_begun(self, *, all_have_left: bool) -> bool:
+        """As ``GroupFactory.next_has_begun``. Any size may follow if it has not."""
+        has_begun = self.worker_group_cls.next_has_begun(all_have_left=all_have_left)
+        if not has_begun:
+            self._sizes.offered = None
+        return has_begun
 
     def _settle_next(self) -> None:
         """Take the next group for the present one if it has begun by itself; else it does not begin
         any more. Called when the present one has failed."""
-        if self.worker_group_cls.next_has_begun(all_have_left=False):
+        if self._next_has_begun(all_have_left=False):
             self._attempt_log.recovery = None
             self._worker_group.keep_for_next()
             self._attempt_log.ended("resized")

@@ -147,10 +147,12 @@ def take_precedence() -> None:
                 os.sched_setaffinity(thread, cores)
 
 
-def ask_to_yield(hands_over: bool) -> None:
+def ask_to_yield(number: int, hands_over: bool) -> None:
     """Ask the loop to exit at a step that all ranks agree on: with a final checkpoint, or, if it
-    hands over, with its state in this process."""
+    hands over, with its state in this process. A request that comes after that attempt is void."""
     attempt = _current()
+    if attempt.launch.attempt != number:
+        return
     attempt.hands_over = hands_over
     attempt.yield_asked.set()
 
@@ -344,7 +346,7 @@ class NextAttempt:
         self.has_begun, self.connections = has_begun, None
         self._settled.set()
 
-    def outcome(self, within_s: float) -> bool:
+    def outcome(self, within_s: float | None) -> bool:
         """Return whether the attempt has begun, once that is known."""
         self._settled.wait(within_s)
         return self.has_begun

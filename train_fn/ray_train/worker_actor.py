@@ -56,6 +56,8 @@ WATCH = "watch"
 KEPT = "kept"
 """Concurrency group of the calls about the state that the process keeps. They must be answered
 while the start of a group hangs in this process, one of them while another writes the state."""
+OFFERS = "offers"
+"""Concurrency group of ``offer``, which waits for peers."""
 _LOOK_S = 0.005
 SETTLES_S = 2.0
 """Longest wait in seconds for a process to fail that cannot begin an attempt by itself."""
@@ -123,6 +125,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     _meets_to_report = True
     _figures: NodeFigures | None = None
     _offer: rank_process.NextAttempt | None = None
+    _withdrawals = 0
     _left: Sequence[Any] = ()
     """What polls of the attempt find that has handed over, until the next one is polled."""
 
@@ -165,13 +168,17 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         runner: Any = get_train_context().execution_context.training_thread_runner
         rank_process.report_end_of(runner._thread, runner.get_exception_queue().put)
 
+    @ray.method(concurrency_group=OFFERS)  # type: ignore[untyped-decorator]
     def offer(self, following: Following) -> None:
         """Connect to the peers of an attempt, and let it begin in this process as soon as the
         present one has handed over to it. Raises if a peer does not come."""
         self.withdraw_offer()
+        withdrawn = self._withdrawals
         following.train_fn_ref.get()  # to read it a second time is faster
         attempt = following.launch.attempt
         self._offer = offer = rank_process.make_offer(attempt, connect(following))
+        if self._withdrawals != withdrawn:  # while it connected
+            offer.withdraw(0.0)
         arguments = (offer, following)
         threading.Thread(
             target=self._follow, args=arguments, name="next-attempt", daemon=True
@@ -227,11 +234,14 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
     def withdraw_offer(self) -> bool:
         """Let the offered attempt begin no more. Return whether it has begun before."""
+        self._withdrawals += 1
         return self._offer is not None and self._offer.withdraw(SETTLES_S)
 
     def note_reported(self) -> None:
         """Note that the controller has reported the attempt that has begun here by itself, and
         polls it from now on."""
+        if self._offer is not None:
+            self._offer.outcome(None)  # this process may be slower than the one that was asked
         self._left = ()
         rank_process.note_reported()
 
@@ -260,10 +270,10 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
         """Return the seconds to send a block to another node; None if it does not arrive."""
         return pass_time(address, timeout_s)
 
-    def ask_to_yield(self, hands_over: bool) -> None:
+    def ask_to_yield(self, number: int, hands_over: bool) -> None:
         """Ask the training function to exit at the next step that all ranks agree on, with a final
         checkpoint unless it hands over to a group in this process."""
-        rank_process.ask_to_yield(hands_over)
+        rank_process.ask_to_yield(number, hands_over)
 
     def abandon(self) -> None:
         """Make the training function leave its step, since a peer is gone or assumed to be."""

@@ -249,6 +249,10 @@ _GO = "everstep/go"
 """Key of a store that the ranks of a group set once they go over to it."""
 
 
+CONNECTED_S = 10.0
+"""Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
+
+
 class Connections:
     """Gloo's connections of one rank to its peers, made beside another group of this process."""
 
@@ -262,9 +266,12 @@ class Connections:
             timeout_s: of this, and of the group's collectives.
         """
         self._place, self._timeout = (rank, world_size), timedelta(seconds=timeout_s)
-        self._store = TCPStore(*address, is_master=False, timeout=self._timeout)
+        soon = timedelta(seconds=min(timeout_s, CONNECTED_S))
+        self._store = TCPStore(*address, is_master=False, timeout=soon)
         connected = PrefixStore("connections/", self._store)
-        self._backend = dist.ProcessGroupGloo(connected, *self._place, timeout=self._timeout)
+        self._backend = dist.ProcessGroupGloo(connected, *self._place, timeout=soon)
+        self._store.set_timeout(self._timeout)
+        self._backend._set_default_timeout(self._timeout)
 
     def tell_to_go(self) -> None:
         """Let the ranks go on that wait for it."""

@@ -177,7 +177,7 @@ class GroupFactory:
             attempt,
             time.time(),
             dict(self._engine.rank_env),
-            self._attempt_log.recovery,
+            None if is_offered else self._attempt_log.recovery,  # it has been reported
             last_step=(
                 self._attempt_log.last_step(()) if self._engine.job.spec.runs_script else None
             ),

@@ -32,7 +32,7 @@ from train_fn.ray_train.ray_internals import (
     worker_group_module,
 )
 from train_fn.ray_train.scaling import ReadNodes
-from train_fn.ray_train.worker_actor import KEPT, WATCH, EverstepTrainWorker, RankReady
+from train_fn.ray_train.worker_actor import KEPT, OFFERS, WATCH, EverstepTrainWorker, RankReady
 from train_fn.recovery.evidence import RankReport
 from train_fn.recovery.launch import RankLaunch
 from train_fn.recovery.settings import RecoverySettings
@@ -117,8 +117,11 @@ class RankActors:
             strategy=context.placement_strategy,
         )
         used = _on(chosen or {}, self._survivors)
-        if self.launch.is_offered and len(used) < context.num_workers:
-            return False  # these train, or a process is missing that does not come in time
+        trains = [one for one in self._survivors if one.step != NO_STATE]
+        if self.launch.is_offered and (
+            len(used) < context.num_workers or any(one not in used for one in trains)
+        ):
+            return False  # a process is missing that does not come in time, or would be ended
         self._end_all_but(used)
         bundles = (
             self._placement.reserve(
@@ -216,15 +219,15 @@ class RankActors:
             end_stopped(self._processes)
             self._placement.release()
 
-    def release_recruits(self, living: Collection[Any]) -> list[SurvivingProcess]:
+    def release_recruits(self, living: Collection[Any] | None) -> list[SurvivingProcess]:
         """Return the processes that have served no attempt yet, for another one. Those that are not
-        among the ``living`` are ended."""
+        among the ``living`` are ended; None if none was asked."""
         recruits = [one for one in self._survivors if one.step == NO_STATE]
         self._actors, self._survivors = [], []
-        for one in recruits:
-            if one.actor not in living:
-                ray.kill(one.actor)
-        return [one for one in recruits if one.actor in living]
+        silent = [one for one in recruits if living is not None and one.actor not in living]
+        for one in silent:
+            ray.kill(one.actor)
+        return [one for one in recruits if one not in silent]
 
     def _end(self, actors: Sequence[Any]) -> None:
         """End processes. Ranks that may keep their state in their process first write it."""
@@ -310,7 +313,9 @@ class RankActors:
 def new_actors(bundles: Sequence[Bundle], per_worker: Mapping[str, float]) -> list[Any]:
     """Create an actor in each bundle, without a runtime_env, so that an idle process can run it."""
     options = worker_group_module.bundle_to_remote_args(dict(per_worker))
-    actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2}, **options)(EverstepTrainWorker)
+    actor_class = ray.remote(concurrency_groups={WATCH: 1, KEPT: 2, OFFERS: 1}, **options)(
+        EverstepTrainWorker
+    )
     return [
         actor_class.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -51,11 +51,9 @@ from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
+from train_fn.step.peers import CONNECTED_S
 
 logger = logging.getLogger(__name__)
-
-CONNECTED_S = 10.0
-"""Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
 
 
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
@@ -260,7 +258,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 answers[asked[ref]] = ray.get(ref)
         if any(answers.values()):
             return True
-        self._survivors.hold(self._actors.release_recruits(answers))
+        self._survivors.hold(self._actors.release_recruits(answers if asked else None))
         return False
 
     def enter(self) -> None:
@@ -338,7 +336,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """Ask every rank to exit at the next step that all agree on: with a final checkpoint, or,
         if the group hands over, with their states in their processes."""
         for worker in self.get_workers():
-            worker.actor.ask_to_yield.remote(hands_over)
+            worker.actor.ask_to_yield.remote(self._actors.launch.attempt, hands_over)
 
     def ranks_outside(self, node_ids: Collection[str]) -> list[int]:
         """Return the ranks that are on none of these nodes."""

@@ -126,3 +126,18 @@ def test_a_group_that_has_begun_is_entered_and_any_other_is_forgotten(
     assert made.factory.offered is (group if enters else None)
     made.factory.enter = lambda: "entered"
     assert made.create() == ("entered" if enters else "group 1")
+
+
+def test_an_offered_attempt_reports_no_recovery() -> None:
+    """The present attempt has reported that of the failure before it."""
+    made: Any = SimpleNamespace(
+        _engine=SimpleNamespace(
+            rank_env={},
+            job=SimpleNamespace(spec=SimpleNamespace(runs_script=False, runs_own_function=False)),
+            settings=SimpleNamespace(silent_peer_s=1.0),
+        ),
+        _attempt_log=SimpleNamespace(recovery="a note"),
+        in_process=True,
+    )
+    recoveries = [GroupFactory._launch(made, 3, is_offered=each).recovery for each in (True, False)]
+    assert recoveries == [None, "a note"]

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from everstep.wire import ErrorKind
 from train_fn.errors import EndedItself
-from train_fn.ray_train import rank_process
+from train_fn.ray_train import rank_process, worker_actor
 from train_fn.recovery.evidence import describe_error
 from train_fn.recovery.launch import RankLaunch
 
@@ -296,3 +297,62 @@ def test_events_of_an_offered_attempt_wait_until_the_journal_knows_of_it(
     rank_process.note_reported()
     sending.join(20)
     assert delivered == ["rank"]
+
+
+def test_a_late_request_to_exit_is_none_of_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank_process.ask_to_yield(1, True)
+    assert rank_process.yield_asked()
+    monkeypatch.setattr(rank_process, "_attempt", attempt(2))
+    rank_process.ask_to_yield(1, True)
+    assert not rank_process.yield_asked()
+
+
+class Offered:
+    """A process to which an attempt is offered, and that connects until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.connects, self.goes_on = threading.Event(), threading.Event()
+        self.actor = worker_actor.EverstepTrainWorker()
+        monkeypatch.setattr(worker_actor, "connect", self._connect)
+        launch = RankLaunch(2, 0.0, is_offered=True)
+        following = SimpleNamespace(launch=launch, train_fn_ref=SimpleNamespace(get=lambda: None))
+        self.call = threading.Thread(target=self.actor.offer, args=(following,))
+
+    def _connect(self, following: Any) -> Any:
+        self.connects.set()
+        assert self.goes_on.wait(20)
+        return CONNECTIONS
+
+
+def test_an_offer_that_is_withdrawn_while_it_connects_is_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trains = threading.Event()
+    training = threading.Thread(target=trains.wait)
+    training.start()
+    monkeypatch.setattr(rank_process._current(), "training", training)
+    offered = Offered(monkeypatch)
+    offered.call.start()
+    assert offered.connects.wait(20)
+    assert not offered.actor.withdraw_offer()
+    offered.goes_on.set()
+    offered.call.join(20)
+    assert rank_process.attempt_offered() is None, "nobody follows it"
+    trains.set()
+
+
+def test_the_news_that_an_attempt_was_reported_waits_until_it_has_begun_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controller asks the first process that answers whether the group has begun."""
+    actor = worker_actor.EverstepTrainWorker()
+    actor._offer = offer = rank_process.make_offer(2, CONNECTIONS)
+    told = threading.Thread(target=actor.note_reported)
+    told.start()
+    launch = RankLaunch(2, 0.0, is_offered=True)
+    monkeypatch.setattr(rank_process, "_attempt", rank_process._Attempt(launch))
+    offer.settle(has_begun=True)
+    told.join(20)
+    assert rank_process._current().reported.is_set()
