@@ -16,9 +16,6 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import state as cluster_state
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient, InnerGcsClient, PlacementGroupID  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2, common_pb2, node_manager_pb2, node_manager_pb2_grpc
-from ray.train.torch.config import (
-    _set_torch_distributed_env_vars as set_torch_distributed_env_vars,
-)
 from ray.train.v2._internal.callbacks import BackendSetupCallback, DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
@@ -71,6 +68,14 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from everstep.supported import RAY
+
+
+def set_torch_distributed_env_vars() -> None:
+    """Set the variables that Ray sets in a rank before its group is made."""
+    from ray.train.torch.config import _set_torch_distributed_env_vars  # imports torch
+
+    _set_torch_distributed_env_vars()
+
 
 EXPECTED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "TrainController.__init__": (

@@ -57,7 +57,11 @@ def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> N
     with torch.no_grad():
         models[ODD].weight[2, 2] = 1e30
     ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
-    peers, state, fingerprints = Peers(ranks), SimpleNamespace(step=STEP), SimpleNamespace()
+    peers, state, fingerprints = (
+        Peers(ranks),
+        SimpleNamespace(step=STEP, piece=None),
+        SimpleNamespace(),
+    )
     together: Any = Together
     check = together(ctx, peers, state, ranks[0], fingerprints, "Mine.loss")
     check.must_agree, check.begun_at = must_agree, BEGUN_AT
