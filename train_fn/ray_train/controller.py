@@ -112,10 +112,17 @@ class EverstepController(TrainController):  # type: ignore[misc]
             GrowthRule(
                 job.spec.scaling.grow_every_s,
                 self._attempt_log.mtbf_s,
-                lambda: self._attempt_log.has_stepped,
+                self._is_under_way,
             ),
             WorkersLimit(job.run_dir, job.workers_limit).value,
         )
+
+    def _is_under_way(self) -> bool:
+        """Return whether the group is known to have made a step. A loop of the user's own may never
+        report one."""
+        log = self._attempt_log
+        own = self._engine.job.spec.runs_own_function
+        return own or (log.journal.phase(log.attempt) is not None and log.has_stepped)
 
     def _recruits(self) -> Recruits | None:
         """Return what makes processes for ranks that join; None if no process stays for them."""

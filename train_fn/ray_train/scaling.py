@@ -51,7 +51,7 @@ class GrowthRule:
     Args:
         every_s: shortest seconds between two growths, or ``auto``.
         mtbf_s: returns the mean seconds between the run's failures.
-        has_stepped: returns whether the present group has made a step.
+        has_stepped: returns whether the present group is known to have made a step.
     """
 
     def __init__(
@@ -69,14 +69,18 @@ class GrowthRule:
         self._pause_s = 0.0
         """The longest time without a step that a growth has cost."""
 
-    def allows(self, num_ranks: int, num_then: int, now: float) -> bool:
-        """Return whether the group may grow from ``num_ranks`` to ``num_then``. ``now`` is in
-        monotonic seconds."""
-        if self._is_open:
-            if not self._has_stepped():
-                return False
+    def look(self, now: float) -> None:
+        """Measure the last growth's pause once the group has made a step. Called all the time while
+        a group trains: nodes may become free hours later. ``now`` is in monotonic seconds."""
+        if self._is_open and self._has_stepped():
             self._is_open = False
             self._pause_s = max(self._pause_s, now - self._grew_at)
+
+    def allows(self, num_ranks: int, num_then: int, now: float) -> bool:
+        """Return whether the group may grow from ``num_ranks`` to ``num_then``."""
+        self.look(now)
+        if self._is_open:
+            return False
         if self._every_s != "auto":
             return now - self._grew_at >= self._every_s
         return is_worth_growing(num_ranks, num_then - num_ranks, self._pause_s, self._mtbf_s())
@@ -242,6 +246,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         if now - self._checked_at < self._settings.resize_interval_s:
             return NoopDecision()
         self._checked_at = now
+        self._growth.look(now)
         room = self._room()
         if room is None:
             return NoopDecision()

@@ -3,6 +3,7 @@ trains."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -232,6 +233,16 @@ def test_by_itself_a_group_grows_where_that_is_worth_the_pause(
     growth.grows(0.0)
     growth.allows(ranks, ranks, now=5.0)  # the first step after 5 s
     assert growth.allows(ranks, ranks + joining, now=6.0) is allowed
+
+
+def test_the_pause_of_a_growth_is_measured_when_it_ends_however_late_the_next_node_comes(
+    journal: Journal,
+) -> None:
+    cluster, growth = Cluster.of("ab", ranks="ab"), rule("auto", mtbf_s=3600.0)
+    growth.grows(time.monotonic())
+    policy = policy_on(cluster, (1, 4), journal, growth=growth)
+    policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+    assert growth.allows(1000, 1001, now=time.monotonic() + 100_000.0)
 
 
 def test_a_group_stays_as_it_is_until_its_rule_allows_more_ranks(journal: Journal) -> None:
