@@ -112,6 +112,18 @@ def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> 
     assert born < ended.at.timestamp(), "it was made while the group before it trained"
 
 
+def begun_on_two_nodes(client: Client, spec: dict[str, Any]) -> RunHandle:
+    """A run of two ranks, beside which a node has just become free."""
+    free = client.cluster().nodes[-1].id
+    client.nodes.cordon(free)
+    try:
+        run = client.runs.create(spec)
+        wait_for_ranks(run, 2)
+    finally:
+        client.nodes.uncordon(free)
+    return run
+
+
 def has_begun_by_itself(run: RunHandle, attempt: int) -> bool:
     words = f"attempt {attempt} of 3 ranks has begun by itself"
     return any(words in line.message for line in run.logs())
@@ -192,13 +204,7 @@ def test_a_death_on_the_way_to_the_next_attempt_costs_no_step(
         "task": "task:Task",
         "args": {"joins": joins, "place": place, "marker": str(marker)},
     }
-    free = client.cluster().nodes[-1].id
-    client.nodes.cordon(free)
-    try:
-        run = client.runs.create(spec)
-        wait_for_ranks(run, 2)
-    finally:
-        client.nodes.uncordon(free)
+    run = begun_on_two_nodes(client, spec)
     wait_for(marker.exists, 60, "the death")
     grown = wait_for_ranks(run, 3, after=1)
     assert run.status == "RUNNING" and run.steps_lost == 0
@@ -217,13 +223,7 @@ def test_a_run_that_grew_by_itself_has_the_bits_of_one_that_did_not(
 ) -> None:
     spec = digits("twin", epochs=EPOCHS, workers=(2, 3))
     spec["train"]["exactness"] = "elastic"
-    free = client.cluster().nodes[-1].id
-    client.nodes.cordon(free)
-    try:
-        grown = client.runs.create(spec)
-        wait_for_ranks(grown, 2)
-    finally:
-        client.nodes.uncordon(free)
+    grown = begun_on_two_nodes(client, spec)
     assert has_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
     grown.wait(timeout_s=240)
     whole = client.runs.create(spec | {"scaling": {"min_workers": 2, "max_workers": 2}})
