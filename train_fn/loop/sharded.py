@@ -281,7 +281,7 @@ class ShardedStep(StepExchange):
         assert replica.order is not None
         self.digests_ahead = True
         self._order, self._max_norm = replica.order, max_norm
-        self._numbers = b""
+        self._numbers = torch.empty(0)
         self._norm = 0.0
         """Of the gradients of all ranks."""
 
@@ -296,8 +296,7 @@ class ShardedStep(StepExchange):
         assert loss_sum is not None
         self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
         self._replica.finish_exchange()
-        numbers = self._replica.sums.gradient(votes)
-        self._numbers = self._replica.peers.result(numbers).numpy().tobytes()
+        self._numbers = self._replica.sums.gradient(votes)
 
     def take(self) -> StepTotals:
         """Return the totals over all ranks. Raise BadTask if they called other modules."""
@@ -306,15 +305,15 @@ class ShardedStep(StepExchange):
         own.finish()
         digests = own.gradient or 0, own.weights or 0
         norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
-        row = self._numbers + _ROW.pack(norm, self._order.take(), *digests)
+        numbers = peers.result(self._numbers).numpy().tobytes()
+        row = numbers + _ROW.pack(norm, self._order.take(), *digests)
         rows = peers.exchange(row)
-        peers.require_whole()
-        sums = np.zeros(len(self._numbers) // 4, np.float32)
+        sums = np.zeros(len(numbers) // 4, np.float32)
         for each in rows:
             # Encoded for DDP, which divides by the world size.
             sums += np.frombuffer(each, np.float32, len(sums)) / np.float32(peers.world_size)
         norms, orders, *found = zip(
-            *(_ROW.unpack_from(each, len(self._numbers)) for each in rows), strict=True
+            *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
         )
         step = replica.state.step + 1
         require_same_order(orders, where(replica.task, "loss"), f"in step {step}")

@@ -109,7 +109,7 @@ def prepare(ctx: WorkerContext, progress: RankProgress) -> Training:
     progress.survivor = survivor = held if isinstance(held, Survivor) else None
     parts = None if held is None else held.parts
     of_ranks = Peers(ctx.world_rank, ctx.world_size, ctx.device).gather(
-        None if held is None or parts is None else held.step is not None
+        None if parts is None else survivor is not None
     )
     with refusing(parts is None and any(has_built is not None for has_built in of_ranks)):
         replica = build_replica(ctx, parts)

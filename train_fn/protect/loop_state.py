@@ -23,7 +23,6 @@ from train_fn.state.sharded import (
     EXTRA,
     apart,
     load_weights,
-    localized,
     rows_in,
     whole_extra,
     whole_optimizer,
@@ -215,19 +214,19 @@ class LoopState(RunState):
     def digests(self) -> dict[str, str]:
         """Return a digest of each part that must be the same on all ranks, and change between the
         first optimizer step and the commit only."""
-        parts, weights = self.parts, localized(self._weights())
+        parts, weights = self.parts, self._weights()
         return {
             "the trained weights": tree_digest(
                 {name: weights[name] for name in sorted(self._trained & weights.keys())}
             ),
             **{
                 f"the state of the optimizer{name and ' ' + name}": tree_digest(
-                    localized(optimizer.state_dict()["state"])
+                    optimizer.state_dict()["state"]
                 )
                 for name, optimizer in parts.optimizers.items()
             },
             **{
-                name: tree_digest(localized(part.state_dict()))
+                name: tree_digest(part.state_dict())
                 for name, part in parts.others.items()
                 if name in parts.settled
             },
@@ -244,7 +243,7 @@ class LoopState(RunState):
         own = {*self._trained, *(name.removeprefix(WEIGHT) for name in self.rows)}
         rest = {name: value for name, value in self._weights().items() if name not in own}
         others = {
-            name: tree_digest(localized(part.state_dict()))
+            name: tree_digest(part.state_dict())
             for name, part in self.parts.others.items()
             if name not in self.parts.settled
         }

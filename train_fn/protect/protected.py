@@ -172,9 +172,7 @@ class Protected:
             ]
         if session.restored.origin is not None:
             # After its first save a fork no longer depends on the run that it comes from.
-            session.saver.offer(due=True, is_best=True)
-            if session.holdings is not None:
-                session.holdings.hold()
+            session.save(is_due=True, is_best=True)
         self.reseed(state.seeds_at)
         session.reporter.start_clock()
 

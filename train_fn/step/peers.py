@@ -149,14 +149,17 @@ class Peers:
         self.require_whole()
         return arrived
 
-    def exchange(self, own: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank, each of the size of ``own``. A collective."""
+    def exchange(self, own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+        """Return the bytes of every rank, by rank, each of the size of ``own``. A collective.
+        ``group`` is as in ``start_all_gather``, and one of gloo's."""
         if self.alone:
             return [own]
-        row = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        row = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        row = row.to(self.device) if group is None else row
         rows = row.new_empty(self.world_size, len(row))
-        self.start_all_gather(rows.view(-1), row).wait()
-        return [bytes(each.numpy()) for each in self.result(rows)]
+        self.start_all_gather(rows.view(-1), row, group).wait()
+        arrived = self.result(rows) if group is None else rows
+        return [bytes(each.numpy()) for each in arrived]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), by rank. Nothing is unpickled
