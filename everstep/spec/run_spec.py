@@ -5,6 +5,7 @@ across sections.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -305,6 +306,7 @@ def most_workers(train: TrainSpec, scaling: ScalingSpec, *, is_own_loop: bool) -
     return most if is_own_loop else min(most, _num_micro_batches(train, scaling))
 
 
+@lru_cache(maxsize=1024)
 def auto_micro_batch_size(global_batch_size: int, max_workers: int) -> int:
     """Return a micro-batch size that shares evenly over the likely world sizes.
 

@@ -29,8 +29,9 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
     info = await cluster.get_cluster(context, caller)
     ids = {run_id for node in info.nodes for run_id in node.runs}
     live = await context.database_call(context.runs.live)
+    runs = {run.id: run for run in live if run.id in ids}
     ranks: dict[tuple[str, str], list[int]] = {}
-    for run in live:
+    for run in runs.values():
         for worker in run.workers:
             ranks.setdefault((run.id, worker["node_id"]), []).append(worker["rank"])
     hosts: dict[tuple[str, str], list[Node]] = {}
@@ -42,7 +43,7 @@ async def get_cluster(request: Request, context: Context, caller: WebCaller) -> 
         "cluster.html",
         caller,
         info=info,
-        runs={run.id: run for run in live if run.id in ids},
+        runs=runs,
         ranks=ranks,
         totals=_totals(hosts),
         resources_of=partial(

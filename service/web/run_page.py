@@ -378,7 +378,7 @@ def lanes(events: Iterable[EventRow], now: float) -> Lanes | None:
         return None
     if groups[-1].ended_at is None:
         groups[-1].ended_at = now
-    return _framed(_drawn(groups, faults), groups, groups[-1].ended_at)
+    return _framed(groups, faults, groups[-1].ended_at)
 
 
 def _note(faults: dict[int, list[Fault]], current: _Attempt, event: EventRow) -> None:
@@ -399,18 +399,6 @@ def _ends(event: EventRow) -> bool:
     return event.kind in (EventKind.ATTEMPT_ENDED, EventKind.SUBMISSION_STARTED, EventKind.FINISHED)
 
 
-def _drawn(groups: Iterable[_Attempt], faults: dict[int, list[Fault]]) -> dict[int, Lane | None]:
-    """Return the lanes of the lowest ranks and of those that failed first, and None for each other
-    rank: of thousands of ranks few are drawn."""
-    ranks = sorted({int(each["rank"]) for group in groups for each in group.workers} | {*faults})
-    return {
-        rank: Lane(rank, faults=faults.get(rank, []))
-        if index < MOST_RANKS or rank in faults
-        else None
-        for index, rank in enumerate(ranks)
-    }
-
-
 def _parts(group: _Attempt) -> list[tuple[Activity, float, float]]:
     """Return what the ranks of a group did, from when until when."""
     end = max(group.ended_at or 0.0, group.started_at)
@@ -424,15 +412,22 @@ def _parts(group: _Attempt) -> list[tuple[Activity, float, float]]:
     return [part for part in parts if part[2] > part[1]]
 
 
-def _framed(found: dict[int, Lane | None], groups: Sequence[_Attempt], end: float) -> Lanes:
-    """Fill the lanes to draw, with as many of the newest attempts as fit."""
+def _framed(groups: Sequence[_Attempt], faults: dict[int, list[Fault]], end: float) -> Lanes:
+    """Return the lanes of the lowest ranks and of those that failed first, with as many of the
+    newest attempts as fit: of thousands of ranks few are drawn."""
+    ranks = sorted({int(each["rank"]) for group in groups for each in group.workers} | {*faults})
+    lanes = {
+        rank: Lane(rank, faults=faults.get(rank, []))
+        for index, rank in enumerate(ranks)
+        if index < MOST_RANKS or rank in faults
+    }
     for group in groups:
         parts = _parts(group)
         for worker in group.workers:
-            if (lane := found[int(worker["rank"])]) is not None:
+            if (lane := lanes.get(int(worker["rank"]))) is not None:
                 node = str(worker["node_id"])
                 lane.segments += [Segment(*part, group.number, node) for part in parts]
-    drawn = [lane for lane in found.values() if lane is not None]
+    drawn = tuple(lanes.values())
     sizes = Counter(segment.attempt for lane in drawn for segment in lane.segments)
     shown: set[int] = set()
     room = MOST_SEGMENTS
@@ -446,6 +441,4 @@ def _framed(found: dict[int, Lane | None], groups: Sequence[_Attempt], end: floa
     start = min((segment.start for lane in drawn for segment in lane.segments), default=end)
     for lane in drawn:
         lane.faults = [fault for fault in lane.faults if fault.at >= start]
-    return Lanes(
-        start, max(end, start), tuple(drawn), len(found) - len(drawn), len(groups) - len(shown)
-    )
+    return Lanes(start, max(end, start), drawn, len(ranks) - len(drawn), len(groups) - len(shown))
