@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, STEPS_AFTER, kill
+from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
 from benchmarks.report import summary, write
 from benchmarks.steps import Point, around, longest_gap, points
 from benchmarks.workloads import WORKLOADS
@@ -119,8 +119,7 @@ def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
 
     attempt, arrived_at = run.refresh().attempt, time.time()
     found = recovery(run, added)
-    _, first = around(run, attempt, arrived_at, GIVE_UP_S)
-    return found | {"gap_s": longest_gap(run, arrived_at, first[0] + STEPS_AFTER, GIVE_UP_S)}
+    return found | {"gap_s": longest_gap(run, attempt, arrived_at, GIVE_UP_S)}
 
 
 def service_death(service: ServiceProcess, run: RunHandle) -> dict[str, float]:

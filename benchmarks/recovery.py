@@ -41,8 +41,6 @@ from tests.support.service_process import ServiceProcess, free_port, wait_for
 
 SETTLE_STEPS = 325
 """Steps before the kill: past start-up and the first checkpoints, half-way to the next."""
-STEPS_AFTER = 20
-"""Steps with a newcomer up to which gaps are measured."""
 GIVE_UP_S = 240.0
 
 
@@ -119,8 +117,7 @@ def newcomer(service: ServiceProcess, run: RunHandle, dead: str) -> float:
     )
     began, attempt = time.time(), run.attempts()[-1].attempt
     service.refill()
-    _, first = around(run, attempt, began, GIVE_UP_S)
-    return longest_gap(run, began, first[0] + STEPS_AFTER, GIVE_UP_S)
+    return longest_gap(run, attempt, began, GIVE_UP_S)
 
 
 def end_cluster(child: subprocess.Popen[bytes], directory: Path) -> None:

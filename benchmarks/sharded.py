@@ -32,17 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.protect import by_turns
 from benchmarks.report import summary, write
+from tests.support.own_loops import on_node
+from tests.support.service_process import wait_for
 from train_fn.node.node_dir import shared_memory_root
 
 LAYERS, BATCH = 8, 8
 KILL_STEP, LAST_STEP = 3, 5
 GIVE_UP_S = 300.0
-
-
-def on_node(name: str) -> None:
-    """Let this process be on a node of its own."""
-    found = os.uname()
-    os.uname = lambda: os.uname_result((found[0], name, *found[2:]))
 
 
 def sharded(model: nn.Sequential, *, own_node: bool = False) -> nn.Module:
@@ -89,14 +85,14 @@ def _rank(rank: int, nodes: list[str], base: str, attempt: int, width: int, kind
 
 def _wait_for_steps(base: str, attempt: int, ranks: list[Any], number: int) -> float:
     """Wait until each rank has made so many steps. Return when the last of them was made."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while time.monotonic() < deadline:
+
+    def made() -> float | None:
         files = [Path(base, f"steps{attempt}-{rank}") for rank in range(len(ranks))]
-        made = [file.read_text().split() if file.is_file() else [] for file in files]
-        if all(len(each) >= number for each in made):
-            return max(float(each[number - 1]) for each in made)
-        time.sleep(0.005)
-    raise TimeoutError(f"attempt {attempt} did not make {number} steps in {GIVE_UP_S:g} s")
+        steps = [file.read_text().split() if file.is_file() else [] for file in files]
+        is_made = all(len(each) >= number for each in steps)
+        return max(float(each[number - 1]) for each in steps) if is_made else None
+
+    return wait_for(made, GIVE_UP_S, f"step {number} of attempt {attempt}", every_s=0.005)
 
 
 def recover(megabytes: int, kind: str, size: int) -> float:

@@ -40,8 +40,15 @@ def points(run: RunHandle, after: float) -> list[tuple[int, Point]]:
     return earlier[-1:] + [item for item in found if item[1][1] > after]
 
 
-def longest_gap(run: RunHandle, began: float, through_step: int, timeout_s: float) -> float:
-    """Wait for a step; the longest time between two steps since ``began``, up to that one."""
+STEPS_AFTER = 20
+"""Steps of an attempt up to which gaps are measured."""
+
+
+def longest_gap(run: RunHandle, attempt: int, began: float, timeout_s: float) -> float:
+    """Wait for the first steps of an attempt after ``attempt``; the longest time between two steps
+    since ``began``, up to these."""
+    _, first = around(run, attempt, began, timeout_s)
+    through_step = first[0] + STEPS_AFTER
 
     def found() -> list[float] | None:
         seen = [point for _, point in points(run, began)]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write
-from benchmarks.scale import ranks
 from benchmarks.scale.parameters import EVERSTEP, POLICIES, PROPOSALS, Costs
 from benchmarks.scale.simulation import simulate
 
@@ -94,6 +93,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ranks", type=int, nargs="+")
     options = parser.parse_args(argv)
     if options.ranks:
+        from benchmarks.scale import ranks  # imports torch and the service
+
         write("ranks", ranks.measure(options.ranks))
         return
     results = {costs.name: sweep(costs, options.seeds) for costs in (*POLICIES, *PROPOSALS)}

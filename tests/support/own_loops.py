@@ -123,15 +123,20 @@ def _ended(path: Path, exit_code: int | None) -> Ended:
     return found
 
 
+def on_node(name: str) -> None:
+    """Let this process be on a node of its own."""
+    found = os.uname()
+    named = os.uname_result((found[0], name, *found[2:]))
+    os.uname = lambda: named
+
+
 def _rank_main(job: LoopJob, rank: int, base: str) -> None:
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if job.nodes:
-        found = os.uname()
-        named = os.uname_result((found[0], job.nodes[rank], *found[2:]))
-        os.uname = lambda: named
+        on_node(job.nodes[rank])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if job.world_size > 1:
