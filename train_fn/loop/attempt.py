@@ -266,13 +266,13 @@ def hands_over(training: Training, stop: Stop) -> bool:
     if ctx.world_rank == 0:
         saver = training.session.saver
         may_leave = may_leave and ctx.hands_over() and not saver.has_best_to_write
-    answers = replica.peers.gather((may_leave, ctx.attempt_offered()))
+    answers = replica.peers.gather((may_leave, ctx.open_offer()))
     training.progress.followed_by = agreed_offer([offered for _, offered in answers])
     return all(may for may, _ in answers)
 
 
 def agreed_offer(offers: Sequence[int | None]) -> int | None:
-    """Return the attempt that is ready in the process of every rank; None if there is none."""
+    """Return the offer that is open in the process of every rank; None if there is none."""
     return offers[0] if len(set(offers)) == 1 else None
 
 

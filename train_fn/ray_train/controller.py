@@ -214,6 +214,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 self._placement.release()
             await asyncio.sleep(self._settings.poll_s)
         elif isinstance(before, RunningState) and isinstance(result.next_state, RunningState):
+            self._check_offer()
             self._yielding.check(self._worker_group)
             self._hangs.check(self._worker_group)
             self._stacks.check(self._worker_group, self._hangs.quiet_s)
@@ -293,23 +294,36 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if (
             not self._settings.growth_beside
             or present.must_abort  # NCCL makes its communicator when all ranks are there
+            or self._engine.job.spec.train.sharding != "none"  # it saves its pieces first
             or self._sizes.draining
             or num_workers <= len(present.get_workers())
             or self.worker_group_cls.offered is not None
         ):
             return
+        self._sizes.offered = num_workers
         try:
             with self.worker_group_cls.offering(present):
                 self._start_worker_group(
                     num_workers, self._sizes.scaling_config._resources_per_worker_not_none
                 )
-            self._sizes.offered = num_workers
         except Exception as exc:
             why = str(exc).partition("\n")[0]
             logger.warning("the next group does not begin by itself: %s", why)
             self._next_has_begun(all_have_left=False)
         finally:
             self._worker_group = present
+
+    def _check_offer(self) -> None:
+        """Withdraw the offer of the next group if a process that is to join is gone or stopped, or
+        if its node is not to get ranks any more. Called with every turn of the control loop."""
+        group = self.worker_group_cls.offered
+        if group is None:
+            return
+        answers = group.joining_answer()
+        if not answers or not self._sizes.may_join(group.joining_nodes()):
+            why = "its node is not to be used" if answers else "it does not answer"
+            if not self._next_has_begun(all_have_left=False):
+                logger.warning("a process that was to join is not waited for: %s", why)
 
     def _next_has_begun(self, *, all_have_left: bool) -> bool:
         """As ``GroupFactory.next_has_begun``. Any size may follow if it has not."""

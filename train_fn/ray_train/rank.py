@@ -210,7 +210,7 @@ def _context(
         is_abandoned=rank_process.is_abandoned,
         in_process=launch.in_process,
         hands_over=journal.hands_over,
-        attempt_offered=rank_process.attempt_offered,
+        open_offer=rank_process.open_offer,
         accept=rank_process.accept,
         on_replaced=lambda why: _leave_at_once(launch),
     )

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ray
 
@@ -59,7 +59,7 @@ FREED_S = 2.0
 class _Attempt:
     """What the actor and the training thread of one attempt share."""
 
-    def __init__(self, launch: RankLaunch) -> None:
+    def __init__(self, launch: RankLaunch, reported: threading.Event | None = None) -> None:
         self.launch = launch
         self.yield_asked = threading.Event()
         self.hands_over = False
@@ -80,11 +80,9 @@ class _Attempt:
         self.kept_step: int | None = None
         """Step whose state was left on this node before the training thread was freed."""
         self.accepted: int | None = None
-        """The attempt that may begin once the training thread has ended."""
-        self.reported = threading.Event()
-        """The journal knows of the attempt."""
-        if not launch.is_offered:
-            self.reported.set()
+        """Number of the offer whose attempt may begin once the training thread has ended."""
+        self.reported = reported
+        """The journal knows of the attempt. None if it was reported before it began here."""
 
     def end(self) -> None:
         """Release the call that waits for news. Raise RuntimeError if a thread of the attempt still
@@ -106,10 +104,14 @@ _attempt: _Attempt | None = None
 # -- calls of the actor
 
 
-def prepare(launch: RankLaunch) -> None:
+def prepare(launch: RankLaunch, reported: threading.Event | None = None) -> None:
     """Begin an attempt. Its environment is set before anything of the attempt reads it.
 
     Raise RuntimeError if an earlier attempt has not ended in this process.
+
+    Args:
+        launch: the attempt's parameters.
+        reported: set once the journal knows of the attempt; None if it does already.
     """
     global _attempt
     before = {} if _attempt is None else _attempt.launch.env
@@ -119,7 +121,7 @@ def prepare(launch: RankLaunch) -> None:
         gc.collect()
     else:
         threading.Thread(target=children.end_leftovers, name="end-leftovers", daemon=True).start()
-    _attempt = _Attempt(launch)
+    _attempt = _Attempt(launch, reported)
     children.begin()
     # what the task has set since stays: it is not built again
     take_environment({k: each for k, each in launch.env.items() if before.get(k) != each})
@@ -290,10 +292,12 @@ def note_state_bytes(num_bytes: int) -> None:
 def once_reported(deliver: Deliver) -> Deliver:
     """Return ``deliver``, whose calls wait until the journal knows of this attempt: an event of its
     ranks closes the journal for those of the attempt before it."""
-    attempt = _current()
+    reported = _current().reported
+    if reported is None:
+        return deliver
 
     def wait_and_deliver(source: str, events: Sequence[SourceEvent], stop: Stop | None) -> Reply:
-        attempt.reported.wait()
+        reported.wait()
         return deliver(source, events, stop)
 
     return wait_and_deliver
@@ -307,83 +311,90 @@ def _current() -> _Attempt:
 # ---------------------------------------------------------------- offers
 
 # An attempt that begins in this process by itself once the present one has handed over to it. All
-# processes of a group get the offer while the group before it trains. Until it has begun, what the
-# present attempt keeps is not touched, so that it can be kept for another one.
+# processes of a group get the offer while the group before it trains. Until all go over to it, what
+# the present attempt keeps is not touched, so that it can be kept for another one.
 
 
 class NextAttempt:
-    """One such attempt. It is withdrawn, or it begins; never both."""
+    """One such offer: open, then settled. Its attempt has begun then, or has not and never will.
 
-    def __init__(self, attempt: int, connections: Connections) -> None:
-        self.attempt = attempt
+    Args:
+        number: no other offer of the run has it.
+        connections: to the peers of the attempt.
+    """
+
+    def __init__(self, number: int, connections: Connections) -> None:
+        self.number = number
+        self._present = _attempt
         self.joins = _attempt is None or _attempt.training is None
         """Whether no attempt has trained in this process, so that it waits for the others."""
-        self.connections: Connections | None = connections
+        self._connections: Connections | None = connections
         self.has_begun = False
-        self._lock = threading.Lock()
-        self._is_withdrawn = self._is_under_way = False
+        self.problem: BaseException | None = None
+        """Why the attempt has not begun here, though the ranks go over to it."""
+        self.reported = threading.Event()
+        """The journal knows of the attempt."""
+        self.left: Sequence[Any] = ()
+        """What polls find of the attempt that has handed over to it, until this one is polled."""
         self._settled = threading.Event()
 
     @property
     def is_open(self) -> bool:
-        """Return whether it still may begin."""
-        return not (self._is_withdrawn or self._settled.is_set())
+        """Return whether the attempt still may begin, as far as this process knows."""
+        return self._connections is not None and not self._settled.is_set()
 
     def await_turn(self) -> Connections | None:
-        """Wait until the present attempt has ended in this process. Return the connections if this
-        one begins now; it cannot be withdrawn any more then. None if it does not begin."""
-        attempt = _attempt
-        if attempt is not None and attempt.training is not None:
-            attempt.training.join()
-            if attempt.accepted != self.attempt:
-                return None
-        with self._lock:
-            self._is_under_way = not self._is_withdrawn
-            return self.connections
+        """Wait until the present attempt has ended here, and until it is decided whether the ranks
+        go over. Return the connections if they do, else None.
 
-    def settle(self, *, has_begun: bool) -> None:
-        """Note whether the attempt has begun."""
-        self.has_begun, self.connections = has_begun, None
+        A rank whose attempt has ended without accepting the offer decides that nobody goes over.
+        """
+        accepts = self.joins or self._has_accepted()
+        connections, self._connections = self._connections, None
+        if connections is None:
+            return None
+        decision = connections.decision
+        goes = decision.wait() if self.joins else decision.make(goes=accepts)
+        return connections if goes and accepts else None
+
+    def _has_accepted(self) -> bool:
+        present = self._present
+        assert present is not None and present.training is not None
+        present.training.join()
+        return present.accepted == self.number
+
+    def settle(self, *, has_begun: bool, problem: BaseException | None = None) -> None:
+        """Note whether the attempt has begun here."""
+        self.has_begun, self.problem, self._connections = has_begun, problem, None
         self._settled.set()
 
-    def outcome(self, within_s: float | None) -> bool:
-        """Return whether the attempt has begun, once that is known."""
-        self._settled.wait(within_s)
-        return self.has_begun
+    def is_settled(self, within_s: float | None = 0.0) -> bool:
+        """Return whether it is settled, at the latest after ``within_s`` seconds; None waits."""
+        return self._settled.wait(within_s)
 
-    def withdraw(self, within_s: float) -> bool:
-        """Let the attempt begin no more. Return whether it has begun before."""
-        with self._lock:
-            self._is_withdrawn = True
-            is_under_way = self._is_under_way
-            if not is_under_way:
-                self.connections = None  # nobody else has them, so that they are closed
-        return self.outcome(within_s) if is_under_way else False
+    def forget(self) -> None:
+        """Close the connections of an offer over which nobody goes."""
+        self._connections = None
 
 
 _offer: NextAttempt | None = None
 
 
-def make_offer(attempt: int, connections: Connections) -> NextAttempt:
-    """Make the offer of that attempt to this process, which is connected to its peers there."""
+def make_offer(number: int, connections: Connections) -> NextAttempt:
+    """Make the offer of that number to this process, which is connected to its peers there."""
     global _offer
-    _offer = NextAttempt(attempt, connections)
+    _offer = NextAttempt(number, connections)
     return _offer
 
 
-def attempt_offered() -> int | None:
-    """Return the attempt that is on offer; None if none is."""
-    return _offer.attempt if _offer is not None and _offer.is_open else None
+def open_offer() -> int | None:
+    """Return the number of the offer that is open; None without one."""
+    return _offer.number if _offer is not None and _offer.is_open else None
 
 
-def accept(attempt: int | None) -> None:
-    """Let that attempt begin once the training thread has ended."""
-    _current().accepted = attempt
-
-
-def note_reported() -> None:
-    """Note that the journal knows of the present attempt."""
-    _current().reported.set()
+def accept(number: int | None) -> None:
+    """Accept the offer of that number: its attempt may begin once the training thread has ended."""
+    _current().accepted = number
 
 
 # ---------------------------------------------------------------- own exits

@@ -39,6 +39,7 @@ from train_fn.ray_train.rank import loop_of
 from train_fn.ray_train.ray_internals import (
     RayTrainWorker,
     TrainContext,
+    WorkerStatus,
     get_train_context,
     set_torch_distributed_env_vars,
 )
@@ -59,8 +60,10 @@ while the start of a group hangs in this process, one of them while another writ
 OFFERS = "offers"
 """Concurrency group of ``offer``, which waits for peers."""
 _LOOK_S = 0.005
+_SOON_S = 0.5
+"""Longest wait in seconds for the news that an attempt was reported, which is on its way."""
 SETTLES_S = 2.0
-"""Longest wait in seconds for a process to fail that cannot begin an attempt by itself."""
+"""Longest wait in seconds for a process to drop an offer over which nobody goes."""
 _TELLS_A_PLACE = (
     "get_world_rank",
     "get_world_size",
@@ -104,6 +107,8 @@ class RankReady:
 class Following:
     """What a process needs to begin an attempt by itself."""
 
+    number: int
+    """No other offer to the run's processes has it."""
     launch: RankLaunch
     context: dict[str, Any]
     """Arguments of Ray's ``init_train_context``."""
@@ -125,19 +130,23 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     _meets_to_report = True
     _figures: NodeFigures | None = None
     _offer: rank_process.NextAttempt | None = None
-    _withdrawals = 0
-    _left: Sequence[Any] = ()
-    """What polls of the attempt find that has handed over, until the next one is polled."""
+    """The newest offer; None once an attempt was begun without it."""
+    _withdrawn = 0
+    """Number of the newest offer that was withdrawn."""
 
     def prepare(self, launch: RankLaunch) -> RankReady:
-        """Set the rank's environment before anything reads it."""
-        self.withdraw_offer()
-        self._left = ()
+        """Set the rank's environment before anything reads it. Raise RuntimeError if something of
+        an earlier attempt, or of one that was offered, still runs here."""
+        if self._offer is not None:
+            self._offer.forget()
+            if not self._offer.is_settled(SETTLES_S):
+                raise RuntimeError("an attempt that was offered may still begin in this process")
+            self._offer = None
         self._begin(launch)
         return self.describe()
 
-    def _begin(self, launch: RankLaunch) -> None:
-        rank_process.prepare(launch)
+    def _begin(self, launch: RankLaunch, reported: threading.Event | None = None) -> None:
+        rank_process.prepare(launch, reported)
         watch(TrainContext, _TELLS_A_PLACE)
         self._meets_to_report = launch.meets_to_report
 
@@ -172,46 +181,45 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def offer(self, following: Following) -> None:
         """Connect to the peers of an attempt, and let it begin in this process as soon as the
         present one has handed over to it. Raises if a peer does not come."""
-        self.withdraw_offer()
-        withdrawn = self._withdrawals
+        if self._offer is not None:
+            self._offer.forget()
         following.train_fn_ref.get()  # to read it a second time is faster
-        attempt = following.launch.attempt
-        self._offer = offer = rank_process.make_offer(attempt, connect(following))
-        if self._withdrawals != withdrawn:  # while it connected
-            offer.withdraw(0.0)
-        arguments = (offer, following)
+        self._offer = offer = rank_process.make_offer(following.number, connect(following))
+        if self._withdrawn == following.number:  # while it connected
+            offer.settle(has_begun=False)
+            return
         threading.Thread(
-            target=self._follow, args=arguments, name="next-attempt", daemon=True
+            target=self._follow, args=(offer, following), name="next-attempt", daemon=True
         ).start()
 
     def _follow(self, offer: rank_process.NextAttempt, following: Following) -> None:
-        has_begun = False
+        has_begun, problem = False, None
         try:
+            if offer.joins:
+                self._enter(offer, following)
             connections = offer.await_turn()
             if connections is None:
                 return
             if not offer.joins:
-                self._left = self._last_statuses()
-                connections.tell_to_go()
-            self._begin(following.launch)
-            self.init_train_context(**following.context)
-            if offer.joins:
-                connections.wait_to_go()
+                offer.left = self._last_statuses()
+                self._enter(offer, following)
             enter_group(connections, following)
             self.run_train_fn(following.train_fn_ref)
             has_begun = True
         except Exception as exc:
-            logger.warning("attempt %d has not begun by itself: %s", offer.attempt, exc)
+            logger.warning("attempt %d has not begun by itself: %s", following.launch.attempt, exc)
+            problem = exc
         finally:
-            offer.settle(has_begun=has_begun)
+            offer.settle(has_begun=has_begun, problem=problem)
+
+    def _enter(self, offer: rank_process.NextAttempt, following: Following) -> None:
+        self._begin(following.launch, offer.reported)
+        self.init_train_context(**following.context)
 
     def _last_statuses(self) -> Sequence[Any]:
         """Return what polls find of an attempt whose training thread has ended, first its reports
         that nobody has taken yet. Raises the error with which it ended."""
-        try:
-            runner: Any = get_train_context().execution_context.training_thread_runner
-        except RuntimeError:  # no attempt has run here
-            return ()
+        runner: Any = get_train_context().execution_context.training_thread_runner
         if (error := runner.get_error()) is not None:
             raise error
         statuses = [super().poll_status()]
@@ -221,29 +229,32 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
 
     def poll_status(self) -> Any:
         """Return the status of the attempt that the controller takes for the present one."""
-        if not self._left:
+        offer = self._offer
+        if offer is None:
             return super().poll_status()
-        status, self._left = self._left[0], self._left[1:] or self._left
-        return status
+        if not offer.reported.is_set():
+            if not offer.left:
+                return super().poll_status()
+            status, offer.left = offer.left[0], offer.left[1:] or offer.left
+            return status
+        if not offer.is_settled():  # this process is slower than others
+            return WorkerStatus(running=True, error=None, training_report=None)
+        if offer.problem is not None:
+            return WorkerStatus(running=False, error=offer.problem, training_report=None)
+        return super().poll_status()
 
     @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def has_begun(self, within_s: float) -> bool:
-        """Return whether the offered attempt has begun, once that is known."""
-        return self._offer is not None and self._offer.outcome(within_s)
-
-    @ray.method(concurrency_group=KEPT)  # type: ignore[untyped-decorator]
-    def withdraw_offer(self) -> bool:
-        """Let the offered attempt begin no more. Return whether it has begun before."""
-        self._withdrawals += 1
-        return self._offer is not None and self._offer.withdraw(SETTLES_S)
+    def withdraw_offer(self, number: int) -> None:
+        """Forget the offer of that number, over which nobody goes. It may still be connecting."""
+        self._withdrawn = number
+        if self._offer is not None and self._offer.number == number:
+            self._offer.forget()
 
     def note_reported(self) -> None:
-        """Note that the controller has reported the attempt that has begun here by itself, and
+        """Note that the controller has reported the attempt to which the ranks have gone over, and
         polls it from now on."""
         if self._offer is not None:
-            self._offer.outcome(None)  # this process may be slower than the one that was asked
-        self._left = ()
-        rank_process.note_reported()
+            self._offer.reported.set()
 
     def reach(self, addresses: list[tuple[str, int]], timeout_s: float) -> list[bool]:
         """Return, for each raylet address, whether it accepts a connection from this node."""
@@ -297,7 +308,14 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
     def watch(self) -> bool:
         """Return once a poll would find something. Return True if the rank should be polled often,
         because it has finished training and waits for its reports to be taken, or has ended."""
-        return bool(self._left) or rank_process.wait_for_news()
+        offer = self._offer
+        if offer is not None and offer.left and not offer.reported.wait(_SOON_S):
+            return True  # it has handed over
+        if offer is not None and offer.reported.is_set():
+            offer.is_settled(None)
+            if offer.problem is not None:
+                return True
+        return rank_process.wait_for_news()
 
     def wait_for_end(self, bound_s: float) -> RankEnd:
         """Wait until the training function has ended, at most ``bound_s``.

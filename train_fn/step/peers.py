@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask, StepNotWhole
@@ -248,12 +249,43 @@ def end_process_group() -> bool:
     return True
 
 
-_GO = "everstep/go"
-"""Key of a store that the ranks of a group set once they go over to it."""
-
-
 CONNECTED_S = 10.0
 """Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
+_LOOK_S = 0.005
+_A_STEP = timedelta(days=10)
+"""Longest wait of a rank that joins until the others come to the agreed step."""
+
+
+class GoingOver:
+    """The decision whether the ranks of a group that is to begin by itself go over to it.
+
+    It is made once, in the store at which they meet. Ranks and controller may make it; the first
+    word counts for all of them, so that nobody can be of another opinion.
+    """
+
+    _KEY, _GO, _STAY = "everstep/decision", "go", "stay"
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def make(self, *, goes: bool) -> bool:
+        """Decide, unless somebody has. Return whether the ranks go over."""
+        word = self._GO if goes else self._STAY
+        found: bytes = self._store.compare_set(self._KEY, "", word)
+        return found == self._GO.encode()
+
+    def wait(self) -> bool:
+        """Wait until it is made, and return it. Raises once the store is closed."""
+        self._store.wait([self._KEY], _A_STEP)
+        found: bytes = self._store.get(self._KEY)
+        return found == self._GO.encode()
+
+    def make_after(self, within_s: float) -> bool:
+        """Return it once it is made. If that takes longer, the ranks do not go over any more."""
+        deadline = time.monotonic() + within_s
+        while not self._store.check([self._KEY]) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return self.make(goes=False)
 
 
 class Connections:
@@ -275,14 +307,7 @@ class Connections:
         self._backend = dist.ProcessGroupGloo(connected, *self._place, timeout=soon)
         self._store.set_timeout(self._timeout)
         self._backend._set_default_timeout(self._timeout)
-
-    def tell_to_go(self) -> None:
-        """Let the ranks go on that wait for it."""
-        self._store.set(_GO, "")
-
-    def wait_to_go(self) -> None:
-        """Wait until a rank has gone over to this group. Raises once the store is closed."""
-        self._store.wait([_GO])
+        self.decision = GoingOver(self._store)
 
     def become_group(self) -> None:
         """Make this the process's group of all ranks. It needs no message for that."""

@@ -109,10 +109,8 @@ class GroupFactory:
             all_have_left: whether the ranks of the present group have handed over. They may be on
                 their way then, and are waited for.
         """
-        offered = self.offered
-        if offered is None:
-            return False
-        if not (offered.has_begun() if all_have_left else offered.settle()):
+        within_s = self._starts.limit_s if all_have_left else 0.0
+        if self.offered is not None and not self.offered.has_begun(within_s):
             self.offered = None
         return self.offered is not None
 

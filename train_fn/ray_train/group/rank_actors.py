@@ -219,15 +219,19 @@ class RankActors:
             end_stopped(self._processes)
             self._placement.release()
 
-    def release_recruits(self, living: Collection[Any] | None) -> list[SurvivingProcess]:
-        """Return the processes that have served no attempt yet, for another one. Those that are not
-        among the ``living`` are ended; None if none was asked."""
-        recruits = [one for one in self._survivors if one.step == NO_STATE]
+    def recruits(self) -> list[SurvivingProcess]:
+        """Return the processes that have served no attempt yet."""
+        return [one for one in self._survivors if one.step == NO_STATE]
+
+    def release_recruits(self, living: Collection[Any]) -> list[SurvivingProcess]:
+        """Let go of all processes. Return those that have served no attempt yet, for another one,
+        and end those of them that are not among the ``living``."""
+        recruits = self.recruits()
         self._actors, self._survivors = [], []
-        silent = [one for one in recruits if living is not None and one.actor not in living]
-        for one in silent:
-            ray.kill(one.actor)
-        return [one for one in recruits if one not in silent]
+        for one in recruits:
+            if one.actor not in living:
+                ray.kill(one.actor)
+        return [one for one in recruits if one.actor in living]
 
     def _end(self, actors: Sequence[Any]) -> None:
         """End processes. Ranks that may keep their state in their process first write it."""

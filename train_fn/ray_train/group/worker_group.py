@@ -5,6 +5,7 @@ state, and report on each of its ranks.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,9 +52,11 @@ from train_fn.recovery.hang import ABORTING_SILENT_S, SILENT_S
 from train_fn.recovery.settings import RecoverySettings
 from train_fn.recovery.staying import SOON_WRITTEN_BYTES, first_of_each_node
 from train_fn.step.nccl import group_backend, is_known_to_fail
-from train_fn.step.peers import CONNECTED_S
+from train_fn.step.peers import CONNECTED_S, GoingOver
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
 
 
 class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
@@ -105,6 +108,11 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """The workers by rank, once ranks are assigned."""
         self._store: TCPStore | None = None
         """Where the ranks of a group meet that begins by itself."""
+        self.number = next(_numbers)
+        """No other group of the controller has it."""
+        self._asked: list[Any] = []
+        """What the processes were asked last that are to join."""
+        self._asked_at = 0.0
         self._worker_group_start_timeout_s = settings.placement_s
         self._worker_health_check_timeout_s = settings.health_timeout_s
 
@@ -215,6 +223,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         }
         offers = [
             Following(
+                self.number,
                 self._actors.launch,
                 context
                 | {"distributed_context": worker.distributed_context}
@@ -232,33 +241,46 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             CONNECTED_S,
         )
 
-    def has_begun(self) -> bool:
-        """Return whether the processes have begun this attempt by themselves, once that is known of
-        the first of them: they have agreed on it. If not, none begins any more."""
-        limit_s = self._stayed_start_s
-        asked = [worker.actor.has_begun.remote(limit_s) for worker in self._ranked]
-        first, _ = ray.wait(asked, timeout=limit_s)
-        with suppress(RayError):  # that process is gone
-            if first and ray.get(first[0]):
-                return True
-        return self.settle()
+    def joining_answer(self) -> bool:
+        """Return whether the processes that are to join live, and have answered lately. Asks them
+        again. Called all the time while the group may begin by itself: nobody else watches them."""
+        now, asked = time.monotonic(), self._asked
+        answered, late = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
+        if late:
+            return now - self._asked_at < SILENT_S
+        try:
+            ray.get(answered)
+        except RayError:
+            return False
+        recruits = self._actors.recruits()
+        self._asked_at, self._asked = now, [one.actor.kept_state.remote() for one in recruits]
+        return True
 
-    def settle(self) -> bool:
-        """Return whether a process has begun this attempt by itself. If none has, none begins any
-        more: those that wait for the others get an error, and the recruits can join another group.
+    def joining_nodes(self) -> list[str]:
+        """Return the ids of the nodes of these processes."""
+        return [one.bundle.node_id for one in self._actors.recruits()]
+
+    def has_begun(self, within_s: float) -> bool:
+        """Return whether the ranks have gone over to this group. If they do not within so many
+        seconds, they do not any more, and the processes that were to join can join another one.
+
+        They need not have begun all: one may be slow, or be dead by now.
         """
-        self._store = None
-        asked = {worker.actor.withdraw_offer.remote(): worker.actor for worker in self._ranked}
-        answers: dict[Any, bool] = {}
-        answered = (
-            ray.wait(list(asked), num_returns=len(asked), timeout=SETTLES_S)[0] if asked else []
-        )
+        if self._store is not None and GoingOver(self._store).make_after(within_s):
+            return True
+        for worker in self._ranked:
+            worker.actor.withdraw_offer.remote(self.number)
+        joining = [one.actor for one in self._actors.recruits()]
+        asked = {actor.withdraw_offer.remote(self.number): actor for actor in joining}
+        refs = list(asked)
+        answered = ray.wait(refs, num_returns=len(refs), timeout=SETTLES_S)[0] if refs else []
+        living = []
         for ref in answered:
             with suppress(RayError):  # that process is gone
-                answers[asked[ref]] = ray.get(ref)
-        if any(answers.values()):
-            return True
-        self._survivors.hold(self._actors.release_recruits(answers if asked else None))
+                ray.get(ref)
+                living.append(asked[ref])
+        self._asked, self._store = [], None
+        self._survivors.hold(self._actors.release_recruits(living))
         return False
 
     def enter(self) -> None:

@@ -100,27 +100,23 @@ def test_the_limit_of_a_start_is_learned() -> None:
     assert starts.limit_s == StayedStarts.LEAST_S, "one slow start does not count forever"
 
 
-class Offered:
-    """A group that was offered, and has begun or not."""
-
-    def __init__(self, has_begun: bool, settles: bool) -> None:
-        self.has_begun, self.settle = (lambda: has_begun), (lambda: settles)
-
-
 @pytest.mark.parametrize(
-    ("all_have_left", "has_begun", "settles", "enters"),
+    ("all_have_left", "goes_after_s", "enters"),
     [
-        (True, True, True, True),
-        (True, False, False, False),
-        (False, True, False, False),  # ranks that still train have begun nothing
-        (False, False, True, True),  # one had begun when another one failed
+        (True, 1.0, True),  # it is waited for ranks that are on their way
+        (True, None, False),
+        (False, 1.0, False),
+        (False, 0.0, True),  # one had begun when another one failed
     ],
 )
 def test_a_group_that_has_begun_is_entered_and_any_other_is_forgotten(
-    all_have_left: bool, has_begun: bool, settles: bool, enters: bool
+    all_have_left: bool, goes_after_s: float | None, enters: bool
 ) -> None:
+    def has_begun(within_s: float) -> bool:
+        return goes_after_s is not None and goes_after_s <= within_s
+
     made = Factory(None)
-    made.factory.offered = group = Offered(has_begun, settles)
+    made.factory.offered = group = SimpleNamespace(has_begun=has_begun)
     found = GroupFactory.next_has_begun(made.factory, all_have_left=all_have_left)
     assert found is enters
     assert made.factory.offered is (group if enters else None)

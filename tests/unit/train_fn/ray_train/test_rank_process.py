@@ -13,12 +13,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from everstep.wire import ErrorKind
 from train_fn.errors import EndedItself
+from train_fn.loop.attempt import agreed_offer
 from train_fn.ray_train import rank_process, worker_actor
 from train_fn.recovery.evidence import describe_error
 from train_fn.recovery.launch import RankLaunch
+from train_fn.step.peers import GoingOver
 
 
 def attempt(number: int) -> rank_process._Attempt:
@@ -235,57 +245,87 @@ def test_other_exits_are_at_once(case: str, exits: list[int]) -> None:
     assert exits == [0] and errors == []
 
 
-CONNECTIONS: Any = object()
+def connected() -> Any:
+    """Connections to no peers, and a store of their own."""
+    return SimpleNamespace(decision=GoingOver(dist.HashStore()))
 
 
 def following(number: int, *, accepts: int | None) -> rank_process.NextAttempt:
-    """Return an offer in a process whose training thread has accepted that attempt, or none."""
+    """Return an offer in a process whose training thread has accepted that offer, or none."""
     rank_process._current().training = training = threading.Thread(
         target=rank_process.accept, args=(accepts,)
     )
-    offer = rank_process.make_offer(number, CONNECTIONS)
+    offer = rank_process.make_offer(number, connected())
     training.start()
     return offer
 
 
-@pytest.mark.parametrize(("accepts", "begins"), [(2, True), (None, False), (3, False)])
+def test_whoever_decides_first_decides_for_all() -> None:
+    for first in (True, False):
+        decision = GoingOver(dist.HashStore())
+        assert decision.make(goes=first) is first
+        assert decision.make(goes=not first) is first
+        assert decision.wait() is first and decision.make_after(20.0) is first
+    assert GoingOver(dist.HashStore()).make_after(0.01) is False, "nobody has decided in time"
+
+
+@pytest.mark.parametrize(("accepts", "begins"), [(7, True), (None, False), (6, False)])
 def test_an_attempt_begins_once_the_one_before_it_has_accepted_it(
     accepts: int | None, begins: bool
 ) -> None:
-    offer = following(2, accepts=accepts)
-    assert rank_process.attempt_offered() == 2
-    assert offer.await_turn() is (CONNECTIONS if begins else None)
+    offer = following(7, accepts=accepts)
+    assert rank_process.open_offer() == 7
+    connections = offer._connections
+    assert offer.await_turn() is (connections if begins else None)
+    assert connections is not None and connections.decision.make(goes=True) is begins
     offer.settle(has_begun=begins)
-    assert offer.outcome(0.0) is begins and offer.withdraw(0.0) is begins
-    assert rank_process.attempt_offered() is None, "it is made once"
+    assert offer.is_settled() and offer.has_begun is begins
+    assert rank_process.open_offer() is None, "it is made once"
 
 
-def test_an_attempt_that_is_withdrawn_begins_no_more() -> None:
-    offer = following(2, accepts=2)
-    assert offer.withdraw(0.0) is False and rank_process.attempt_offered() is None
-    assert offer.connections is None, "they are closed"
+def test_a_rank_that_failed_does_not_go_over_though_others_do() -> None:
+    offer = following(7, accepts=None)
+    assert offer._connections is not None
+    assert offer._connections.decision.make(goes=True)
     assert offer.await_turn() is None
 
 
-def test_a_process_without_an_attempt_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offer_that_is_withdrawn_after_it_was_accepted_begins_nothing() -> None:
+    offer = following(7, accepts=7)
+    assert offer._connections is not None
+    assert offer._connections.decision.make(goes=False) is False
+    assert offer.await_turn() is None
+
+
+def test_an_offer_that_is_forgotten_is_not_open() -> None:
+    offer = following(7, accepts=7)
+    offer.forget()
+    assert rank_process.open_offer() is None and offer.await_turn() is None
+
+
+def test_a_process_without_an_attempt_waits_for_the_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rank_process, "_attempt", None)
-    assert rank_process.make_offer(2, CONNECTIONS).await_turn()
-
-
-def test_who_withdraws_an_attempt_that_is_under_way_learns_whether_it_began() -> None:
-    offer = following(2, accepts=2)
-    assert offer.await_turn()
-    threading.Timer(0.05, offer.settle, kwargs={"has_begun": True}).start()
-    assert offer.withdraw(20.0) is True
+    for goes in (True, False):
+        offer, found = rank_process.make_offer(2, connected()), list[Any]()
+        decision = offer._connections.decision  # type: ignore[union-attr]
+        waiting = threading.Thread(target=lambda o=offer, f=found: f.append(o.await_turn()))
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        decision.make(goes=goes)
+        waiting.join(20)
+        assert [connections is not None for connections in found] == [goes]
 
 
 def test_events_of_an_offered_attempt_wait_until_the_journal_knows_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else they would close the journal for the ranks of the attempt before it."""
-    launch = RankLaunch(2, 0.0, is_offered=True)
-    monkeypatch.setattr(rank_process, "_attempt", rank_process._Attempt(launch))
-    delivered: list[str] = []
+    reported, delivered = threading.Event(), list[str]()
+    begun = rank_process._Attempt(RankLaunch(2, 0.0, is_offered=True), reported)
+    monkeypatch.setattr(rank_process, "_attempt", begun)
 
     def deliver(source: str, events: object, stop: object) -> Any:
         delivered.append(source)
@@ -294,7 +334,7 @@ def test_events_of_an_offered_attempt_wait_until_the_journal_knows_of_it(
     sending.start()
     sending.join(0.1)
     assert delivered == []
-    rank_process.note_reported()
+    reported.set()
     sending.join(20)
     assert delivered == ["rank"]
 
@@ -309,23 +349,6 @@ def test_a_late_request_to_exit_is_none_of_the_next_attempt(
     assert not rank_process.yield_asked()
 
 
-class Offered:
-    """A process to which an attempt is offered, and that connects until it is told to go on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.connects, self.goes_on = threading.Event(), threading.Event()
-        self.actor = worker_actor.EverstepTrainWorker()
-        monkeypatch.setattr(worker_actor, "connect", self._connect)
-        launch = RankLaunch(2, 0.0, is_offered=True)
-        following = SimpleNamespace(launch=launch, train_fn_ref=SimpleNamespace(get=lambda: None))
-        self.call = threading.Thread(target=self.actor.offer, args=(following,))
-
-    def _connect(self, following: Any) -> Any:
-        self.connects.set()
-        assert self.goes_on.wait(20)
-        return CONNECTIONS
-
-
 def test_an_offer_that_is_withdrawn_while_it_connects_is_not_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,26 +356,208 @@ def test_an_offer_that_is_withdrawn_while_it_connects_is_not_made(
     training = threading.Thread(target=trains.wait)
     training.start()
     monkeypatch.setattr(rank_process._current(), "training", training)
-    offered = Offered(monkeypatch)
-    offered.call.start()
-    assert offered.connects.wait(20)
-    assert not offered.actor.withdraw_offer()
-    offered.goes_on.set()
-    offered.call.join(20)
-    assert rank_process.attempt_offered() is None, "nobody follows it"
+    connects, goes_on = threading.Event(), threading.Event()
+
+    def connect(following: Any) -> Any:
+        connects.set()
+        assert goes_on.wait(20)
+        return connected()
+
+    monkeypatch.setattr(worker_actor, "connect", connect)
+    actor = worker_actor.EverstepTrainWorker()
+    following: Any = SimpleNamespace(number=3, train_fn_ref=SimpleNamespace(get=lambda: None))
+    call = threading.Thread(target=actor.offer, args=(following,))
+    call.start()
+    assert connects.wait(20)
+    actor.withdraw_offer(3)
+    goes_on.set()
+    call.join(20)
+    assert rank_process.open_offer() is None, "nobody follows it"
     trains.set()
 
 
-def test_the_news_that_an_attempt_was_reported_waits_until_it_has_begun_here(
+def test_a_process_that_is_slower_than_others_is_polled_as_running_until_it_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The controller asks the first process that answers whether the group has begun."""
-    actor = worker_actor.EverstepTrainWorker()
-    actor._offer = offer = rank_process.make_offer(2, CONNECTIONS)
-    told = threading.Thread(target=actor.note_reported)
-    told.start()
-    launch = RankLaunch(2, 0.0, is_offered=True)
-    monkeypatch.setattr(rank_process, "_attempt", rank_process._Attempt(launch))
+    """The controller follows as soon as one process has gone over."""
+    base = worker_actor.EverstepTrainWorker.__mro__[1]
+    monkeypatch.setattr(base, "poll_status", lambda self: "of the attempt that trains here")
+    actor, left = worker_actor.EverstepTrainWorker(), ["a report", "has ended"]
+    assert actor.poll_status() == "of the attempt that trains here"
+    actor._offer = offer = rank_process.make_offer(2, connected())
+    assert actor.poll_status() == "of the attempt that trains here"
+    offer.left = left
+    assert [actor.poll_status() for _ in range(3)] == ["a report", "has ended", "has ended"]
+    actor.note_reported()
+    assert actor.poll_status().running, "and not the end of the attempt before"
     offer.settle(has_begun=True)
-    told.join(20)
-    assert rank_process._current().reported.is_set()
+    assert actor.poll_status() == "of the attempt that trains here"
+    actor._offer = failing = rank_process.make_offer(3, connected())
+    actor.note_reported()
+    failing.settle(has_begun=False, problem=RuntimeError("no memory"))
+    status = actor.poll_status()
+    assert not status.running and str(status.error) == "no memory"
+
+
+def test_a_process_takes_no_attempt_while_an_offered_one_may_still_begin_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_actor, "SETTLES_S", 0.05)
+    actor = worker_actor.EverstepTrainWorker()
+    actor._offer = rank_process.make_offer(2, connected())
+    with pytest.raises(RuntimeError, match="offered may still begin"):
+        actor.prepare(RankLaunch(2, 0.0))
+
+
+# ---------------------------------------------------------------- any order
+
+
+class Member:
+    """A process of a group that grows: one that trains, or one that joins."""
+
+    def __init__(self, *, trains: bool) -> None:
+        self.present: Any = None
+        if trains:
+            ended = SimpleNamespace(join=lambda: None)  # it is called once the thread has ended
+            self.present = SimpleNamespace(training=ended, accepted=None)
+        self.trains, self.lives, self.has_ended = trains, True, False
+        self.answer: int | str | None = "none yet"
+        self.offers: list[rank_process.NextAttempt] = []
+        self.stores: dict[int, dist.Store] = {}
+        self.went: list[int] = []
+
+    def connect(self, number: int, store: dist.Store) -> None:
+        before, rank_process._attempt = rank_process._attempt, self.present
+        try:
+            connections: Any = SimpleNamespace(decision=GoingOver(store))
+            for each in self.offers:
+                each.forget()
+            self.offers.append(rank_process.NextAttempt(number, connections))
+        finally:
+            rank_process._attempt = before
+        self.stores[number] = store
+
+    @property
+    def open_offer(self) -> int | None:
+        newest = self.offers[-1:]
+        return newest[0].number if newest and newest[0].is_open else None
+
+    def follow(self) -> None:
+        """Do what the threads of its offers do that need not wait now."""
+        for offer in self.offers:
+            is_decided = self.stores[offer.number].check([GoingOver._KEY])
+            if not offer.is_settled() and (self.has_ended if self.trains else is_decided):
+                goes = offer.await_turn() is not None
+                self.went += [offer.number] * goes
+                offer.settle(has_begun=goes)
+
+
+class Growth(RuleBasedStateMachine):
+    """A group, processes that are to join it, and their controller, whose messages come in any
+    order, late, or never, while processes die, fail and are slow."""
+
+    @initialize(trainers=st.integers(1, 3), joining=st.integers(1, 2))
+    def begin(self, trainers: int, joining: int) -> None:
+        self.members = [Member(trains=number < trainers) for number in range(trainers + joining)]
+        self.trainers = self.members[:trainers]
+        self.number, self.store = 0, None
+        self.connecting: set[int] = set()
+        self.verdicts: dict[int, bool] = {}
+        self.agreed: int | None = None
+        self.late: list[tuple[int, int]] = []
+
+    which = st.integers(0, 4)
+
+    def member(self, which: int) -> Member:
+        return self.members[which % len(self.members)]
+
+    @precondition(lambda self: self.store is None and not any(self.verdicts.values()))
+    @rule()
+    def offer(self) -> None:
+        self.number, self.store = self.number + 1, dist.HashStore()
+        self.connecting = set(range(len(self.members)))
+
+    @rule(which=which)
+    def connect(self, which: int) -> None:
+        """Also too late: the controller may have withdrawn the offer meanwhile."""
+        which %= len(self.members)
+        if which in self.connecting and self.members[which].lives and self.store is not None:
+            self.connecting.remove(which)
+            self.members[which].connect(self.number, self.store)
+
+    @precondition(lambda self: self.store is not None)
+    @rule()
+    def settle(self) -> None:
+        """The controller gives an offer up, or has seen that ranks have left or failed."""
+        verdict = self.verdicts[self.number] = GoingOver(self.store).make_after(0.0)
+        if not verdict:
+            self.late += [(which, self.number) for which in range(len(self.members))]
+            self.store = None
+
+    @precondition(lambda self: self.late)
+    @rule(which=which)
+    def hear_of_the_withdrawal(self, which: int) -> None:
+        which, number = self.late.pop(which % len(self.late))
+        for offer in self.members[which].offers:
+            if offer.number == number:
+                offer.forget()
+
+    @rule(which=which)
+    def come_to_the_agreed_step(self, which: int) -> None:
+        found = self.member(which)
+        if not found.trains or not found.lives or found.answer != "none yet":
+            return
+        found.answer = found.open_offer
+        answers = [each.answer for each in self.trainers]
+        whole = all(each.lives and not each.has_ended for each in self.trainers)
+        if "none yet" not in answers and whole:
+            self.agreed = agreed_offer(answers)  # type: ignore[arg-type]
+            for each in self.trainers:
+                each.present.accepted = self.agreed
+
+    @rule(which=which, fails=st.booleans())
+    def end_training(self, which: int, fails: bool) -> None:
+        found = self.member(which)
+        if found.trains and found.lives and (found.answer != "none yet" or fails):
+            found.present.accepted = None if fails else found.present.accepted
+            found.has_ended = True
+
+    @rule(which=which)
+    def go_on(self, which: int) -> None:
+        if self.member(which).lives:
+            self.member(which).follow()
+
+    @rule(which=which)
+    def die(self, which: int) -> None:
+        self.member(which).lives = False
+
+    @invariant()
+    def nobody_goes_alone(self) -> None:
+        went = {number for each in self.members for number in each.went}
+        assert len(went) <= 1 and went <= {self.agreed}, "only where all ranks have agreed on it"
+        assert all(self.verdicts.get(number, True) for number in went), "and the controller knows"
+        accepted = [each.present.accepted for each in self.trainers if each.went]
+        assert set(accepted) <= went, "nobody goes who has failed"
+
+    def teardown(self) -> None:
+        """All come to rest, and agree."""
+        if not hasattr(self, "members"):
+            return
+        if self.store is not None:
+            self.settle()
+        self.nobody_goes_alone()
+        for each in self.members:
+            each.has_ended = True
+            if each.lives:
+                each.follow()
+                assert all(offer.is_settled() for offer in each.offers), "nobody waits for ever"
+        self.nobody_goes_alone()
+        if self.verdicts.get(self.number):
+            accepting = [each for each in self.trainers if each.present.accepted == self.number]
+            joining = [each for each in self.members if not each.trains]
+            connected = [each for each in joining if self.number in each.stores]
+            for each in [*accepting, *connected]:
+                assert not each.lives or each.went == [self.number], "all go who can"
+
+
+TestGrowth = Growth.TestCase
