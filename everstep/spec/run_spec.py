@@ -140,17 +140,15 @@ class RunSpec(Frozen):
             )
         return value
 
-    @field_validator("checkpoint", "resume_from")
+    @field_validator("checkpoint")
     @classmethod
-    def _pieces_are_of_one_run(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse checkpoints that a sharded model does not have, or cannot begin from."""
+    def _pieces_hold_all(cls, value: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        """Refuse checkpoints that a sharded model does not have."""
         train: TrainSpec | None = info.data.get("train")
-        if train is None or train.sharding == "none" or value is None:
+        if train is None or train.sharding == "none":
             return value
         problem = None
-        if isinstance(value, ResumeFrom):
-            problem = "no sharded model begins from another run's checkpoint yet. Remove it"
-        elif value.safetensors:
+        if value.safetensors:
             problem = (
                 "safetensors is true, but checkpoints of a sharded model are pieces. Remove it, "
                 "and join them by python -m train_fn.checkpoints.sharded"

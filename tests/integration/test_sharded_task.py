@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from everstep.spec.run_spec import RunSpec
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
@@ -37,9 +38,12 @@ def job_of(tmp_path: Path, name: str, **changes: Any) -> Job:
 
 
 def weights_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    """Return the weights in the newest checkpoint, whose pieces are joined."""
+    """Return the weights in the newest checkpoint. Those in pieces are joined."""
     newest = CheckpointStore(run_dir).list()[-1]
     directory = Path(str(run_dir.local_path)) / "checkpoints" / newest.name
+    if "model.pt" in newest.files:
+        whole: dict[str, torch.Tensor] = torch.load(directory / "model.pt", weights_only=True)
+        return whole
     return load_file(join(directory))
 
 
@@ -181,6 +185,35 @@ def require_pieces(run_dir: RunDir, count: int) -> None:
     newest = CheckpointStore(run_dir).list()[-1]
     assert (newest.world_size, len(newest.files)) == (count, 1 + count)
     CheckpointStore(run_dir).verify(newest.name)
+
+
+def forked(job: Job, parent: RunDir, tmp_path: Path, sharding: str, *nodes: str) -> Job:
+    """Return a run of the same task that begins from the last checkpoint of another one."""
+    origin = {"run_id": parent.run_id, "step": CheckpointStore(parent).list()[-1].step}
+    name = f"{sharding}-{len(nodes)}"
+    child = replace(job, run_dir=make_run_dir(tmp_path, name), nodes=nodes, world_size=len(nodes))
+    fields = {**spec(sharding=sharding).model_dump(), "resume_from": origin}
+    return replace(child, spec=RunSpec.model_validate(fields), stopped=None)
+
+
+def test_another_run_begins_from_pieces_or_from_a_whole_state(
+    tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """At the same number of ranks it goes on bit by bit as the other one would have."""
+    job = replace(job_of(tmp_path, "parent"), stopped=("pause", 6))
+    first = train_to_end(job, tmp_path)
+    for sharding, *nodes in (("full", *NODES), ("full", "c", "d"), ("none", "c")):
+        child = forked(job, job.run_dir, tmp_path, sharding, *nodes)
+        last = train_to_end(child, tmp_path)
+        assert (restored(last)["source"], restored(last)["step"]) == ("fork", 7)
+        require_like(twin, child, first, last, exactly=tuple(nodes) == NODES)
+    plain = {"run_dir": make_run_dir(tmp_path, "plain"), "spec": spec(sharding="none")}
+    whole = replace(job, **plain, nodes=("c",), world_size=1)
+    first = train_to_end(whole, tmp_path)
+    child = forked(job, whole.run_dir, tmp_path, "full", "e", "f", "f", "g")
+    last = train_to_end(child, tmp_path)
+    assert (restored(last)["source"], restored(last)["step"]) == ("fork", 7)
+    require_like(twin, child, first, last, exactly=False)
 
 
 @pytest.mark.parametrize(

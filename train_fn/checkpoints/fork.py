@@ -16,11 +16,12 @@ from storage.checkpoints.reader import best_of
 from storage.checkpoints.store import CheckpointStore
 from storage.errors import CorruptCheckpoint, StorageNotFound
 from storage.run_dir import RunDir
-from train_fn.checkpoints.commit import load_trusted
+from train_fn.checkpoints.commit import load_pieces, load_trusted, num_pieces
 from train_fn.context import WorkerContext
 from train_fn.errors import ForkRefused
 from train_fn.state.contents import few, other_base, sums_of
 from train_fn.state.optim import unpacked
+from train_fn.state.pieces import joined
 from train_fn.state.sound_state import ledger_fault
 from train_fn.state.train_state import TrainState
 
@@ -56,12 +57,14 @@ class Origin:
 def read_origin(
     ctx: WorkerContext,
     resume_from: ResumeFrom,
-    adopted: Callable[[dict[str, Any], Origin], dict[str, Any]],
+    adopted: Callable[[dict[str, Any], Origin], dict[str, Any]] | None,
 ) -> tuple[Origin, dict[str, Any]]:
     """Return the checkpoint that the run starts from, and its state as this run adopts it.
 
     Args:
-        adopted: returns the state as the initial one of this run.
+        adopted: returns the state as the initial one of this run. None for a sharded model, whose
+            ranks each adopt their own part of what is returned: of a checkpoint in pieces, what
+            these have in common.
 
     Raises:
         ForkRefused: the checkpoint is missing, damaged or struck, or its model or optimizer does
@@ -87,6 +90,10 @@ def read_origin(
             ledger["samples"],
             ledger["chain"],
         )
+        if adopted is None:
+            return origin, state
+        if (of := num_pieces(manifest)) and "own_loop" not in state:
+            state = joined(state, load_pieces(run_dir, manifest, range(of)), of)
         return origin, adopted(state, origin)
     wanted = f"checkpoint {resume_from.step} of run {resume_from.run_id}"
     why = "; ".join(problems) or "it is not there, perhaps deleted since"
@@ -183,12 +190,13 @@ def adopt(
 def _check_model(state: Mapping[str, Any], into: TrainState, origin: Origin) -> None:
     """Raise ForkRefused if keys or shapes differ, and name them; also for other contents of frozen
     parameters that one of the two runs leaves out of its checkpoints."""
-    if state.get("piece") is not None:
-        raise ForkRefused(
-            f"{origin.name} is of a sharded model, and no other run begins from its pieces yet; "
-            "leave resume_from out"
-        )
     own, left_out = into.model.state_dict(), state.get("frozen") or {}
+    if left_out and into.shards is not None:
+        raise ForkRefused(
+            f"{origin.name} holds trained parameters only (checkpoint.parameters: trainable), and "
+            "a sharded model begins from all of them. Set train.sharding to none, or leave "
+            "resume_from out"
+        )
     saved = {**{name: own.get(name) for name in left_out}, **state["model"]}
     _check_shapes(saved, own, origin)
     changed = other_base(left_out, own)

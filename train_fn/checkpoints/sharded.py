@@ -28,7 +28,7 @@ from train_fn.checkpoints.commit import STATE_FILE, num_pieces, piece_contents, 
 from train_fn.checkpoints.save_slot import BoundaryCopy
 from train_fn.checkpoints.torch_file import save, write_safetensors
 from train_fn.context import WorkerContext
-from train_fn.state.pieces import WEIGHT, WHOLE, Piece, cut_anew
+from train_fn.state.pieces import WEIGHT, WHOLE, Piece, cut_anew, whole_shapes
 
 PATIENCE_S = 900.0
 """Longest wait of rank 0 for the pieces of all ranks."""
@@ -179,16 +179,9 @@ def join(directory: Path) -> Path:
             return cast(torch.Tensor, common[name])
         return cut_anew({shard: rows[shard]}, shards, of, WHOLE)[shard]
 
-    shapes = {
-        name.removeprefix(WEIGHT): shards[0][name].new_empty(
-            (count, *shards[0][name].shape[1:]), device="meta"
-        )
-        for name, count in rows.items()
-        if name.startswith(WEIGHT)
-    }
     draft = directory / f"{OUT}.tmp"
     with draft.open("wb") as file:
-        write_safetensors({**common, **shapes}, file, value_of)
+        write_safetensors({**common, **whole_shapes(pieces[0])}, file, value_of)
     return draft.replace(directory / OUT)
 
 

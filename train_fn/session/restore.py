@@ -24,6 +24,7 @@ from storage.run_control import Distrust
 from storage.run_dir import CheckpointName, RunDir
 from train_fn.checkpoints.commit import (
     STATE_FILE,
+    load_checkpoint,
     load_common,
     load_pieces,
     load_trusted,
@@ -44,7 +45,16 @@ from train_fn.snapshots.election import (
 from train_fn.snapshots.holdings import Holdings
 from train_fn.snapshots.state_file import Window, lent, machine, read_memory, word_sums
 from train_fn.snapshots.store import Label, snapshot_store
-from train_fn.state.pieces import Piece, cut_anew, moves, needed
+from train_fn.state.optim import unpacked
+from train_fn.state.pieces import (
+    WEIGHT,
+    Piece,
+    cut_anew,
+    in_one_piece,
+    moves,
+    needed,
+    whole_shapes,
+)
 from train_fn.state.run_state import RunState
 from train_fn.state.tensor_tree import (
     TensorShape,
@@ -252,7 +262,8 @@ def find_durable(
             if manifest is not None:
                 found = Restored("checkpoint", 0, manifest.name, bad)
             elif ctx.spec.origin is not None:
-                origin, state = read_origin(ctx, ctx.spec.origin, adopt_origin)
+                adopted = adopt_origin if kept.piece is None else None
+                origin, state = read_origin(ctx, ctx.spec.origin, adopted)
                 found = Restored("fork", 0, origin.name, bad, origin)
             else:
                 found = Restored("fresh", 0, None, bad)
@@ -390,20 +401,40 @@ def durable_part(
             run_dir = ctx.run_dir if origin is None else RunDir(ctx.run_dir.storage, origin.run_id)
             name = restored.checkpoint if origin is None else origin.checkpoint
             manifest = CheckpointStore(run_dir).manifest(name)
-            if not (of := num_pieces(manifest)):
-                raise BadTask(
-                    f"checkpoint {manifest.name} is of a model that is not sharded; start a new run"
-                )
-            if common is None:
-                common = load_common(run_dir, manifest)
-                common = common if origin is None else adopt_origin(common, origin)
-            numbers = needed(kept.rows.values(), of, kept.piece)
-            common = part_of(kept, common, load_pieces(run_dir, manifest, numbers), of)
+            numbers = needed(kept.rows.values(), num_pieces(manifest) or 1, kept.piece)
+            common, pieces = _in_pieces(kept, run_dir, manifest, common, numbers)
+            if origin is not None:
+                shaped = {**common["model"], **whole_shapes(next(iter(pieces.values())))}
+                adopted = adopt_origin({**common, "model": shaped}, origin)
+                common = {**adopted, "model": common["model"]}
+            common = part_of(kept, common, pieces, num_pieces(manifest) or 1)
         except Exception as exc:
             error = exc
     if errors := [each for each in peers.gather(error) if each is not None]:
         raise errors[0]
     return common
+
+
+def _in_pieces(
+    kept: RunState,
+    run_dir: RunDir,
+    manifest: Manifest,
+    common: dict[str, Any] | None,
+    numbers: Sequence[int],
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Return what the pieces of a checkpoint have in common, and these pieces by number. A state
+    that every rank held whole is a single piece. Raises BadTask, and as ``load_checkpoint``."""
+    if num_pieces(manifest):
+        common = load_common(run_dir, manifest) if common is None else common
+        return common, load_pieces(run_dir, manifest, numbers)
+    whole = load_checkpoint(run_dir, manifest) if common is None else common
+    if "own_loop" in whole:
+        raise BadTask(
+            f"checkpoint {manifest.name} is of a model that is not sharded; start a new run"
+        )
+    whole = {**whole, "optimizer": unpacked(whole["optimizer"])}
+    common, piece = in_one_piece(whole, [each for each in kept.rows if each.startswith(WEIGHT)])
+    return common, {0: piece}
 
 
 # ---------------------------------------------------------------- broadcast

@@ -89,8 +89,8 @@ def cut_anew(
     return found
 
 
-WEIGHT = "model/"
-"""Begins the names of a state's shards that are rows of weights."""
+WEIGHT, MOMENT = "model/", "optimizer/"
+"""Begin the names of a state's shards that are rows of weights, and of an optimizer's values."""
 
 
 def weights_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -98,6 +98,68 @@ def weights_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     shards = state.get("shards") or {}
     rows = {name: value for name, value in shards.items() if name.startswith(WEIGHT)}
     return {**state["model"], **{each.removeprefix(WEIGHT): rows[each] for each in rows}}
+
+
+def whole_shapes(piece: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return empty tensors of the shapes that the sharded weights have over all ranks, by name.
+
+    Args:
+        piece: any of them, as a checkpoint has it.
+    """
+    return {
+        name.removeprefix(WEIGHT): piece["shards"][name].new_empty(
+            (count, *piece["shards"][name].shape[1:]), device="meta"
+        )
+        for name, count in piece["rows"].items()
+        if name.startswith(WEIGHT)
+    }
+
+
+def joined(
+    common: Mapping[str, Any], pieces: Mapping[int, Mapping[str, Any]], of: int
+) -> dict[str, Any]:
+    """Return the state of a task that every rank holds whole, from all pieces of a sharded one."""
+    shards = {number: piece["shards"] for number, piece in pieces.items()}
+    model, moments = dict(common["model"]), _moments_of(common["optimizer"])
+    for name, value in cut_anew(pieces[0]["rows"], shards, of, WHOLE).items():
+        if name.startswith(WEIGHT):
+            model[name.removeprefix(WEIGHT)] = value
+        else:
+            _, number, key = name.removeprefix(MOMENT).split("/", 2)
+            moments.setdefault(int(number), {})[key] = value
+    left_out = {"piece", "rows", "shards"}
+    rest = {name: value for name, value in common.items() if name not in left_out}
+    optimizer = {**common["optimizer"], "state": moments}
+    return {**rest, "model": model, "optimizer": optimizer, "unsaved": pieces[0]["unsaved"]}
+
+
+def in_one_piece(
+    state: Mapping[str, Any], rows: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what all pieces of a task's whole state have in common, and its only piece.
+
+    Args:
+        rows: names of the shards that are rows of weights.
+    """
+    model, moments = dict(state["model"]), _moments_of(state["optimizer"])
+    names = {name: name.removeprefix(WEIGHT) for name in rows}
+    shards = {name: model.pop(key) for name, key in names.items() if key in model}
+    for number, values in moments.items():
+        # Numbers of steps have no dimension; what is kept of a weight has its shape.
+        for key in [key for key, value in values.items() if getattr(value, "ndim", 0)]:
+            shards[f"{MOMENT}/{number}/{key}"] = values.pop(key)
+    piece = {
+        "piece": tuple(WHOLE),
+        "rows": {name: len(value) for name, value in shards.items()},
+        "shards": shards,
+        "unsaved": state.get("unsaved"),
+    }
+    optimizer = {**state["optimizer"], "state": moments}
+    return {**state, "model": model, "optimizer": optimizer, "ema": None, "shards": None}, piece
+
+
+def _moments_of(optimizer: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    return {number: dict(values) for number, values in optimizer["state"].items()}
 
 
 # ---------------------------------------------------------------- heirs

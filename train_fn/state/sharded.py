@@ -15,12 +15,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from train_fn.errors import BadTask
 from train_fn.state.optim import Optimizers, unpacked
-from train_fn.state.pieces import WEIGHT, Piece
+from train_fn.state.pieces import MOMENT, WEIGHT, Piece
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.fingerprints import local
 
-MOMENT, EXTRA = "optimizer/", "extra/"
-"""Begin the names of shards that are rows of an optimizer's values, and of an extra's."""
+EXTRA = "extra/"
+"""Begins the names of shards that are rows of an extra's values."""
 UNSHARDED = ("Adafactor", "LBFGS", "Muon", "ZeroRedundancyOptimizer")
 """Optimizers whose state has other shapes than the weights, or that meet other ranks in a step."""
 

@@ -106,7 +106,6 @@ def test_all_faults_are_found_at_once() -> None:
             for section, path, words in (
                 ({"checkpoint": {"safetensors": True}}, "checkpoint", "checkpoints.sharded"),
                 ({"checkpoint": {"parameters": "trainable"}}, "checkpoint", "Set it to all"),
-                ({"resume_from": {"run_id": "run_1"}}, "resume_from", "Remove it"),
             )
         ),
         (

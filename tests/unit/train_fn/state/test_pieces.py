@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 
 from train_fn.snapshots.election import Offer, elect
 from train_fn.snapshots.store import Label
-from train_fn.state.pieces import Move, Piece, cut_anew, heirs, moves, needed, rows_of
+from train_fn.state.pieces import (
+    Move,
+    Piece,
+    cut_anew,
+    heirs,
+    in_one_piece,
+    joined,
+    moves,
+    needed,
+    rows_of,
+    whole_shapes,
+)
+from train_fn.state.tensor_tree import tree_digest
 
 SIZES = st.integers(1, 7)
 ROWS = st.lists(st.integers(0, 20), min_size=1, max_size=4)
@@ -53,6 +65,36 @@ def test_rows_that_are_missing_or_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="w has 3 rows in piece 1 of 2 instead of 2"):
         cut_anew({"w": 4}, {0: {"w": first}, 1: {"w": torch.zeros(3, 1)}}, 2, Piece())
     assert len(cut_anew({"w": 4}, {0: {"w": first}, 1: {"w": second}}, 2, Piece())["w"]) == 4
+
+
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_a_whole_state_is_cut_into_pieces_and_joined_again(of: int) -> None:
+    def moments(*shape: int) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(3.0), "exp_avg": torch.randn(*shape)}
+
+    state = {
+        "step": 3,
+        "model": {"w": torch.randn(4, 2), "b": torch.randn(1), "mean": torch.randn(2)},
+        "optimizer": {"state": {0: moments(4, 2), 1: moments(1)}, "param_groups": [{"lr": 0.1}]},
+        "ema": None,
+        "unsaved": {"seen": torch.randn(2)},
+    }
+    before = tree_digest(state)
+    common, piece = in_one_piece(state, ["model/w", "model/b", "model/of_another_model"])
+    assert [*common["model"]] == ["mean"] and [*common["optimizer"]["state"][0]] == ["step"]
+    shapes = {name: tuple(value.shape) for name, value in whole_shapes(piece).items()}
+    assert shapes == {"w": (4, 2), "b": (1,)}
+    pieces = {
+        at: {
+            **piece,
+            "shards": cut_anew(piece["rows"], {0: piece["shards"]}, 1, Piece(at, of)),
+        }
+        for at in range(of)
+    }
+    again = joined(common, pieces, of)
+    order = {name: again["model"][name] for name in state["model"]}  # type: ignore[attr-defined]
+    assert tree_digest({name: {**again, "model": order}[name] for name in state}) == before
+    assert tree_digest(state) == before
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
