@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -288,6 +289,24 @@ def test_replicas_keep_each_other_s_pieces(
     fork = replace(job, run_id=run_id_for(tmp_path, "fork"), origin=job.run_id, steps=STEPS + 2)
     train_to_end(replace(fork, nodes=("a", "b"), world_size=2, replicas=1))
     assert restored(fork)["source"] == "fork" and {*losses(fork)} == {STEPS + 1, STEPS + 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("skip", "the loop called other modules of the sharded model, .* on rank 1 than on rank 0"),
+        ("gather", "on rank 1 than on rank 0 since step 2: torch mixes"),
+        ("drop", "on rank 1 than on rank 0 since step 2: torch mixes"),
+        ("rate", "options or step counts of the optimizer of rank 1 differ .* after step 3"),
+        ("unsummed", r"step 3 while gradients of a sharded model wait to be summed .* Call model"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_refused(what: str, message: str, tmp_path: Path) -> None:
+    """With torch alone all of these train on, with other weights than anyone meant."""
+    job = job_of(tmp_path, "unlike", nodes=("a", "a"), world_size=2, steps=5, odd=(1, 2, what))
+    ended = start(replace(job, loop="unlike"))
+    assert all(re.search(message, str(each.error)) for each in ended), ended
+    assert newest_reported(job) == 2
 
 
 # ---------------------------------------------------------------- full memory, late ranks

@@ -150,6 +150,7 @@ def _rank_main(job: LoopJob, rank: int, base: str) -> None:
             "gan": gan,
             "own": own_data,
             "sharded": sharded,
+            "unlike": unlike,
         }
         model = loops[job.loop](job, rank)
         data = [value.detach().numpy().tobytes() for value in model.state_dict().values()]
@@ -344,6 +345,49 @@ def sharded(job: LoopJob, rank: int) -> Any:
     return nn.ParameterDict(whole)
 
 
+def unlike(job: LoopJob, rank: int) -> Any:
+    """A sharded loop of layers of one size, in which ranks do not do the same at the odd step.
+    torch would train on, with another layer's gradients or with none."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (job.world_size,))
+
+    class Layers(nn.Sequential):
+        def forward(self, x: Any, without: int | None = None, ahead: int | None = None) -> Any:
+            if ahead is not None:
+                self[ahead].unshard()
+            for number, layer in enumerate(self):
+                x = x if number == without else x + layer(x).tanh()
+            return x
+
+    model = Layers(*(fully_shard(nn.Linear(16, 16), mesh=mesh) for _ in range(4)))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    state = protect(job, model=model, optimizer=optimizer)
+    _, at, what = job.odd or (0, -1, "")
+    with state:
+        while state.step_number < job.steps:
+            is_odd = state.step_number == at
+            without = 1 + rank if is_odd and what == "skip" else None
+            model.set_requires_gradient_sync(not (is_odd and what == "unsummed"))
+            ahead = 2 if is_odd and what == "gather" and rank else None
+            loss = model(torch.randn(6, 16), without, ahead).square().mean()
+            loss.backward()
+            if is_odd and what == "drop" and rank:
+                for weight in model[3].parameters():
+                    weight.grad = None
+            if is_odd and what == "rate" and rank:
+                optimizer.param_groups[0]["lr"] *= 2
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step(loss=loss)
+    return nn.ParameterDict({f"of_{n}": each.weight.full_tensor() for n, each in enumerate(model)})
+
+
 def save_plain(model: Any, optimizer: Any, directory: Path) -> None:
     """Save as a trainer does that knows nothing of Everstep."""
     import torch.distributed.checkpoint as dcp
@@ -386,7 +430,7 @@ def die_while_moving(die: Callable[[], None]) -> None:
 
     bring = Holdings.bring
 
-    def receive_some(holdings: Any, blocks: Any) -> Any:
+    def receive_some(holdings: Any, label: Any, blocks: Any) -> Any:
         yield next(iter(blocks))
         die()
 

@@ -7,12 +7,17 @@ lost with a rank that fails in between.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from train_fn.checks.check import Check, Moment
+from train_fn.checks.check import Check, Moment, checked
 from train_fn.errors import BadTask
+from train_fn.samples.sampler import MASK64
 from train_fn.step.peers import Peers
 
 if TYPE_CHECKING:
@@ -115,10 +120,13 @@ class GradientsUsed(Check):
             name for name, each in parts.others.items() if isinstance(each, torch.amp.GradScaler)
         ]
         self._num_weights = _num_weights(parts)
+        self._units: list[Any] = []
+        """The modules of a sharded model that are gathered by themselves."""
         self._used: list[tuple[int, int]] = []
         """Marks of the gradients that an earlier commit has used."""
 
     def after(self, moment: Moment, source: str) -> None:
+        self._require_summed()
         if (now := _num_weights(self._parts)) != self._num_weights:
             name = next(name for name in now if now[name] != self._num_weights[name])
             raise BadTask(
@@ -153,6 +161,21 @@ class GradientsUsed(Check):
                 "If the step was left out on purpose, call optimizer.zero_grad() before"
             )
 
+    def _require_summed(self) -> None:
+        """Raise BadTask if gradients of a sharded model lie where only FSDP2 sees them."""
+        if self._parts.piece is None:
+            return
+        from train_fn.state.sharded import holds_gradients, units_in  # FSDP2 takes half a second
+
+        self._units = self._units or units_in(self._parts.models.values())
+        if holds_gradients(self._units):
+            raise BadTask(
+                f"state.step() was called for step {self._state.step + 1} while gradients of a "
+                "sharded model wait to be summed over the ranks: no state holds them, and the "
+                "optimizer did not see them. Call model.set_requires_gradient_sync(True) before "
+                "the last backward pass of each step, and state.step() after optimizer.step()"
+            )
+
     def _who_steps(self) -> str:
         """Return which optimizer to pass: often one that the given one holds, as SAM's base."""
         inner = [
@@ -174,3 +197,71 @@ def _num_weights(parts: LoopParts) -> dict[str, int]:
         name: sum(len(group["params"]) for group in optimizer.param_groups)
         for name, optimizer in parts.optimizers.items()
     }
+
+
+# ---------------------------------------------------------------- sharded
+
+# FSDP2 gathers weights, and sums gradients, in the order in which a rank uses its modules. Where a
+# rank leaves out a layer, and another one a layer of the same size, torch would mix the two without
+# an error. So the ranks compare what they gathered and summed before anything is changed.
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_MEETINGS = ("foreach_all_gather", "foreach_reduce")
+"""Functions by which all of FSDP2 meets other ranks. Each is given the weights first."""
+_GRADIENTS = 1 + len(_MEETINGS)
+_OWN: dict[str, Any] = {}
+"""These functions as torch has them."""
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+class CallOrder:
+    """Digest which weights of these models this rank gathers, and of which it sums gradients, in
+    their order since ``take``. The newest one of a process counts."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        weights = dict.fromkeys(each for model in models for each in model.parameters())
+        self._numbers = {id(each): _GRADIENTS + at for at, each in enumerate(weights, 1)}
+        self._weights = list(weights)
+        self._digest = 0
+        module, order = importlib.import_module(_COLLECTIVES), weakref.ref(self)
+        for kind, name in enumerate(_MEETINGS, 1):
+            setattr(module, name, _noted(_OWN.setdefault(name, getattr(module, name)), kind, order))
+
+    def meet(self, kind: int, weights: Iterable[Any]) -> None:
+        """Note that this rank meets others, for these weights of FSDP2's."""
+        self._note(kind)
+        for each in weights:
+            self._note(self._numbers.get(id(each.sharded_param), 0))
+
+    def _note(self, number: int) -> None:
+        self._digest = (self._digest + number + 1) * _SPREAD & MASK64
+
+    def take(self) -> int:
+        """Return the digest, and which weights have gradients in it. Begin anew."""
+        self._note(_GRADIENTS)
+        for weight in self._weights:
+            if weight.grad is not None:
+                self._note(self._numbers[id(weight)])
+        digest, self._digest = self._digest, 0
+        return digest
+
+
+def _noted(own: Any, kind: int, order: weakref.ref[CallOrder]) -> Any:
+    def meet(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        if (there := order()) is not None:
+            there.meet(kind, weights)
+        return own(weights, *args, **kwargs)
+
+    return meet
+
+
+@checked(Moment.LOSS, Moment.EVALUATED, cost="a digest of what FSDP2 gathers and sums")
+def require_same_order(orders: Sequence[int], source: str, when: str) -> None:
+    """Raise BadTask if ranks have called modules in another order. All ranks decide alike."""
+    if differing := [rank for rank, order in enumerate(orders) if order != orders[0]]:
+        raise BadTask(
+            f"{source} called other modules of the sharded model, or in another order, on rank "
+            f"{differing[0]} than on rank 0 {when}: torch mixes such gradients. Let nothing that "
+            "differs between ranks or samples decide which modules are called or gathered, and "
+            "which gradients are summed or dropped"
+        )

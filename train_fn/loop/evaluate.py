@@ -21,12 +21,12 @@ from everstep.wire.events import lookup
 from storage.checkpoints.reader import best_of, is_better
 from storage.errors import CorruptCheckpoint, StorageError, StorageNotFound
 from train_fn.checks.check import Moment
+from train_fn.checks.order import require_same_order
 from train_fn.checks.returns import NO_LOSS, measures_loss
 from train_fn.checks.trained import with_samples_kept
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.replica import Replica
-from train_fn.loop.sharded import require_same_order
 from train_fn.samples.loader import (
     KeyedDataset,
     Loaded,

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_fn.checks.attributes import LostAttributes, StepperAttributes, owners_of
 from train_fn.checks.check import Check, Checks
 from train_fn.checks.fits import require_elastic
+from train_fn.checks.order import CallOrder
 from train_fn.checks.ranks import SameAfterStep, Together
 from train_fn.checks.returns import checked_loss
 from train_fn.checks.trained import (
@@ -35,7 +36,6 @@ from train_fn.errors import BadTask
 from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_step import OwnUpdates, own_updates
-from train_fn.loop.sharded import CallOrder
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
@@ -225,7 +225,7 @@ class Replica:
         self.exchanges_in_forward = (
             exchanges_in_forward(self.state.model) or self.shards is not None
         )
-        self.order = CallOrder(self.shards) if self.shards is not None else None
+        self.order = CallOrder([self.state.model]) if self.shards is not None else None
         groups = self.state.optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         trained = [each for each in self.state.model.parameters() if each.requires_grad]

@@ -14,7 +14,6 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +22,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from everstep.spec.run_spec import RunSpec
-from train_fn.checks.check import Moment, checked
 from train_fn.checks.fits import hooked_parameters
+from train_fn.checks.order import require_same_order
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.step import StepExchange
-from train_fn.samples.sampler import MASK64
 from train_fn.state.contents import few
 from train_fn.state.optim import Optimizers
 from train_fn.state.pieces import Piece
@@ -225,45 +223,6 @@ def read_past_a_call(error: RuntimeError, task: Task) -> BadTask | None:
         f"{error!s:.300}. Call the model itself, and let {OWN_CHOICE} return modules that are "
         f"called, {_OR}"
     )
-
-
-# ---------------------------------------------------------------- order
-
-# All ranks must gather the same modules, and sum the gradients of the same weights, in the same
-# order. Where a rank leaves out a layer, and another one a layer of the same size, torch would mix
-# them without an error. So the ranks compare their orders before anything is changed.
-
-_SPREAD = 0x9E3779B97F4A7C15
-
-
-class CallOrder:
-    """Digest the order in which this rank gathers modules and sums gradients, since ``take``."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._digest = 0
-        for number, module in enumerate(shards.units):
-            module.register_forward_pre_hook(partial(self._note, 2 * number + 1), prepend=True)
-        for number, parameter in enumerate(shards.trained):
-            parameter.register_post_accumulate_grad_hook(partial(self._note, 2 * number + 2))  # type: ignore[no-untyped-call]
-
-    def _note(self, number: int, *_: Any) -> None:
-        self._digest = (self._digest + number) * _SPREAD & MASK64
-
-    def take(self) -> int:
-        """Return the digest, and begin anew."""
-        digest, self._digest = self._digest, 0
-        return digest
-
-
-@checked(Moment.LOSS, Moment.EVALUATED, cost="a digest of the calls of gathered modules")
-def require_same_order(orders: Sequence[int], source: str, when: str) -> None:
-    """Raise BadTask if ranks have called modules in another order. All ranks decide alike."""
-    if differing := [rank for rank, order in enumerate(orders) if order != orders[0]]:
-        raise BadTask(
-            f"{source} called other modules of the sharded model, or in another order, on rank "
-            f"{differing[0]} than on rank 0 {when}. Let nothing that differs between ranks or "
-            f"samples decide which layers are used, {_OR}"
-        )
 
 
 # ---------------------------------------------------------------- exchange

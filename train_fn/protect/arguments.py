@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_fn.errors import BadTask
-from train_fn.protect.sharded import WAY_OUT, is_sharded, piece_of
+from train_fn.protect.sharded import USE_FSDP2, WAY_OUT, is_sharded, piece_of
 from train_fn.state.pieces import Piece
+from train_fn.state.sharded import put_back
 
 Torn = Literal["refuse", "shadow"]
 
@@ -48,6 +49,11 @@ class LoopParts:
         for model in self.models.values():
             yield from model.parameters()
 
+    def modules(self) -> list[nn.Module]:
+        """Return the models, and the modules among the others, as averages of weights."""
+        others = [each for each in self.others.values() if isinstance(each, nn.Module)]
+        return [*self.models.values(), *others]
+
     def optimized(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that an optimizer holds."""
         for optimizer in self.optimizers.values():
@@ -55,19 +61,15 @@ class LoopParts:
                 yield from group["params"]
 
 
-def parts_of(
-    model: Any, optimizer: Any, scheduler: Any, extra: Any, *, may_be_sharded: bool = False
-) -> LoopParts:
-    """Return the parts of a loop's state. Raises BadTask that names the argument and a way out.
-
-    Args:
-        may_be_sharded: whether the loop may train a model that ``fully_shard`` has sharded.
-    """
+def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Any) -> LoopParts:
+    """Return the parts of a loop's state. Raises BadTask that names the argument and a way out."""
     models = named("model", model)
+    given = [*models.values(), *named("extra", extra).values()]
+    put_back(each for each in given if isinstance(each, nn.Module))  # as an evaluation left them
     if not models:
         raise BadTask("es.protect(model=…) is missing; pass the module that is trained, or a list")
     for name, each in models.items():
-        _check_model(name, each, may_be_sharded=may_be_sharded)
+        _check_model(name, each)
     optimizers = {name: _bare(each) for name, each in named("optimizer", optimizer).items()}
     if not optimizers:
         raise BadTask("es.protect(optimizer=…) is missing; pass the optimizer, or a list of them")
@@ -161,7 +163,7 @@ def _bare(optimizer: Any) -> Any:
     return _inner(optimizer, "optimizer")
 
 
-def _check_model(name: str, model: Any, *, may_be_sharded: bool) -> None:
+def _check_model(name: str, model: Any) -> None:
     where = f"es.protect(model=…){f' {name!r}' if name else ''}"
     if not isinstance(model, nn.Module):
         raise BadTask(f"{where} is a {type(model).__name__}; pass a torch.nn.Module")
@@ -169,13 +171,8 @@ def _check_model(name: str, model: Any, *, may_be_sharded: bool) -> None:
         if "FullyShardedDataParallel" in type(module).__name__:
             raise BadTask(
                 f"{where} is sharded by FullyShardedDataParallel (FSDP1), which nothing can take "
-                f"apart. Use torch.distributed.fsdp.fully_shard in a loop of your own. {WAY_OUT}"
+                f"apart. {USE_FSDP2}. {WAY_OUT}"
             )
-    if not may_be_sharded and is_sharded({name: model}):
-        raise BadTask(f"{where} has sharded parameters: {_SHARDED}")
-
-
-_SHARDED = f"every rank must hold the whole state, except in a loop of your own. {WAY_OUT}"
 
 
 def _check_optimizer(name: str, optimizer: Any) -> None:
@@ -183,7 +180,10 @@ def _check_optimizer(name: str, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{where} is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise BadTask(f"{where} shards its state over ranks: {_SHARDED}")
+        raise BadTask(
+            f"{where} is a ZeroRedundancyOptimizer, whose state nothing can take apart. "
+            f"{USE_FSDP2}. {WAY_OUT}"
+        )
 
 
 def _check_stateful(name: str, part: Any) -> None:

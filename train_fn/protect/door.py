@@ -56,7 +56,7 @@ def protect(
                 "optimizer and scheduler out"
             )
         return AcceleratedLoop(accelerator, extra, torn, settings)
-    parts = parts_of(model, optimizer, scheduler, extra, may_be_sharded=True)
+    parts = parts_of(model, optimizer, scheduler, extra)
     return Protected(parts, check_torn(torn, parts), settings)
 
 

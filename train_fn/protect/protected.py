@@ -314,7 +314,7 @@ class Protected:
         training.peers.require_whole()
         training.boundary.require_unchanged()
         training.checks.before(Moment.STEP)
-        training.session.pass_gate()
+        training.pass_gate()
         self._is_settled = True
 
     def step(self, **metrics: Any) -> None:
@@ -427,7 +427,7 @@ class Protected:
         assert self._home is not None
         ctx, commits = training.ctx, training.commits
         commits.read()
-        training.session.pass_gate()
+        training.pass_gate()
         # A rank that leaves its loop before its peers must not meet them in a collective below.
         commits.end()
         commits.read()

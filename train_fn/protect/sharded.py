@@ -16,6 +16,10 @@ from train_fn.state.pieces import Piece, rows_of
 from train_fn.state.sharded import UNSHARDED, is_cut, shards_in
 from train_fn.state.tensor_tree import leaves
 
+USE_FSDP2 = (
+    "Use FSDP2: torch.distributed.fsdp.fully_shard, fsdp_version=2 of Accelerate, version 2 in the "
+    "fsdp_config of Hugging Face, or ModelParallelStrategy of Lightning"
+)
 WAY_OUT = (
     "Or leave es.protect out and report checkpoints by ray.train.report, as "
     "examples/own_train_fn_fsdp does"

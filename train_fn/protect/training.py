@@ -30,7 +30,13 @@ from train_fn.checkpoints.fork import Origin
 from train_fn.checks.attributes import LoopAttributes
 from train_fn.checks.carried import CarriedWatch
 from train_fn.checks.check import Check, Checks
-from train_fn.checks.order import GradientsUsed, OrderWatch, WeightsOfCommit
+from train_fn.checks.order import (
+    CallOrder,
+    GradientsUsed,
+    OrderWatch,
+    WeightsOfCommit,
+    require_same_order,
+)
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.node.device import keep_if_broken
@@ -74,6 +80,15 @@ class LoopTraining:
     commits: Commits
     shadows: Shadows | None
     """Only with ``torn='shadow'``."""
+    order: CallOrder | None
+    """Only of a sharded model."""
+
+    def pass_gate(self) -> None:
+        """Meet the other ranks of a sharded model, before the optimizer steps or the loop ends.
+        Raises BadTask if they do not gather and sum the same."""
+        own = 0 if self.order is None else self.order.take()
+        of_ranks = self.session.pass_gate(own)
+        require_same_order(of_ranks, "the loop", f"since step {self.state.step}")
 
 
 def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: bool) -> LoopTraining:
@@ -100,6 +115,7 @@ def prepare(ctx: WorkerContext, state: LoopState, torn: Torn, *, of_trainer: boo
         boundary=Boundary(state, watch, shadows.renew if shadows is not None else lambda: None),
         commits=Commits(session, state, agreement, updates),
         shadows=shadows,
+        order=CallOrder(parts.modules()) if parts.piece is not None else None,
     )
     session.open(exchange=agreement.exchange)  # it starts threads: what may fail has come before
     return training

@@ -231,12 +231,15 @@ class Session:
         if self.holdings is not None and (is_due or is_best):
             self.holdings.hold()
 
-    def pass_gate(self) -> None:
+    def pass_gate(self, said: int = 0) -> list[int]:
         """Wait until the ranks hold all pieces of the newest state, and let its step be reported. A
-        collective of a sharded model; else do nothing. Raises PeersGone."""
-        if self.holdings is not None:
-            self.holdings.pass_gate()
-            self.reporter.report_up_to(self.state.step)
+        collective of a sharded model; else do nothing. Return what each rank said. Raises
+        PeersGone."""
+        if self.holdings is None:
+            return [said]
+        of_ranks = self.holdings.pass_gate(said)
+        self.reporter.report_up_to(self.state.step)
+        return of_ranks
 
     # -- finish
 

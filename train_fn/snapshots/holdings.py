@@ -44,6 +44,13 @@ SILENT_S = 60.0
 _LOOK_S = 0.5
 _ROW_BYTES = 2048
 """What a rank says at a gate."""
+_COMMON = {
+    "buffers": ("model",),
+    "schedulers or extras": ("task",),
+    "options or step counts of the optimizer": ("optimizer", "rows"),
+}
+"""What all ranks have in common, by the keys of a state."""
+_DIGEST_CHARS = 32
 
 _Key = tuple[tuple[int, int], int, int]
 """Origin, step and number of a piece."""
@@ -68,6 +75,8 @@ class Holdings:
         self._changed = threading.Condition()
         self._arrived: dict[_Key, str | None] = {}
         """Pieces that have come from other nodes, and why one could not be kept."""
+        self._checked: set[_Key] = set()
+        """Pieces whose last byte has come. To verify a large one takes a while."""
         self._gone: set[int] = set()
         self._moved_at = time.monotonic()
         self._links = (
@@ -80,9 +89,10 @@ class Holdings:
         """Steps done in the newest state that all ranks are known to hold."""
         self._written: dict[_Key, str | None] = {}
         """The same for this rank's own."""
-        self._digests: tuple[str | None, str | None] = None, None
-        """Of what must be the same on all ranks in the state that was written last, and of the
-        shards if other ranks hold the same ones."""
+        self._common: dict[str, str] = {}
+        """Digests of what must be the same on all ranks in the state that was written last."""
+        self._shards: str | None = None
+        """That of the shards, if other ranks hold the same ones."""
         self._is_closed = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -103,20 +113,37 @@ class Holdings:
         Args:
             wanted: the label of what moves.
         """
-        assert self._links is not None or not wanted
-        for move, label in wanted.items():
-            if move.source == self._peers.rank and self._links is not None:
-                try:
-                    self._links.send(move.target, label)
-                except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
-                    self._lose(move.target, exc)
+        own = [move for move in wanted if move.source == self._peers.rank]
+        threads = [
+            # At once: who waits for a large piece of another one would take this rank for gone.
+            threading.Thread(
+                target=self._send,
+                args=(target, [wanted[move] for move in own if move.target == target]),
+                name="piece-sender",
+                daemon=True,
+            )
+            for target in sorted({move.target for move in own})
+        ]
+        for thread in threads:
+            thread.start()
         failed = []
         for move, label in wanted.items():
             if move.target == self._peers.rank:
                 problem = self._wait_for(label, move.source)
                 if problem is not None:
                     failed.append((move, problem))
+        for thread in threads:
+            thread.join()
         return failed
+
+    def _send(self, target: int, labels: Iterable[Label]) -> None:
+        """Send snapshots of this node to a rank, if it is there."""
+        assert self._links is not None
+        for label in labels:
+            try:
+                self._links.send(target, label)
+            except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
+                self._lose(target, exc)
 
     # -- between two steps
 
@@ -127,10 +154,14 @@ class Holdings:
         self._newest = self._label(copy.step)
         self._jobs.put(copy)
 
-    def pass_gate(self) -> None:
+    def pass_gate(self, order: int = 0) -> list[int]:
         """Wait until all ranks hold what they should of the newest state. A collective.
 
-        Raises PeersGone if a peer has left, StepNotWhole if the ranks are at different steps.
+        Args:
+            order: what the other ranks are to hear.
+
+        Return each rank's. Raises PeersGone if a peer has left, StepNotWhole if the ranks are at
+        different steps, BadTask if what they have in common differs.
         """
         newest = self._newest
         assert newest is not None
@@ -138,8 +169,8 @@ class Holdings:
         for ward in self._wards:
             problem = problem or self._wait_for(replace(newest, rank=ward), ward)
         said = {"step": newest.step, "attempt": newest.attempt, "problem": short(problem)}
-        common, shards = self._digests
-        rows = self._meet({**said, "common": common, "shards": shards})
+        kept = {"common": self._common, "shards": self._shards}
+        rows = self._meet({**said, **kept, "order": order})
         for rank, row in enumerate(rows):
             if (row["step"], row["attempt"]) != (newest.step, newest.attempt):
                 raise StepNotWhole(
@@ -150,11 +181,12 @@ class Holdings:
                 raise StepNotWhole(
                     newest.step, f"rank {rank} has other shards than rank {rank % self._of}"
                 )
-            if row["common"] != rows[0]["common"]:
+            if row["common"] != (first := rows[0]["common"]):
+                names = [name for name in first if row["common"].get(name) != first[name]]
                 raise BadTask(
-                    f"buffers, schedulers or extras of rank {rank} differ from those of rank 0 "
-                    f"after step {newest.step}. One state of them is kept for all ranks: let them "
-                    "follow from all ranks, as SyncBatchNorm does, or leave them out"
+                    f"{' and '.join(names)} of rank {rank} differ from those of rank 0 after step "
+                    f"{newest.step}. One state of them is kept for all ranks: let them follow from "
+                    "all ranks, as SyncBatchNorm does, or leave them out"
                 )
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
@@ -166,6 +198,7 @@ class Holdings:
         self._forget(newest)
         self.committed = newest.step
         self._report(newest.step, problems[0] if problems else None)
+        return [row["order"] for row in rows]
 
     def meet(self) -> None:
         """Exchange news of a checkpoint that is being saved. A collective."""
@@ -208,19 +241,17 @@ class Holdings:
                 self._written[_key(label)] = problem
                 self._changed.notify_all()
             if self._links is not None and self._heir is not None and not self._is_closed:
-                try:
-                    self._links.send(self._heir, label)
-                except (OSError, ValueError) as exc:  # the latter if it is closed meanwhile
-                    self._lose(self._heir, exc)
+                self._send(self._heir, [label])
 
     def _write(self, copy: BoundaryCopy) -> tuple[Label, str | None]:
         label = self._label(copy.step)
         try:
-            has_replicas = self._peers.world_size > self._of
-            self._digests = (
-                tree_digest([copy.state["model"], copy.state["task"]]),
-                tree_digest(copy.state["shards"]) if has_replicas else None,
-            )
+            self._common = {
+                name: tree_digest([copy.state.get(key) for key in keys])[:_DIGEST_CHARS]
+                for name, keys in _COMMON.items()
+            }
+            if self._peers.world_size > self._of:
+                self._shards = tree_digest(copy.state["shards"])
             problem = shortage(self._store, copy.state)
             if problem is None:
                 return self._store.write(label, copy.state), None
@@ -248,15 +279,19 @@ class Holdings:
         """Keep a piece of another node on this one."""
         problem = label.problem
         if problem is None:
-            problem = take_in(self._store, label, size, self._noticed(blocks))
+            problem = take_in(self._store, label, size, self._noticed(label, blocks))
         with self._changed:
+            self._checked.discard(_key(label))
+            self._moved_at = time.monotonic()
             self._arrived[_key(label)] = problem
             self._changed.notify_all()
 
-    def _noticed(self, blocks: Iterable[bytes]) -> Iterable[bytes]:
+    def _noticed(self, label: Label, blocks: Iterable[bytes]) -> Iterable[bytes]:
         for block in blocks:
             self._moved_at = time.monotonic()
             yield block
+        with self._changed:
+            self._checked.add(_key(label))
 
     def _lose(self, rank: int, exc: Exception) -> None:
         """Note that a connection to a peer has ended."""
@@ -277,7 +312,7 @@ class Holdings:
             self._moved_at = time.monotonic()
             while key not in there:
                 is_silent = time.monotonic() - self._moved_at > SILENT_S and source is not None
-                if source in self._gone or self._is_closed or is_silent:
+                if source in self._gone or self._is_closed or (is_silent and not self._checked):
                     raise PeersGone(
                         f"rank {source} is gone, or silent, and its piece of step {label.step} "
                         "did not arrive"
@@ -371,7 +406,7 @@ class PieceLinks:
 
     def send(self, rank: int, label: Label) -> None:
         """Send a snapshot of this node, or the label alone if it says why there is none. One thread
-        at a time. Raises OSError, or ValueError if the connection is closed meanwhile."""
+        for each rank. Raises OSError, or ValueError if the connection is closed meanwhile."""
         with ExitStack() as stack:
             file = None
             try:

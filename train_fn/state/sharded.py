@@ -4,7 +4,7 @@ ranks have in common, and in it ``shards``, this rank's rows of every sharded te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -201,6 +201,32 @@ def whole_extra(name: str, part: Any, plain: Any, shards: Mapping[str, torch.Ten
     return filled(plain, like, lambda path: as_in(own[path], shards[f"{EXTRA}{name}{path}"]))
 
 
+def units_in(models: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return the modules to which ``fully_shard`` was applied."""
+    return [each for model in models for each in model.modules() if isinstance(each, FSDPModule)]
+
+
+def put_back(models: Iterable[nn.Module]) -> None:
+    """Give up what passes without gradients have gathered of other ranks' rows."""
+    for unit in units_in(models):
+        unit.reshard()
+
+
+def holds_gradients(units: Iterable[FSDPModule]) -> bool:
+    """Return whether gradients of this rank wait for a pass that sums them over ranks."""
+    return any(
+        group._partial_reduce_output is not None or any(map(_waits, group.fsdp_params))
+        for unit in units
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+    )
+
+
+def _waits(weight: Any) -> bool:
+    gathered = getattr(weight, "_unsharded_param", None)
+    has_own = gathered is not None and gathered.grad is not None
+    return has_own or weight.unsharded_accumulated_grad is not None
+
+
 def forget_meshes() -> None:
     """Forget the groups of earlier attempts. DTensor takes two meshes of the same ranks for equal,
     and would give results on the new one the groups of the old one."""
@@ -213,8 +239,6 @@ class Shards:
     def __init__(self, model: nn.Module, piece: Piece) -> None:
         self._model, self.piece = model, piece
         self.rows = rows_in({"": model}, {})
-        self.units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        """The modules that are gathered by themselves, and the model."""
         self.trained = [each for each in model.parameters() if each.requires_grad]
 
     def apart(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -238,5 +262,4 @@ class Shards:
 
     def reshard(self) -> None:
         """Give up what an evaluation has gathered of other ranks' rows."""
-        for unit in self.units:
-            unit.reshard()
+        put_back([self._model])

@@ -21,12 +21,10 @@ from tests.integration.sharded_tasks import Sharded, spec
 from tests.support.one_rank import one_rank
 from train_fn.errors import BadTask
 from train_fn.loop.sharded import (
-    CallOrder,
     modules_by_size,
     modules_to_shard,
     norm_of,
     require_elementwise,
-    require_same_order,
     require_shardable,
     shard_model,
     torn_ties,
@@ -166,25 +164,10 @@ def shards(tmp_path: Path) -> Iterator[Shards]:
 
 
 def test_a_model_is_sharded_with_its_tied_and_frozen_weights(shards: Shards) -> None:
-    assert shards.piece == Piece(0, 2) and len(shards.units) == 3
+    assert shards.piece == Piece(0, 2)
     rows = {name.removeprefix("model/"): count for name, count in shards.rows.items()}
     assert rows["last.weight"] == 1 and rows["inner.0.bias"] == rows["two.weight"] == 30
     assert len(shards.trained) == 9
-
-
-def test_another_order_of_calls_has_another_digest(shards: Shards) -> None:
-    order = CallOrder(shards)
-
-    def digest(*numbers: int) -> int:
-        for number in numbers:
-            order._note(number)
-        return order.take()
-
-    assert digest(1, 3, 2) == digest(1, 3, 2) != digest(3, 1, 2)
-    assert digest(1) != digest(1, 1) and digest() == 0
-    require_same_order([5, 5], "loss", "now")
-    with pytest.raises(BadTask, match=r"loss called other modules .* on rank 1 than on rank 0 now"):
-        require_same_order([5, 6], "loss", "now")
 
 
 def test_digests_and_norms_are_those_of_rows_and_add_up(shards: Shards) -> None:

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from train_fn.checks.check import Moment
+from train_fn.checks.order import CallOrder, GradientsUsed, require_same_order
 from train_fn.errors import BadTask, NonFiniteWeights
 from train_fn.protect.arguments import LoopParts, check_torn, parts_of
+from train_fn.protect.commits import Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.state.pieces import Piece
 from train_fn.state.tensor_tree import copy_to_cpu, leaves
@@ -40,7 +43,7 @@ def sharded(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
 
 
 def parts(model: nn.Module, extra: Any = None, kind: Any = torch.optim.AdamW) -> LoopParts:
-    return parts_of(model, kind(model.parameters(), lr=0.1), None, extra, may_be_sharded=True)
+    return parts_of(model, kind(model.parameters(), lr=0.1), None, extra)
 
 
 def of_two_dimensions() -> nn.Module:
@@ -88,6 +91,16 @@ def test_optimizers_are_refused_by_name(kind: Any, name: str) -> None:
         parts(sharded(), kind=kind)
 
 
+def test_a_model_that_an_evaluation_left_gathered_is_taken_as_it_is_sharded() -> None:
+    model, averaged = sharded(), sharded()
+    of = LoopState(parts(sharded(), {"ema": sharded()})).rows
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in (model, averaged):
+        each(torch.ones(1, 4))
+        assert not any(isinstance(value, DTensor) for value in each.parameters())
+    assert LoopState(parts_of(model, optimizer, None, {"ema": averaged})).rows == of
+
+
 class Averages:
     """Sharded tensors in a form that no name leads to."""
 
@@ -111,11 +124,9 @@ def test_other_parts_are_refused_by_name() -> None:
         parts(model, {"ema": Averages([*model.parameters()])})
     with pytest.raises(BadTask, match=r"has 2 optimizers: a sharded model takes one"):
         two = [torch.optim.SGD(each.parameters(), 0.1) for each in model.children()]
-        parts_of(model, two, None, None, may_be_sharded=True)
+        parts_of(model, two, None, None)
     with pytest.raises(BadTask, match=r"is not for sharded models: .* Leave torn out"):
         check_torn("shadow", parts(model))
-    with pytest.raises(BadTask, match="has sharded parameters: every rank must hold the whole"):
-        parts_of(model, torch.optim.AdamW(model.parameters()), None, None)
 
 
 def test_an_optimizer_with_state_of_other_shapes_is_refused_at_the_first_commit() -> None:
@@ -221,3 +232,128 @@ def test_frozen_rows_are_part_of_a_piece_and_of_nothing_that_ranks_share() -> No
     assert state.digest_of_rest() == before
     model.count += 1
     assert state.digest_of_rest() != before
+
+
+# ---------------------------------------------------------------- what ranks must do alike
+
+
+class Layers(nn.Module):
+    """Layers of one size, which torch cannot tell apart."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2,))
+        self.layers = nn.ModuleList(
+            fully_shard(nn.Linear(4, 4), mesh=mesh, **options) for _ in range(4)
+        )
+        fully_shard(self, mesh=mesh)
+
+    def forward(self, value: torch.Tensor, *without: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            value = value if number in without else value + layer(value)
+        return value
+
+
+def as_ever(model: Layers) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def without_a_layer(model: Layers) -> None:
+    model(torch.ones(1, 4), 1).sum().backward()
+
+
+def without_another(model: Layers) -> None:
+    model(torch.ones(1, 4), 2).sum().backward()
+
+
+def gathering_ahead(model: Layers) -> None:
+    model.layers[2].unshard()
+    as_ever(model)
+
+
+def in_another_order_backwards(model: Layers) -> None:
+    model.layers[3].set_modules_to_backward_prefetch([model.layers[1]])
+    as_ever(model)
+
+
+def with_two_passes(model: Layers) -> None:
+    loss = model(torch.ones(1, 4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def without_a_sum(model: Layers) -> None:
+    model.set_requires_gradient_sync(False)
+    as_ever(model)
+
+
+def after_an_evaluation(model: Layers) -> None:
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    as_ever(model)
+
+
+def without_a_gradient(model: Layers) -> None:
+    as_ever(model)
+    model.layers[3].bias.grad = None
+
+
+def with_a_frozen_layer(model: Layers) -> None:
+    model.layers[1].requires_grad_(False)
+    as_ever(model)
+
+
+STEPS = (
+    as_ever,
+    without_a_layer,
+    without_another,
+    gathering_ahead,
+    in_another_order_backwards,
+    with_two_passes,
+    without_a_sum,
+    after_an_evaluation,
+    without_a_gradient,
+    with_a_frozen_layer,
+)
+
+
+def order_of(step: Callable[[Layers], None], **options: Any) -> int:
+    model = Layers(**options)
+    order = CallOrder([model])
+    step(model)
+    return order.take()
+
+
+def test_ranks_that_meet_others_in_another_order_have_other_digests() -> None:
+    orders = {step.__name__: order_of(step) for step in STEPS}
+    assert len({*orders.values()}) == len(STEPS), orders
+    assert orders == {step.__name__: order_of(step) for step in STEPS}
+    kept = order_of(as_ever, reshard_after_forward=False)
+    assert kept not in orders.values(), "its backward pass gathers nothing"
+    require_same_order([kept, kept], "the loop", "now")
+    with pytest.raises(BadTask, match=r"loop called other .* on rank 1 than on rank 0 now: torch"):
+        require_same_order([kept, kept + 1], "the loop", "now")
+
+
+def test_another_model_of_the_process_counts_for_nothing_once_it_is_gone() -> None:
+    model = Layers()
+    order = CallOrder([model])
+    as_ever(Layers())
+    strangers = order.take()
+    assert strangers != CallOrder([model]).take(), "its sums would be mixed with those of this one"
+    del order
+    as_ever(model)
+
+
+def test_gradients_that_only_fsdp_holds_are_refused_at_a_commit() -> None:
+    model = Layers()
+    state = LoopState(parts(model))
+    check = GradientsUsed(state, Updates(may_skip=False))
+    state.note_parts()
+    as_ever(model)
+    [optimizer] = state.parts.optimizers.values()
+    optimizer.zero_grad()
+    check.after(Moment.LOSS, "")
+    without_a_sum(model)
+    with pytest.raises(BadTask, match=r"step 1 while gradients of a sharded .* Call model.set_req"):
+        check.after(Moment.LOSS, "")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +49,7 @@ class Shard(RunState):
     def __init__(self, piece: Piece) -> None:
         super().__init__()
         self.piece, self.rows = piece, {"model/w": 3}
-        self.count = torch.zeros(())
+        self.count, self.scheduler, self.rate = torch.zeros(()), 0, 0.1
         self.weight = torch.zeros(2 - piece.number, 4)
 
     @property
@@ -57,7 +58,8 @@ class Shard(RunState):
 
     def state_dict(self) -> dict[str, Any]:
         assert self.piece is not None
-        empty = {"optimizer": {}, "scaler": {}, "ema": None, "task": {}}
+        empty = {"optimizer": {"lr": self.rate}, "scaler": {}, "ema": None}
+        empty["task"] = {"scheduler": self.scheduler}
         empty["model"] = {"count": self.count}
         own = {"piece": tuple(self.piece), "rows": self.rows, "shards": {"model/w": self.weight}}
         return {**self.counters(0), "fingerprint": "data", **empty, **own}
@@ -183,17 +185,35 @@ def test_ranks_at_different_steps_do_not_pass(pair: list[Rank]) -> None:
     both(at_another, pair)
 
 
-def test_buffers_that_go_apart_are_refused(pair: list[Rank]) -> None:
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("count", "buffers"),
+        ("scheduler", "schedulers or extras"),
+        ("rate", "options or step counts of the optimizer"),
+    ],
+)
+def test_what_goes_apart_between_ranks_is_refused_by_name(
+    what: str, name: str, pair: list[Rank]
+) -> None:
     both(step_and_gate, pair)
 
     def apart(rank: Rank) -> None:
-        rank.state.count += rank.rank
+        setattr(rank.state, what, getattr(rank.state, what) + rank.rank)
         with pytest.raises(
-            BadTask, match="extras of rank 1 differ from those of rank 0 after step"
+            BadTask, match=f"^{name} of rank 1 differ from those of rank 0 after step 2"
         ):
             step_and_gate(rank)
 
     both(apart, pair)
+
+
+def test_a_gate_tells_what_each_rank_said(pair: list[Rank]) -> None:
+    def passed(rank: Rank) -> list[int]:
+        rank.make_step()
+        return rank.holdings.pass_gate(5 + rank.rank)
+
+    assert both(passed, pair) == [[5, 6], [5, 6]]
 
 
 @pytest.mark.parametrize("pair", [1], indirect=True)
@@ -235,6 +255,38 @@ def test_a_node_without_room_says_so_and_what_is_whole_stays(
 def newest(rank: Rank) -> Label:
     [label] = [each for each in snapshot_store(rank.ctx).labels() if each.rank == rank.rank]
     return label
+
+
+def test_a_piece_that_is_verified_for_long_is_no_silence(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings_module, "SILENT_S", 1.0)
+    take_in = SnapshotStore.take_in
+
+    def slowly(store: SnapshotStore, label: Label, blocks: Any) -> None:
+        all_of_it = list(blocks)
+        time.sleep(2.5)
+        take_in(store, label, all_of_it)
+
+    monkeypatch.setattr(SnapshotStore, "take_in", slowly)
+    both(step_and_gate, pair)
+    assert [rank.holdings.committed for rank in pair] == [1, 1]
+
+
+def test_several_ranks_are_sent_their_pieces_at_once(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them takes in nothing until the other one has its piece."""
+    both(step_and_gate, pair)
+    label, served = newest(pair[0]), threading.Event()
+
+    def send(rank: int, label: Label) -> None:
+        if rank == 3:
+            served.set()
+        assert served.wait(DEADLINE_S)
+
+    monkeypatch.setattr(pair[0].holdings._links, "send", send)
+    assert pair[0].holdings.bring({Move(0, 2, 0): label, Move(0, 3, 0): label}) == []
 
 
 def test_pieces_are_brought_to_a_node_that_lacks_them(pair: list[Rank]) -> None:
