@@ -12,7 +12,7 @@ from tests.support.gallery import Killed, run_with_twin
 
 SCRIPTS = Path(__file__).parent / "adapted"
 CHAOS = pytest.mark.chaos
-HF, LIGHTNING = "hf_evaluated", "lightning_evaluated"
+HF, LIGHTNING, FSDP2 = "hf_evaluated", "lightning_evaluated", "fsdp2"
 
 
 def after(*updates: int) -> list[Killed]:
@@ -37,6 +37,12 @@ def after(*updates: int) -> list[Killed]:
         pytest.param(LIGHTNING, "limit", [*after(6), Killed(1, 8, "before")], marks=CHAOS),
         pytest.param(LIGHTNING, "accumulate", after(10, 22), marks=CHAOS),
         pytest.param(LIGHTNING, "two", [Killed(1, 8, "before")], marks=CHAOS),
+        pytest.param(FSDP2, "accelerate", [Killed(1, 7, "node")]),
+        pytest.param(FSDP2, "hf", [Killed(1, 7, "node")]),
+        pytest.param(FSDP2, "lightning", [Killed(1, 7, "node")]),
+        pytest.param(FSDP2, "accelerate", [*after(20), Killed(0, 9, "node")], marks=CHAOS),
+        pytest.param(FSDP2, "hf", [*after(8, 9), Killed(0, 12, "node")], marks=CHAOS),
+        pytest.param(FSDP2, "lightning", [*after(10), Killed(0, 11, "node")], marks=CHAOS),
     ],
 )
 def test_what_a_trainer_does_beside_training_is_that_of_the_twin(
@@ -46,7 +52,8 @@ def test_what_a_trainer_does_beside_training_is_that_of_the_twin(
     for killed, broken in zip(kills, runs, strict=True):
         assert [each["source"] for each in broken.restored] == ["fresh", "snapshot"]
         begun = broken.restored[1]["step"]
-        assert begun in (killed.update - 1, killed.update)
+        # What died with its node had passed no gate, and may not have been sent.
+        assert killed.update - 1 - (killed.place == "node") <= begun <= killed.update
         assert broken.told == whole.told, killed
         assert broken.losses == whole.losses, killed
         assert broken.step == whole.step == len(whole.losses)

@@ -32,6 +32,7 @@ from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_dir import RunDir
 from tests.gpu.shared_gpu import share_gpu
+from tests.support.own_loops import on_node
 from train_fn.node.node_dir import shared_memory_root
 
 REPOSITORY = Path(__file__).parents[2]
@@ -48,7 +49,8 @@ class Killed:
     update: int
     """Optimizer steps that it began."""
     place: str
-    """``before`` or ``after`` that optimizer step."""
+    """``before`` or ``after`` that optimizer step. Or ``node``: before it, with the memory of its
+    node, on which no other rank is."""
 
     @classmethod
     def parse(cls, text: str) -> Killed:
@@ -121,6 +123,10 @@ def finished(directory: Path, run_id: str) -> Finished:
 def finished_in(run_dir: RunDir) -> Finished:
     """Read what a run left."""
     import torch
+    from safetensors.torch import load_file
+
+    from train_fn.checkpoints.commit import MODEL_FILE, num_pieces
+    from train_fn.checkpoints.sharded import join
 
     losses: dict[int, float] = {}
     metrics: dict[int, dict[str, float]] = {}
@@ -131,7 +137,12 @@ def finished_in(run_dir: RunDir) -> Finished:
     store = CheckpointStore(run_dir)
     newest = store.list()[-1]
     store.verify(newest.name)
-    weights = torch.load(io.BytesIO(store.read_file(newest.name, "model.pt")), weights_only=True)
+    if num_pieces(newest):
+        weights = load_file(join(Path(str(run_dir.local_path)) / "checkpoints" / newest.name))
+    else:
+        weights = torch.load(
+            io.BytesIO(store.read_file(newest.name, MODEL_FILE)), weights_only=True
+        )
     restored = events(run_dir, EventKind.RESTORED)
     points = [metrics[at] for at in sorted(metrics)]
     return Finished(restored, losses, weights, newest.step, points, None)
@@ -161,7 +172,10 @@ def main(script: str, directory: str, *runs: str) -> int:
         for kill in [Killed.parse(killed), None] if killed else [None]:
             copy = Path(directory) / f"{run_id}.py"
             shutil.copyfile(script, copy)
-            codes = start(copy, kill, beside=Path(script).parent)
+            codes = start(copy, kill, beside=Path(script).parent, apart="node" in killed)
+            if kill is not None and kill.place == "node":
+                for place in (shared_memory_root() / run_id).glob(f"node{kill.rank}.*"):
+                    shutil.rmtree(place)
             dead = [code == -signal.SIGKILL for code in codes]
             if kill is None and codes != [0, 0]:
                 print(f"{run}: the ranks ended with {codes}", file=sys.stderr)
@@ -172,18 +186,21 @@ def main(script: str, directory: str, *runs: str) -> int:
     return 0
 
 
-def start(script: Path, killed: Killed | None, *, beside: Path) -> list[int | None]:
+def start(
+    script: Path, killed: Killed | None, *, beside: Path, apart: bool = False
+) -> list[int | None]:
     """Run two ranks of a script to their end. Return their exit codes.
 
     Args:
         beside: where the files lie that it imports.
+        apart: whether each rank is on a node of its own.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=_rank_main, args=(script, beside, rank, port, killed))
+        fork.Process(target=_rank_main, args=(script, beside, rank, port, killed, apart))
         for rank in (0, 1)
     ]
     for process in ranks:
@@ -216,7 +233,11 @@ def import_libraries_of(script: Path) -> None:
     importlib.import_module("torch._dynamo")
 
 
-def _rank_main(script: Path, beside: Path, rank: int, port: int, killed: Killed | None) -> None:
+def _rank_main(
+    script: Path, beside: Path, rank: int, port: int, killed: Killed | None, apart: bool
+) -> None:
+    if apart:
+        on_node(f"node{rank}")
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -258,7 +279,7 @@ def _die_at(killed: Killed) -> None:
         if num_updates == killed.update:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if killed.place == "before":
+    if killed.place in ("before", "node"):
         register_optimizer_step_pre_hook(hook)
     else:
         register_optimizer_step_post_hook(hook)

@@ -9,8 +9,8 @@ from train_fn.protect.arguments import LoopParts, check_torn, named, parts_of
 from train_fn.protect.protected import Protected
 from train_fn.protect.training import OnItsOwn
 
-_WHOLE_STATE = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Kinds of Accelerate's distribution with which every rank has the whole state."""
+_KEPT = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Kinds of Accelerate's distribution that can be protected, beside FSDP2."""
 
 
 class AcceleratedLoop(Protected):
@@ -31,11 +31,11 @@ class AcceleratedLoop(Protected):
 def parts_of_accelerator(accelerator: Any, extra: Any) -> LoopParts:
     """Return the parts of what an Accelerator prepared. Raises BadTask."""
     kind = accelerator.distributed_type.name
-    if kind not in _WHOLE_STATE:
+    if kind not in _KEPT and not getattr(accelerator, "is_fsdp2", False):
         raise BadTask(
-            f"es.protect(accelerator=…) is distributed by {kind}: every rank must hold the whole "
-            "state. Use DDP, apply fully_shard without the Accelerator, or leave es.protect out "
-            "and report checkpoints by ray.train.report"
+            f"es.protect(accelerator=…) is distributed by {kind}, whose state nothing can take "
+            "apart. Use DDP, or FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2). Or leave "
+            "es.protect out and report checkpoints by ray.train.report"
         )
     models, optimizers = accelerator._models, accelerator._optimizers
     if not models or not optimizers:

@@ -101,6 +101,13 @@ class Protect(TrainerCallback):  # type: ignore[misc]
             raise BadTask("es.hf.Protect cannot protect a hyperparameter search; leave it out")
         if trainer.optimizer is None:
             trainer.create_optimizer()
+        with _sharded_first(trainer):
+            return self._train(resume_from_checkpoint, ignore_keys_for_eval)
+
+    def _train(
+        self, resume_from_checkpoint: str | bool | None, ignore_keys_for_eval: list[str] | None
+    ) -> Any:
+        trainer = self._trainer
         self._measure_losses()
         # The commit comes after what other callbacks do in a step.
         handler = trainer.callback_handler
@@ -272,6 +279,38 @@ def _without_parameters(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
+def _shards(trainer: Any) -> bool:
+    """Return whether the Trainer shards its model by FSDP2."""
+    return bool(getattr(trainer.accelerator, "is_fsdp2", False))
+
+
+@contextmanager
+def _sharded_first(trainer: Any) -> Iterator[None]:
+    """Let the Trainer's Accelerator shard model and optimizer now, and not when it trains: a state
+    in pieces is loaded into shards."""
+    accelerator = trainer.accelerator
+    if not _shards(trainer):
+        yield
+        return
+    made = accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model, trainer.optimizer = made
+    trainer.model_wrapped = trainer.model
+    prepare = accelerator.prepare
+
+    def prepare_once(*objects: Any, **settings: Any) -> Any:
+        if len(objects) != len(made) or any(a is not b for a, b in zip(objects, made, strict=True)):
+            return prepare(*objects, **settings)
+        accelerator._models.append(trainer.model)
+        accelerator._optimizers.append(trainer.optimizer)
+        return made
+
+    accelerator.prepare = prepare_once
+    try:
+        yield
+    finally:
+        del accelerator.prepare
+
+
 def _check(trainer: Any) -> None:
     """Raise BadTask for a Trainer whose ranks do not hold the whole state, or that replaces its
     parts within ``train``."""
@@ -285,11 +324,11 @@ def _check(trainer: Any) -> None:
             f"es.hf.Protect does not know the Trainer of transformers {version}; install a version "
             f"that its documentation names, at least {_OLDEST}"
         )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not _shards(trainer)):
         raise BadTask(
-            "es.hf.Protect: the Trainer shards its state by DeepSpeed or FSDP, and every rank must "
-            "hold the whole. Apply fully_shard in a loop of your own, or leave es.hf.Protect out "
-            "and let Ray's RayTrainReportCallback report"
+            "es.hf.Protect: the Trainer shards its state by DeepSpeed or FSDP1, which nothing can "
+            "take apart. Set fsdp_config={'version': 2}, or leave es.hf.Protect out and let Ray's "
+            "RayTrainReportCallback report"
         )
     if trainer.model_init is not None:
         raise BadTask("es.hf.Protect: Trainer(model_init=…) makes the model anew; pass model=…")

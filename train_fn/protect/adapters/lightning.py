@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from train_fn.errors import BadTask
 from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
@@ -249,6 +250,12 @@ def _metrics(trainer: Any, outputs: Any) -> dict[str, Any]:
 
 def _check(trainer: Any) -> None:
     """Raise BadTask for a Trainer that cannot be protected."""
+    if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+        raise BadTask(
+            f"es.lightning.Protect: {type(trainer.strategy).__name__} shards the state in a way "
+            "that nothing can take apart. Use FSDP2: ModelParallelStrategy, and fully_shard in "
+            "configure_model()"
+        )
     if all(isinstance(each, _MockOptimizer) for each in trainer.optimizers):
         raise BadTask(
             "es.lightning.Protect: configure_optimizers() returned no optimizer; return one"

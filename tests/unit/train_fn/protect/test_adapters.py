@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -89,12 +90,12 @@ def test_a_trainer_that_makes_its_model_anew_is_refused() -> None:
         es.hf.Protect(hf_trainer())
 
 
-@pytest.mark.parametrize("sharded", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+@pytest.mark.parametrize("sharded", ["is_deepspeed_enabled", "is_fsdp_enabled"])  # FSDP1
 def test_a_trainer_that_shards_its_state_is_refused(sharded: str) -> None:
     trainer = hf_trainer(Tiny())
     setattr(trainer, sharded, True)
     with pytest.raises(
-        BadTask, match=r"by DeepSpeed or FSDP.* Apply fully_shard in .*, or leave es.hf"
+        BadTask, match=r"by DeepSpeed or FSDP1, .* Set fsdp_config={'version': 2}, or leave es.hf"
     ):
         es.hf.Protect(trainer)
 
@@ -233,9 +234,9 @@ def accelerator(*prepared: Any) -> Accelerator:
 
 
 def test_an_accelerator_that_shards_its_state_is_refused() -> None:
-    given = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    given = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
     with pytest.raises(
-        BadTask, match=r"accelerator=….* by FSDP.* Use DDP, apply fully_shard without"
+        BadTask, match=r"accelerator=….* by FSDP.* Use DDP, or FSDP2: .*\(fsdp_version=2\)"
     ):
         es.protect(accelerator=given)
 
@@ -268,6 +269,13 @@ def test_one_of_several_schedulers_that_was_not_given_is_refused() -> None:
     first, _ = (torch.optim.lr_scheduler.StepLR(each, 3) for each in both)
     with pytest.raises(BadTask, match=r"scheduler=….* is missing.* optimizer '1'.* Pass it"):
         es.protect(model, both, [first], torn="shadow")
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
+def test_a_strategy_whose_shards_nothing_can_take_apart_is_refused(kind: Any) -> None:
+    trainer = SimpleNamespace(strategy=object.__new__(kind))  # it needs a GPU to be made
+    with pytest.raises(BadTask, match=f"{kind.__name__} shards .* Use FSDP2: ModelParallelStrat"):
+        es.lightning.Protect().on_fit_start(trainer, nn.Linear(4, 2))
 
 
 class Following(LightningModule):
