@@ -145,11 +145,12 @@ class Task:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def plant(self):
-        from train_fn.ray_train import rank, worker_actor
+        from train_fn.ray_train import rank, rank_process, worker_actor
 
         owner, name, after = {
             "gets the offer": (worker_actor, "connect", False),
             "is connected": (worker_actor, "connect", True),
+            "has decided": (rank_process.NextAttempt, "await_turn", True),
             "goes over": (worker_actor, "enter_group", False),
             "has gone over": (rank, "prove_storage", True),
         }[self.place]
@@ -183,10 +184,12 @@ CHAOS = pytest.mark.chaos
     [
         pytest.param(True, "gets the offer", 0),
         pytest.param(True, "is connected", 0, marks=CHAOS),
+        pytest.param(True, "has decided", 1, marks=CHAOS),
         pytest.param(True, "goes over", 1, marks=CHAOS),
         pytest.param(True, "has gone over", 1, marks=CHAOS),
         pytest.param(False, "gets the offer", 1, marks=CHAOS),
         pytest.param(False, "is connected", 1, marks=CHAOS),
+        pytest.param(False, "has decided", 1, marks=CHAOS),
         pytest.param(False, "goes over", 1),
         pytest.param(False, "has gone over", 1, marks=CHAOS),
     ],
@@ -222,7 +225,7 @@ def test_a_run_that_grew_by_itself_has_the_bits_of_one_that_did_not(
     client: Client, tmp_path: Path
 ) -> None:
     spec = digits("twin", epochs=EPOCHS, workers=(2, 3))
-    spec["train"]["exactness"] = "elastic"
+    spec["train"] |= {"exactness": "elastic", "ema_decay": 0.9, "audit_fraction": 0.05}
     grown = begun_on_two_nodes(client, spec)
     assert has_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
     grown.wait(timeout_s=240)

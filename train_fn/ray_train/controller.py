@@ -30,6 +30,7 @@ from train_fn.ray_train.ray_internals import (
     FinishedState,
     LoopResult,
     ReschedulingState,
+    ResizingState,
     RunningState,
     SchedulingState,
     ShuttingDownState,
@@ -58,6 +59,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         self._attempt_log = AttemptLog(engine)
         self._journal = self._attempt_log.journal
         self._stopped: Stop | None = None
+        self._resizes = False
+        """Whether ranks have left for a group of another size that is not there yet."""
         self._polled_at = float("-inf")
         """When the ranks were last polled, in monotonic seconds."""
         job = engine.job
@@ -197,6 +200,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
         """Make one turn of Ray's loop, with three additions: it waits for capacity without holding
         resources or using a core, a stop request ends the wait, and ranks save before a resize."""
         before = self.get_state()
+        if not isinstance(before, ResizingState | SchedulingState):
+            self._resizes = False
         waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
         if waiting and (self._driver.is_leaving or self._journal.stop_requested is not None):
             self._stopped = self._journal.stop_requested
@@ -206,6 +211,8 @@ class EverstepController(TrainController):  # type: ignore[misc]
                 next_state=ShuttingDownState(next_state=FinishedState()),
             )
         result = await super()._step()
+        if isinstance(result.next_state, ResizingState):
+            self._resizes = True
         if waiting and result.next_state is before:
             if self._worker_group is not None:
                 self._shutdown_worker_group()
@@ -353,7 +360,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         return isinstance(self.get_state(), RunningState)
 
     def _has_group(self) -> bool:
-        return isinstance(self.get_state(), RunningState | ShuttingDownState)
+        """Return whether ranks hold what their nodes may not: they train, or have left for a group
+        of another size, which may go on in their processes. That one is asked to save and exit."""
+        return self._resizes or isinstance(self.get_state(), RunningState | ShuttingDownState)
 
     def _on_new(self) -> None:
         self._yielding.reset()

@@ -52,6 +52,9 @@ ABORT_ENDS_S = 2.0
 """Longest wait in seconds for the abort of an earlier attempt's collectives to end."""
 
 
+COMES_S = 3.0
+"""Longest wait in seconds of a rank that goes over for one that is slow, stopped or gone."""
+
 FREED_S = 2.0
 """Longest wait in seconds for a rank to leave by itself, since its peers' connections break."""
 
@@ -345,23 +348,29 @@ class NextAttempt:
 
     def await_turn(self) -> Connections | None:
         """Wait until the present attempt has ended here, and until it is decided whether the ranks
-        go over. Return the connections if they do, else None.
+        go over. Return the connections if they do, else None."""
+        connections = self.come()
+        goes = connections is not None and connections.decision.make_after(COMES_S)
+        return connections if goes else None
 
-        A rank whose attempt has ended without accepting the offer decides that nobody goes over.
-        """
-        accepts = self.joins or self._has_accepted()
+    def come(self) -> Connections | None:
+        """Come to where the ranks go over, from the present attempt or with the first of them.
+        Return the connections. None if this rank does not come: it decides that nobody goes."""
+        present, connections = self._present, self._connections
+        if self.joins:
+            if connections is not None:
+                connections.decision.await_others()
+        else:
+            assert present is not None and present.training is not None
+            present.training.join()
         connections, self._connections = self._connections, None
         if connections is None:
+            return None  # the offer was withdrawn
+        if not self.joins and (present is None or present.accepted != self.number):
+            connections.decision.make(goes=False)
             return None
-        decision = connections.decision
-        goes = decision.wait() if self.joins else decision.make(goes=accepts)
-        return connections if goes and accepts else None
-
-    def _has_accepted(self) -> bool:
-        present = self._present
-        assert present is not None and present.training is not None
-        present.training.join()
-        return present.accepted == self.number
+        connections.decision.come(connections.num_ranks)
+        return connections
 
     def settle(self, *, has_begun: bool, problem: BaseException | None = None) -> None:
         """Note whether the attempt has begun here."""

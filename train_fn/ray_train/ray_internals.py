@@ -39,6 +39,8 @@ from ray.train.v2._internal.execution.controller.controller import (
 from ray.train.v2._internal.execution.controller.state import (
     FinishedState,
     ReschedulingState,
+    ResizingState,
+    RestartingState,
     RunningState,
     SchedulingState,
     ShuttingDownState,

@@ -251,7 +251,7 @@ def end_process_group() -> bool:
 
 CONNECTED_S = 10.0
 """Longest wait in seconds until the ranks of a group that is to begin by itself are connected."""
-_LOOK_S = 0.005
+_LOOK_S = 0.002
 _A_STEP = timedelta(days=10)
 """Longest wait of a rank that joins until the others come to the agreed step."""
 
@@ -259,11 +259,13 @@ _A_STEP = timedelta(days=10)
 class GoingOver:
     """The decision whether the ranks of a group that is to begin by itself go over to it.
 
-    It is made once, in the store at which they meet. Ranks and controller may make it; the first
-    word counts for all of them, so that nobody can be of another opinion.
+    It is made once, in the store at which they meet: they go once every rank has come to the door.
+    A rank that cannot come, one that has waited in vain, and the controller may decide that nobody
+    goes. The first word counts for all of them, so that nobody can be of another opinion.
     """
 
     _KEY, _GO, _STAY = "everstep/decision", "go", "stay"
+    _DOOR, _COME = "everstep/door", "everstep/come"
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -272,12 +274,7 @@ class GoingOver:
         """Decide, unless somebody has. Return whether the ranks go over."""
         word = self._GO if goes else self._STAY
         found: bytes = self._store.compare_set(self._KEY, "", word)
-        return found == self._GO.encode()
-
-    def wait(self) -> bool:
-        """Wait until it is made, and return it. Raises once the store is closed."""
-        self._store.wait([self._KEY], _A_STEP)
-        found: bytes = self._store.get(self._KEY)
+        self._store.set(self._DOOR, "")  # nobody waits there any more
         return found == self._GO.encode()
 
     def make_after(self, within_s: float) -> bool:
@@ -286,6 +283,16 @@ class GoingOver:
         while not self._store.check([self._KEY]) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return self.make(goes=False)
+
+    def await_others(self) -> None:
+        """Wait until a rank comes to the door, or nobody will. Raises once the store is closed."""
+        self._store.wait([self._DOOR], _A_STEP)
+
+    def come(self, num_ranks: int) -> None:
+        """Come to the door as one of so many ranks, once. The last one lets all go over."""
+        self._store.set(self._DOOR, "")
+        if self._store.add(self._COME, 1) == num_ranks:
+            self.make(goes=True)
 
 
 class Connections:
@@ -301,6 +308,7 @@ class Connections:
             timeout_s: of this, and of the group's collectives.
         """
         self._place, self._timeout = (rank, world_size), timedelta(seconds=timeout_s)
+        self.num_ranks = world_size
         soon = timedelta(seconds=min(timeout_s, CONNECTED_S))
         self._store = TCPStore(*address, is_master=False, timeout=soon)
         connected = PrefixStore("connections/", self._store)

@@ -245,9 +245,10 @@ def test_other_exits_are_at_once(case: str, exits: list[int]) -> None:
     assert exits == [0] and errors == []
 
 
-def connected() -> Any:
-    """Connections to no peers, and a store of their own."""
-    return SimpleNamespace(decision=GoingOver(dist.HashStore()))
+def connected(num_ranks: int = 1, store: dist.Store | None = None) -> Any:
+    """Connections of one of so many ranks."""
+    decision = GoingOver(store or dist.HashStore())
+    return SimpleNamespace(decision=decision, num_ranks=num_ranks)
 
 
 def following(number: int, *, accepts: int | None) -> rank_process.NextAttempt:
@@ -265,7 +266,8 @@ def test_whoever_decides_first_decides_for_all() -> None:
         decision = GoingOver(dist.HashStore())
         assert decision.make(goes=first) is first
         assert decision.make(goes=not first) is first
-        assert decision.wait() is first and decision.make_after(20.0) is first
+        assert decision.make_after(20.0) is first
+        decision.await_others()  # nobody waits any more
     assert GoingOver(dist.HashStore()).make_after(0.01) is False, "nobody has decided in time"
 
 
@@ -281,6 +283,28 @@ def test_an_attempt_begins_once_the_one_before_it_has_accepted_it(
     offer.settle(has_begun=begins)
     assert offer.is_settled() and offer.has_begun is begins
     assert rank_process.open_offer() is None, "it is made once"
+
+
+def test_ranks_go_over_once_the_last_one_has_come() -> None:
+    decision = GoingOver(dist.HashStore())
+    decision.come(3)
+    decision.come(3)
+    decision.await_others()
+    assert not decision._store.check([GoingOver._KEY])
+    decision.come(3)
+    assert decision.make_after(0.0)
+
+
+def test_ranks_stay_if_one_of_them_does_not_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped. All would wait for it in their first collective."""
+    monkeypatch.setattr(rank_process, "COMES_S", 0.05)
+    offer = following(7, accepts=7)
+    assert offer._connections is not None
+    offer._connections.num_ranks = 2
+    decision = offer._connections.decision
+    assert offer.await_turn() is None
+    decision.come(2)
+    assert not decision.make_after(0.0), "it comes too late"
 
 
 def test_a_rank_that_failed_does_not_go_over_though_others_do() -> None:
@@ -303,18 +327,18 @@ def test_an_offer_that_is_forgotten_is_not_open() -> None:
     assert rank_process.open_offer() is None and offer.await_turn() is None
 
 
-def test_a_process_without_an_attempt_waits_for_the_decision(
+def test_a_process_without_an_attempt_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_process, "_attempt", None)
     for goes in (True, False):
-        offer, found = rank_process.make_offer(2, connected()), list[Any]()
+        offer, found = rank_process.make_offer(2, connected(2)), list[Any]()
         decision = offer._connections.decision  # type: ignore[union-attr]
         waiting = threading.Thread(target=lambda o=offer, f=found: f.append(o.await_turn()))
         waiting.start()
         waiting.join(0.05)
         assert waiting.is_alive()
-        decision.make(goes=goes)
+        decision.come(2) if goes else decision.make(goes=False)
         waiting.join(20)
         assert [connections is not None for connections in found] == [goes]
 
@@ -424,12 +448,13 @@ class Member:
         self.answer: int | str | None = "none yet"
         self.offers: list[rank_process.NextAttempt] = []
         self.stores: dict[int, dist.Store] = {}
+        self.came: dict[int, Any] = {}
         self.went: list[int] = []
 
-    def connect(self, number: int, store: dist.Store) -> None:
+    def connect(self, number: int, store: dist.Store, num_ranks: int) -> None:
         before, rank_process._attempt = rank_process._attempt, self.present
         try:
-            connections: Any = SimpleNamespace(decision=GoingOver(store))
+            connections = connected(num_ranks, store)
             for each in self.offers:
                 each.forget()
             self.offers.append(rank_process.NextAttempt(number, connections))
@@ -442,12 +467,20 @@ class Member:
         newest = self.offers[-1:]
         return newest[0].number if newest and newest[0].is_open else None
 
-    def follow(self) -> None:
+    def come(self) -> None:
         """Do what the threads of its offers do that need not wait now."""
         for offer in self.offers:
-            is_decided = self.stores[offer.number].check([GoingOver._KEY])
-            if not offer.is_settled() and (self.has_ended if self.trains else is_decided):
-                goes = offer.await_turn() is not None
+            is_open = self.stores[offer.number].check([GoingOver._DOOR])
+            ready = self.has_ended if self.trains else is_open
+            if ready and not offer.is_settled() and offer.number not in self.came:
+                self.came[offer.number] = offer.come()
+
+    def conclude(self) -> None:
+        """Go over, or stay. It may have waited in vain."""
+        for offer in self.offers:
+            if offer.number in self.came and not offer.is_settled():
+                connections = self.came[offer.number]
+                goes = connections is not None and connections.decision.make_after(0.0)
                 self.went += [offer.number] * goes
                 offer.settle(has_begun=goes)
 
@@ -483,7 +516,7 @@ class Growth(RuleBasedStateMachine):
         which %= len(self.members)
         if which in self.connecting and self.members[which].lives and self.store is not None:
             self.connecting.remove(which)
-            self.members[which].connect(self.number, self.store)
+            self.members[which].connect(self.number, self.store, len(self.members))
 
     @precondition(lambda self: self.store is not None)
     @rule()
@@ -525,7 +558,12 @@ class Growth(RuleBasedStateMachine):
     @rule(which=which)
     def go_on(self, which: int) -> None:
         if self.member(which).lives:
-            self.member(which).follow()
+            self.member(which).come()
+
+    @rule(which=which)
+    def go_over(self, which: int) -> None:
+        if self.member(which).lives:
+            self.member(which).conclude()
 
     @rule(which=which)
     def die(self, which: int) -> None:
@@ -549,15 +587,13 @@ class Growth(RuleBasedStateMachine):
         for each in self.members:
             each.has_ended = True
             if each.lives:
-                each.follow()
+                each.come()
+                each.conclude()
                 assert all(offer.is_settled() for offer in each.offers), "nobody waits for ever"
         self.nobody_goes_alone()
         if self.verdicts.get(self.number):
-            accepting = [each for each in self.trainers if each.present.accepted == self.number]
-            joining = [each for each in self.members if not each.trains]
-            connected = [each for each in joining if self.number in each.stores]
-            for each in [*accepting, *connected]:
-                assert not each.lives or each.went == [self.number], "all go who can"
+            living = [each for each in self.members if each.lives]
+            assert all(each.went == [self.number] for each in living), "all go, or nobody"
 
 
 TestGrowth = Growth.TestCase
