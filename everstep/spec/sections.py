@@ -150,11 +150,14 @@ class TrainSpec(Frozen):
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and saved too; null
     keeps none."""
-    sharding: Literal["none", "full"] = "none"
+    sharding: Literal["none", "optimizer", "full", "hybrid"] = "none"
     """How the model is spread over the ranks. ``none``: each rank has all of it, by
-    DistributedDataParallel. ``full``: each rank has its rows of all weights and moments, by FSDP2;
-    the task's ``shard_modules(model)`` returns the modules that are gathered one at a time, else
-    their size decides."""
+    DistributedDataParallel. ``optimizer``: each rank has all weights and its rows of the moments,
+    updates these rows, and gathers those of the others. ``full``: each rank has its rows of all
+    weights and moments, by FSDP2; the task's ``shard_modules(model)`` returns the modules that are
+    gathered one at a time, else their size decides. ``hybrid``: as ``full``, over the ranks of each
+    node, so that each node has all of it; where nodes have different numbers of ranks, or one each,
+    as ``full``."""
 
     @property
     def wants_determinism(self) -> bool | Literal["auto"]:

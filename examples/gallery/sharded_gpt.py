@@ -3,6 +3,9 @@ and moments, and a rank or node that dies costs no reported step.
 
 everstep submit --code examples/gallery --task sharded_gpt:ShardedGpt \\
     --set train.sharding=full --set train.precision=bf16 --set scaling.max_workers=2
+
+On several nodes train.sharding=hybrid lets each of them have the whole model, so that only sums of
+gradients travel between them.
 """
 
 import torch

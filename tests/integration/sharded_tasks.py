@@ -54,6 +54,18 @@ class Sharded(Regression):
                 value.mul_(0.999)
 
 
+class LeavingApart(Sharded):
+    """Its hook changes weights on the second half of the ranks only."""
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        if 2 * torch.distributed.get_rank() >= torch.distributed.get_world_size():
+            super().on_epoch_end(model, epoch, metrics)
+
+
+def leaving_apart() -> None:
+    replica.build_task = lambda spec: LeavingApart()
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -90,8 +90,10 @@ SHARDED_STEPS = 16
 """Of 1,000 samples in global batches of 64."""
 
 
-def begin_sharded(started: list[DrivenRun], cluster: RayCluster, tmp_path: Path) -> DrivenRun:
-    train = {"epochs": 12, "global_batch_size": 64, "sharding": "full", "grad_clip_norm": 1.0}
+def begin_sharded(
+    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path, sharding: str = "full"
+) -> DrivenRun:
+    train = {"epochs": 12, "global_batch_size": 64, "sharding": sharding, "grad_clip_norm": 1.0}
     code = {"task": "sharded_gpt:ShardedGpt"}
     archive = example("gallery")
     run = begin(started, cluster, tmp_path, archive, code, min_workers=2, train=train)
@@ -114,10 +116,11 @@ def require_whole(run: DrivenRun) -> None:
     CheckpointStore(run.run_dir).verify(newest.name)
 
 
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
 def test_a_task_whose_model_is_sharded_loses_no_reported_step(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+    sharding: str, started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    run = begin_sharded(started, cluster, tmp_path)
+    run = begin_sharded(started, cluster, tmp_path, sharding)
     os.kill(run.worker(1)["pid"], signal.SIGKILL)
     require_whole(run)
     assert [event.data["verdict"] for event in run.of(EventKind.FAILURE)] == ["worker_lost"]

@@ -1,4 +1,4 @@
-"""Tasks whose model is sharded (``train.sharding: full``): ranks and nodes are killed at every
+"""Tasks whose model is sharded (``train.sharding``): ranks and nodes are killed at every
 place of a step, and no reported step is lost. At the same number of ranks, all bits are those of a
 twin that nobody killed."""
 
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from everstep.spec.run_spec import RunSpec
+from everstep.wire.drills import DrillKind
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from storage.run_dir import RunDir
@@ -22,6 +23,7 @@ from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks
 from tests.integration.sharded_tasks import spec
 from tests.integration.staying_ranks import staying_ranks
 from tests.integration.test_exactness import merged_losses
+from train_fn.checkpoints.commit import MODEL_FILE
 from train_fn.checkpoints.sharded import join
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.recovery.evidence import StepFailed
@@ -41,8 +43,8 @@ def weights_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
     """Return the weights in the newest checkpoint. Those in pieces are joined."""
     newest = CheckpointStore(run_dir).list()[-1]
     directory = Path(str(run_dir.local_path)) / "checkpoints" / newest.name
-    if "model.pt" in newest.files:
-        whole: dict[str, torch.Tensor] = torch.load(directory / "model.pt", weights_only=True)
+    if MODEL_FILE in newest.files:
+        whole: dict[str, torch.Tensor] = torch.load(directory / MODEL_FILE, weights_only=True)
         return whole
     return load_file(join(directory))
 
@@ -51,6 +53,12 @@ def metrics(*outcomes: Outcome) -> dict[int, dict[str, float]]:
     """Return what evaluations found, by step."""
     found = (data for each in outcomes for data in each.of_kind(EventKind.EVALUATED))
     return {data["step"]: data["metrics"] for data in found}
+
+
+def norms(outcome: Outcome) -> dict[int, float]:
+    """Return the norm of the gradients of each step."""
+    points = (point for data in outcome.of_kind(EventKind.METRICS) for point in data["points"])
+    return {point["step"]: point["values"]["grad_norm"] for point in points}
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +110,8 @@ def test_the_twin_is_that_of_plain_ddp(tmp_path: Path, twin: tuple[Job, Outcome]
     assert metrics(twin[1])[STEPS]["val_loss"] == pytest.approx(
         metrics(whole)[STEPS]["val_loss"], rel=1e-4
     )
-    norms = [
-        {point["step"]: point["values"]["grad_norm"] for data in points for point in data["points"]}
-        for points in (each.of_kind(EventKind.METRICS) for each in (whole, twin[1]))
-    ]
-    for step, norm in norms[0].items():
-        assert norms[1][step] == pytest.approx(norm, rel=1e-4)
+    for step, norm in norms(whole).items():
+        assert norms(twin[1])[step] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -296,3 +300,173 @@ def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:
     for outcome in run_ranks(replace(job, nodes=("a", "b")), tmp_path):
         assert isinstance(outcome.error, StepFailed)
         assert "called other modules of the sharded model" in outcome.error.error.message
+
+
+# ---------------------------------------------------------------- hybrid, and the optimizer alone
+
+FOUR = ("a", "a", "b", "b")
+"""Two nodes, each of which has all pieces with ``hybrid``."""
+
+
+def other_job(tmp_path: Path, name: str, sharding: str, **changes: Any) -> Job:
+    nodes = FOUR if sharding == "hybrid" else NODES
+    job = job_of(tmp_path, name, nodes=nodes, world_size=len(nodes))
+    return replace(job, spec=spec(sharding=sharding), **changes)
+
+
+@pytest.fixture(scope="module")
+def hybrid_twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Outcome]:
+    directory = tmp_path_factory.mktemp("hybrid")
+    job = other_job(directory, "whole", "hybrid")
+    return job, train_to_end(job, directory)
+
+
+@pytest.fixture(scope="module")
+def optimizer_twin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Outcome]:
+    directory = tmp_path_factory.mktemp("optimizer")
+    job = other_job(directory, "whole", "optimizer")
+    return job, train_to_end(job, directory)
+
+
+def lose_a_node(job: Job, rank: int, tmp_path: Path) -> tuple[Job, Outcome, Outcome]:
+    """Let a rank's node die in the seventh step, and the run go on on a new one. Return what rank 0
+    said before and after."""
+    dead = tuple(at for at, node in enumerate(job.nodes) if node == job.nodes[rank])
+    broken = replace(job, killed=(rank, 6), with_it=tuple(at for at in dead if at != rank))
+    first = run_ranks(broken, tmp_path)
+    assert [at for at, each in enumerate(first) if each.exit_code == -9] == [*dead]
+    lose(job, job.nodes[rank])
+    nodes = tuple("new" if node == job.nodes[rank] else node for node in job.nodes)
+    last = train_to_end(replace(job, nodes=nodes, attempt=2), tmp_path)
+    found = restored(last)
+    assert found["source"] == "snapshot" and found["rejected"] == []
+    reported = max((step for each in first for step in each.losses), default=0)
+    assert reported <= found["step"] and 5 <= found["step"] <= 7
+    return job, first[0], last
+
+
+PLACES = ("backward", "gate", "update", "committed", "copying")
+CHAOS = [
+    pytest.param(rank, place, marks=pytest.mark.chaos) for rank in (0, 2) for place in PLACES[1:]
+]
+
+
+@pytest.mark.parametrize(("rank", "place"), [(3, "update"), *CHAOS])
+def test_hybrid_goes_on_from_the_other_replica(
+    rank: int, place: Place, tmp_path: Path, hybrid_twin: tuple[Job, Outcome]
+) -> None:
+    if place == "copying" and rank == 2:
+        pytest.skip("a replica sends nothing")
+    job = other_job(tmp_path, "broken", "hybrid", place=place)
+    require_like(hybrid_twin, *lose_a_node(job, rank, tmp_path))
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, "update"), *CHAOS])
+def test_a_sharded_optimizer_loses_no_step(
+    rank: int, place: Place, tmp_path: Path, optimizer_twin: tuple[Job, Outcome]
+) -> None:
+    job = other_job(tmp_path, "broken", "optimizer", place=place)
+    require_like(optimizer_twin, *lose_a_node(job, rank, tmp_path))
+
+
+@pytest.mark.parametrize("other", ["hybrid_twin", "optimizer_twin"])
+def test_other_shardings_train_the_same_model(
+    other: str, twin: tuple[Job, Outcome], request: pytest.FixtureRequest
+) -> None:
+    job, outcome = request.getfixturevalue(other)
+    require_like(twin, job, outcome, exactly=False)
+    for step, norm in norms(twin[1]).items():
+        assert norms(outcome)[step] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["hybrid", "optimizer"])
+def test_other_shardings_go_on_at_other_sizes(
+    sharding: str, tmp_path: Path, twin: tuple[Job, Outcome]
+) -> None:
+    """Then on one node, then on two of which one has a rank more, all without a checkpoint."""
+    job = other_job(tmp_path, "sizes", sharding)
+    first = run_ranks(replace(job, killed=(2, 4), with_it=(3,)), tmp_path)
+    lose(job, "b")
+    small = replace(job, nodes=("a", "a"), world_size=2, attempt=2, killed=(1, 8))
+    second = run_ranks(small, tmp_path)
+    last = train_to_end(replace(job, nodes=("a", "c", "c"), world_size=3, attempt=3), tmp_path)
+    assert restored(second[0])["source"] == restored(last)["source"] == "snapshot"
+    assert restored(second[0])["step"] in (3, 4) and restored(last)["step"] in (7, 8)
+    warned = last.of_kind(EventKind.TRAINING_STARTED)[0]["warnings"]
+    assert any("over all 3 ranks, as with full" in each for each in warned) == (
+        sharding == "hybrid"
+    )
+    require_like(twin, job, first[0], second[0], last, exactly=False)
+    require_pieces(job.run_dir, 3)
+
+
+@pytest.mark.parametrize("sharding", ["hybrid", pytest.param("optimizer", marks=pytest.mark.chaos)])
+def test_survivors_of_other_shardings_keep_their_processes(
+    sharding: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One of a node's ranks dies, then the other node."""
+    twin = request.getfixturevalue("hybrid_twin" if sharding == "hybrid" else "optimizer_twin")
+    job = replace(other_job(tmp_path, "staying", sharding), in_process=True)
+    size = job.world_size
+    with staying_ranks(tmp_path) as ranks:
+        first = ranks.run(replace(job, killed=(1, 4)), "ABCD"[:size])
+        assert [at is not None for at in stay_of(first)] == [at != 1 for at in range(size)]
+        dead = replace(job, attempt=2, killed=(size - 1, 8), with_it=(size - 2,))
+        second = ranks.run(dead, "AECD"[:size])
+        assert [at is not None for at in stay_of(second)] == [True] * (size - 2) + [False] * 2
+        lose(job, "b")
+        nodes = (*job.nodes[:-2], "new", "new")
+        last = ranks.run(replace(job, attempt=3, nodes=nodes), "AE"[: size - 2] + "FG")
+    assert all(each.error is None for each in last)
+    assert [restored(each[0])["source"] for each in (second, last)] == ["snapshot"] * 2
+    require_like(twin, job, first[0], second[0], last[0])
+
+
+def test_replicas_that_go_apart_are_found_before_the_next_step(
+    tmp_path: Path, hybrid_twin: tuple[Job, Outcome]
+) -> None:
+    """A bit of one replica's weights is flipped. The run goes on from the step before."""
+    job = other_job(tmp_path, "flipped", "hybrid")
+    first = run_ranks(replace(job, flipped=(DrillKind.CORRUPT_WEIGHTS, 2, 6)), tmp_path)
+    for outcome in first:
+        assert isinstance(outcome.error, StepFailed)
+        assert "in rows of the same piece after step 7" in outcome.error.error.message
+    last = train_to_end(replace(job, attempt=2), tmp_path)
+    assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 6)
+    require_like(hybrid_twin, job, first[0], last)
+
+
+@pytest.mark.chaos
+def test_whole_weights_that_go_apart_are_found_as_with_ddp(
+    tmp_path: Path, optimizer_twin: tuple[Job, Outcome]
+) -> None:
+    job = other_job(tmp_path, "flipped", "optimizer")
+    first = run_ranks(replace(job, flipped=(DrillKind.CORRUPT_WEIGHTS, 2, 6)), tmp_path)
+    for outcome in first:
+        assert isinstance(outcome.error, StepFailed)
+        assert "rank 2 differs from the others in weights" in outcome.error.error.message
+    last = train_to_end(replace(job, attempt=2), tmp_path)
+    assert restored(last)["source"] == "fresh"
+    require_like(optimizer_twin, job, last)
+
+
+def test_replicas_that_differ_are_not_mixed_if_a_death_comes_before_their_gate(
+    tmp_path: Path, hybrid_twin: tuple[Job, Outcome]
+) -> None:
+    job = other_job(tmp_path, "flipped", "hybrid")
+    flipped = DrillKind.CORRUPT_WEIGHTS, 2, 6
+    first = run_ranks(replace(job, flipped=flipped, killed=(3, 7), place="gate"), tmp_path)
+    assert first[3].exit_code == -9
+    last = train_to_end(replace(job, attempt=2), tmp_path)
+    assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 6)
+    problems = {each["problem"] for each in restored(last)["rejected"]}
+    assert problems == {"differs from another copy of its rows"}
+    require_like(hybrid_twin, job, first[0], last)
+
+
+def test_a_hook_that_lets_replicas_go_apart_is_named(tmp_path: Path) -> None:
+    job = replace(other_job(tmp_path, "hook", "hybrid"), setup=f"{TASKS}:leaving_apart")
+    for outcome in run_ranks(job, tmp_path):
+        assert isinstance(outcome.error, StepFailed)
+        message = outcome.error.error.message
+        assert "on_epoch_end" in message and "left different values on the ranks" in message

@@ -9,7 +9,6 @@ of the user that may change weights, the code is to blame.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import NoReturn
 
@@ -17,8 +16,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from everstep.wire.events import EventKind
-from storage.errors import StorageError
-from storage.run_control import Distrust
 from train_fn.checks.check import Check, Moment, checked
 from train_fn.checks.trained import TrainedParameters
 from train_fn.context import WorkerContext
@@ -27,11 +24,9 @@ from train_fn.errors import (
     BadTask,
     DataChanged,
     NumericsChanged,
-    PeerApart,
     PeersGone,
-    RanksApart,
 )
-from train_fn.snapshots.store import snapshot_store
+from train_fn.snapshots.election import odd_ranks, raise_apart
 from train_fn.state.contents import DRAW_ALIKE, Contents, Sketch, alike, few, sketch
 from train_fn.state.sound_state import Numerics
 from train_fn.state.train_state import TrainState
@@ -226,15 +221,18 @@ class Together(Check):
             source: the code that was run since the ranks were last compared.
             excused: whether this code may have changed weights by itself.
         """
-        if self._peers.alone or self._state.piece is not None:
+        of = self._state.num_weight_parts
+        if of == self._peers.world_size:
             return  # no rank has what another one has
-        sums = self._peers.gather(self._trained.sums())
-        names = sorted({name for other in sums for name in self._trained.differing(sums[0], other)})
+        sums, differing = self._peers.gather(self._trained.sums()), self._trained.differing
+        names = sorted(
+            {name for rank, own in enumerate(sums) for name in differing(sums[rank % of], own)}
+        )
         if not names:
             return
-        if self.must_agree and not excused:
+        if self.must_agree and not excused and of == 1:  # else the next gate says it
             self.raise_apart([tuple(each) for each in sums], f"weights {few(names)}")
-        _require_alike(source, names, self._peers.gather(self._trained.sketches(names)))
+        _require_alike(source, names, self._peers.gather(self._trained.sketches(names)), of)
 
     @checked(Moment.STEP, cost="digests of gradients and weights, sent with the step's report")
     def require(self, totals: StepTotals) -> None:
@@ -281,13 +279,8 @@ class Together(Check):
             odd: the ranks that are wrong, if that is known by other means.
         """
         step = self._state.step
-        trusted_step = max(self.begun_at, step - FOUND_WITHIN)
         odd = odd_ranks(of_ranks) if odd is None else odd
-        strike(self._ctx, trusted_step)
-        error = RanksApart(step, odd, what, trusted_step)
-        if odd and self._ctx.world_rank not in odd:
-            raise PeerApart(str(error), trusted_step)
-        raise error
+        raise_apart(self._ctx, step, max(self.begun_at, step - FOUND_WITHIN), odd, what)
 
 
 class SameAfterStep(Check):
@@ -355,13 +348,18 @@ def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
     *(Moment.STEP, Moment.EVALUATED, Moment.EPOCH_HOOK, Moment.LEAVING),
     cost="sketches of the tensors that differ",
 )
-def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketch]]) -> None:
-    """Raise BadTask if the named tensors differ between ranks by more than other hardware
-    explains."""
+def _require_alike(
+    source: str, names: list[str], sketches: list[dict[str, Sketch]], of: int = 1
+) -> None:
+    """Raise BadTask if the named tensors differ between ranks by more than other hardware explains:
+    between those that have the same one of ``of`` parts."""
     unlike = [
         name
         for name in names
-        if not all(name in other and alike(sketches[0][name], other[name]) for other in sketches)
+        if not all(
+            name in own and alike(sketches[rank % of][name], own[name])
+            for rank, own in enumerate(sketches)
+        )
     ]
     if unlike:
         raise BadTask(
@@ -375,25 +373,3 @@ def _require_alike(source: str, names: list[str], sketches: list[dict[str, Sketc
         "differently",
         few(names),
     )
-
-
-def odd_ranks(of_ranks: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the ranks that differ from most; none if there is no majority."""
-    usual, count = Counter(of_ranks).most_common(1)[0]
-    if 2 * count <= len(of_ranks):
-        return ()
-    return tuple(rank for rank, value in enumerate(of_ranks) if value != usual)
-
-
-def strike(ctx: WorkerContext, trusted_step: int) -> None:
-    """Let no attempt begin from a later state of this one or an older one."""
-    snapshot_store(ctx).remove_after(trusted_step)
-    try:
-        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
-    except StorageError as exc:
-        logger.error(
-            "it could not be written that states after step %d are not to be trusted: %s. Another "
-            "rank may have written it; else a checkpoint after that step may be wrong",
-            trusted_step,
-            exc,
-        )

@@ -21,7 +21,7 @@ from train_fn.errors import BadTask
 from train_fn.samples.loader import data_sets_in
 from train_fn.state.contents import Sketch, alike, few, sketch
 from train_fn.state.optim import Optimizers
-from train_fn.step.fingerprints import word_sum
+from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.plain_attributes import PlainAttributes
 from train_fn.step.precision import modes_of
 
@@ -68,7 +68,7 @@ class TrainedParameters(Check):
         """Return sketches of the named parameters, to compare between ranks."""
         wanted = set(names)
         return {
-            name: sketch(value)
+            name: sketch(local(value))
             for value in self._trained_now()
             if (name := self._names.get(id(value), "?")) in wanted
         }

@@ -255,7 +255,7 @@ def hands_over(training: Training, stop: Stop) -> bool:
         stop: why the ranks have stopped.
     """
     ctx, replica = training.ctx, training.replica
-    if stop != "pause" or not ctx.in_process or replica.shards is not None:
+    if stop != "pause" or not ctx.in_process or replica.state.piece is not None:
         return False  # the nodes of a smaller group may lack pieces
     may_leave = replica.state.complete and may_serve_again(
         training.progress.began,

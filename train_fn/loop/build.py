@@ -27,7 +27,12 @@ from train_fn.checks.returns import (
 from train_fn.checks.trained import check_no_scheduler
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
-from train_fn.loop.sharded import require_elementwise, shard_model
+from train_fn.loop.sharded import (
+    as_if_full,
+    require_elementwise,
+    shard_model,
+    shard_optimizer,
+)
 from train_fn.samples.loader import KeyedDataset, TrainingData, collate_of, to_device
 from train_fn.samples.sampler import MicroBatch, Sampler, WholeShares, seed_building
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
@@ -131,8 +136,8 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
     contents = Contents(datasets)
     seed_building(train.seed, _MODEL)
     model = checked_model(task, task.build_model())
-    is_sharded = train.sharding != "none"
-    if not is_sharded:  # else module after module goes to the device, and this rank's rows stay
+    is_gathered = train.sharding in ("full", "hybrid")
+    if not is_gathered:  # else module after module goes to the device, and this rank's rows stay
         model = model.to(ctx.device)
     in_eval = set_modes_for_training(model)
     require_fit_for(ctx.device, model)
@@ -144,14 +149,18 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         seed_building(train.seed, _LAZY)  # reading samples has seeded the generators, too
         shape_lazy_tensors(task, model.to(ctx.device), to_device(loaded.batch, ctx.device))
     built_weights = sketch_weights(model, all_of_it=False)
-    every_weight = sketch_weights(model, all_of_it=True) if is_sharded else None
-    shards = shard_model(ctx, task, model, datasets.get("val")) if is_sharded else None
+    every_weight = sketch_weights(model, all_of_it=True) if is_gathered else None
+    shards = shard_model(ctx, task, model, datasets.get("val")) if is_gathered else None
+    warnings = list(warnings_of(model, in_eval))
     all_steps = train.epochs * sampler.steps_per_epoch
     total_steps = min(all_steps, train.max_steps or all_steps)
     seed_building(train.seed, _OPTIMIZER)
     optimizer = built_optimizer(spec, task, model)
     if shards is not None:
         require_elementwise(optimizer, optimizer_source(task))
+        warnings += as_if_full(ctx, shards)
+    elif train.sharding == "optimizer":
+        shards = shard_optimizer(ctx, task, model, optimizer, optimizer_source(task))
     scheduler = built_scheduler(spec, task, optimizer, total_steps)
     state = TrainState(
         model,
@@ -177,7 +186,7 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
         sampler,
         state,
         total_steps,
-        warnings=list(warnings_of(model, in_eval)),
+        warnings=warnings,
         built=PlainAttributes(owners),
         owners=owners,
         built_weights=built_weights,

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -162,7 +163,8 @@ def _update_weights(replica: Replica) -> bool:
     scaler, state = replica.state.scaler, replica.state
     scale = scaler.get_scale() if scaler.is_enabled() else 1.0
     assert isinstance(state.optimizer, torch.optim.Optimizer)
-    scaler.step(state.optimizer)
+    with nullcontext() if state.shards is None else state.shards.updating(state.optimizer):
+        scaler.step(state.optimizer)
     scaler.update()
     return scaler.is_enabled() and state.skipped.note(scaler, scale)
 
@@ -198,7 +200,7 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     """
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
-    replica.before_hook = _reach(replica) if replica.shards is None else None
+    replica.before_hook = _reach(replica) if replica.state.piece is None else None
     with replica.checks.around(Moment.EPOCH_HOOK, where(replica.task, "on_epoch_end")):
         replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()

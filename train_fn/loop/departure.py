@@ -80,7 +80,10 @@ class _Departure:
         if training is not None and training.session.holdings is not None:
             assert self._error is not None
             training.profiler.give_up()
-            return self._vacated(pieces_left(training.session, self._error))
+            left = pieces_left(training.session, self._error)
+            if self._distrusted is not None:
+                return Remains(left.step, self._distrusted)
+            return self._vacated(left)
         step, problem = _leave_state(
             self._ctx, self._progress, distrusted=self._distrusted, may_stay=self._may_stay
         )
@@ -97,7 +100,7 @@ class _Departure:
         replica = self._progress.replica
         assert replica is not None
         at = left.snapshot_step
-        fits = self._may_stay and at is not None and self._distrusted is None
+        fits = self._may_stay and at is not None
         if fits and may_serve_again(self._progress.began, replica.parts) and end_process_group():
             assert at is not None
             survivor.vacate(replica.parts, self._ctx, at)

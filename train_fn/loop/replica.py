@@ -220,8 +220,9 @@ class Replica:
         self.task, self.state, self.total_steps = parts.task, parts.state, parts.total_steps
         self.sampler, self.train_set = parts.sampler, parts.train_set
         self.val_set = parts.datasets.get("val")
-        self.shards = self.state.shards
-        """None for a model that every rank holds whole."""
+        shards = self.state.shards
+        self.shards = shards if shards is not None and shards.gathers else None
+        """None for a model whose weights every rank holds."""
         self.exchanges_in_forward = (
             exchanges_in_forward(self.state.model) or self.shards is not None
         )

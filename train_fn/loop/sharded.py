@@ -1,10 +1,14 @@
-"""A task's model that is sharded over the ranks (``train.sharding: full``): which of its modules
-are gathered one at a time, what is refused, and how its steps are exchanged.
+"""A task's model that is sharded over the ranks (``train.sharding``): which of its modules are
+gathered one at a time, what is refused, and how its steps are exchanged.
 
 FSDP2 gathers a module's weights before its passes, and sums its gradients over ranks after the
 backward pass, so that each rank gets its own rows. What the ranks say of a step follows in one
 exchange of rows, with each rank's part of the gradients' norm. It is the gate: no collective lies
 between it and the end of the optimizer step.
+
+With ``hybrid`` the ranks of each node hold all pieces. FSDP2 sums gradients over the nodes as well,
+and gates compare the pieces of all nodes. With ``optimizer`` DDP sums the gradients, and only the
+optimizer's values are in pieces.
 """
 
 from __future__ import annotations
@@ -27,17 +31,19 @@ from train_fn.checks.order import require_same_order
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.step import StepExchange
+from train_fn.node.device import kernels
 from train_fn.state.contents import few
 from train_fn.state.optim import Optimizers
-from train_fn.state.pieces import Piece
+from train_fn.state.pieces import Piece, group_size
 from train_fn.step.fingerprints import local
+from train_fn.step.peers import Peers
 from train_fn.step.report import StepTotals, Votes
 from train_fn.step.report_sums import StepPlan
 from train_fn.tasks.protocol import Task, is_iterable, where
 
 if TYPE_CHECKING:
     from train_fn.loop.replica import Replica
-    from train_fn.state.sharded import Shards
+    from train_fn.state.sharded import OptimizerShards, Shards
 
 OWN_CHOICE = "shard_modules"
 """The optional method of a task that returns the modules to gather one at a time."""
@@ -135,25 +141,16 @@ def torn_ties(model: nn.Module, chosen: Sequence[nn.Module]) -> list[str]:
     return found
 
 
-def require_shardable(spec: RunSpec, task: Task, model: nn.Module, val_set: Any) -> None:
-    """Raise BadTask for a task whose model cannot be sharded."""
+def require_rows(spec: RunSpec, task: Task, model: nn.Module, *methods: str) -> None:
+    """Raise BadTask for a model whose weights cannot be cut into rows, and for a task with one of
+    these methods."""
     built = where(task, "build_model")
-    for method in ("training_step", "after_step"):
+    for method in ("training_step", *methods):
         if callable(getattr(task, method, None)):
             raise BadTask(
                 f"{where(task, method)} does not go with train.sharding {spec.train.sharding}: it "
                 f"would meet other ranks in the middle of a step. Leave it out, {_OR}"
             )
-    if val_set is not None and is_iterable(val_set):
-        raise BadTask(
-            f"the val set of {where(task, 'build_datasets')} is iterable, so ranks could not "
-            f"evaluate a sharded model in step. Give it __len__ and __getitem__, {_OR}"
-        )
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise BadTask(
-            f"{built} returned a {type(model).__name__}, which is never called itself. Return a "
-            f"module with forward, {_OR}"
-        )
     for name, value in model.named_parameters():
         if hasattr(value, "device_mesh"):
             raise BadTask(
@@ -167,6 +164,22 @@ def require_shardable(spec: RunSpec, task: Task, model: nn.Module, val_set: Any)
             )
     if any(getattr(module, "sparse", False) for module in model.modules()):
         raise BadTask(f"{built} returned sparse embeddings: make them with sparse=False, {_OR}")
+
+
+def require_shardable(spec: RunSpec, task: Task, model: nn.Module, val_set: Any) -> None:
+    """Raise BadTask for a task whose model cannot be sharded."""
+    require_rows(spec, task, model, "after_step")
+    built = where(task, "build_model")
+    if val_set is not None and is_iterable(val_set):
+        raise BadTask(
+            f"the val set of {where(task, 'build_datasets')} is iterable, so ranks could not "
+            f"evaluate a sharded model in step. Give it __len__ and __getitem__, {_OR}"
+        )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise BadTask(
+            f"{built} returned a {type(model).__name__}, which is never called itself. Return a "
+            f"module with forward, {_OR}"
+        )
     if hooked := hooked_parameters(model):
         raise BadTask(
             f"{built} put gradient hooks on {few(hooked)}, which a sharded weight loses. Use "
@@ -188,7 +201,10 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
             f"{few(torn)} of {where(task, 'build_model')} is tied to a weight of another module "
             f"that is gathered by itself. Let {OWN_CHOICE} return neither of the two, {_OR}"
         )
-    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
+    of = _num_pieces(ctx)
+    shape = (ctx.world_size,) if of == ctx.world_size else (ctx.world_size // of, of)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     if ctx.spec.train.precision == "bf16":
         for module in model.modules():
@@ -198,7 +214,28 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
     for module in [*chosen, model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    return Shards(model, Piece(ctx.world_rank, ctx.world_size))
+    return Shards(model, Piece(ctx.world_rank % of, of))
+
+
+def _num_pieces(ctx: WorkerContext) -> int:
+    """Return over how many ranks the model is cut. A collective."""
+    if ctx.spec.train.sharding == "full":
+        return ctx.world_size
+    peers = Peers(ctx.world_rank, ctx.world_size, ctx.device)
+    nodes, kinds = zip(*peers.gather((ctx.node_id, kernels(ctx.device))), strict=True)
+    # Other kernels round differently, so replicas would go apart.
+    return group_size(nodes) if len({*kinds}) == 1 else ctx.world_size
+
+
+def as_if_full(ctx: WorkerContext, shards: Shards) -> list[str]:
+    """Return a warning if ``hybrid`` cuts the model over several nodes."""
+    if ctx.spec.train.sharding != "hybrid" or shards.piece.of < ctx.world_size or ctx.num_nodes < 2:
+        return []
+    return [
+        "train.sharding is hybrid, which needs equally many ranks on each node, two at least, and "
+        f"equal processors and libraries: the model is cut over all {ctx.world_size} ranks, as "
+        "with full"
+    ]
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer | Optimizers, source: str) -> None:
@@ -211,6 +248,42 @@ def require_elementwise(optimizer: torch.optim.Optimizer | Optimizers, source: s
             f"{source} is of the class {kind}, whose state cannot be cut as the weights are. Use "
             f"AdamW, Adam or SGD, {_OR}"
         )
+
+
+_BY_ELEMENTS = ("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+"""Optimizers of torch that update each element by itself, and begin without a state."""
+
+
+def shard_optimizer(
+    ctx: WorkerContext,
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Optimizers,
+    source: str,
+) -> OptimizerShards:
+    """Shard an optimizer over all ranks. Raises BadTask for one that must see more of a weight than
+    some rows: it would compute something else without an error."""
+    from train_fn.state.sharded import OptimizerShards
+
+    require_rows(ctx.spec, task, model)
+    kind = type(optimizer)
+    if kind not in [getattr(torch.optim, name) for name in _BY_ELEMENTS]:
+        raise BadTask(
+            f"{source} is of the class {kind.__name__}, and train.sharding optimizer lets it see "
+            f"some rows of each weight only. Use one of torch's {', '.join(_BY_ELEMENTS)}, {_OR}"
+        )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise BadTask(
+            f"{source} has hooks of its step, and train.sharding optimizer lets them see some rows "
+            f"of each weight only. Remove them, {_OR}"
+        )
+    if any(optimizer.state.values()):
+        raise BadTask(
+            f"{source} has a state already, of whole weights. Build it anew in build_optimizer, "
+            f"{_OR}"
+        )
+    return OptimizerShards(model, Peers(ctx.world_rank, ctx.world_size, ctx.device))
 
 
 def read_past_a_call(error: RuntimeError, task: Task) -> BadTask | None:
@@ -261,6 +334,7 @@ class ShardedStep(StepExchange):
         """Return the totals over all ranks. Raise BadTask if they called other modules."""
         replica = self._replica
         own, peers = replica.fingerprints, replica.peers
+        assert replica.shards is not None
         own.finish()
         digests = own.gradient or 0, own.weights or 0
         norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
@@ -274,10 +348,11 @@ class ShardedStep(StepExchange):
         norms, orders, *found = zip(
             *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
         )
+        of = replica.shards.piece.of  # the other ranks are replicas, which gates compare
         step = replica.state.step + 1
         require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
-        own.combine(list(zip(*found, strict=True)))
-        self._norm = math.sqrt(math.fsum(each * each for each in norms))
+        own.combine(list(zip(*found, strict=True))[:of])
+        self._norm = math.sqrt(math.fsum(each * each for each in norms[:of]))
         return replica.sums.totals_of(sums.tobytes())
 
     def clip(self, max_norm: float, factor: float) -> float:

@@ -339,9 +339,9 @@ def read_pieces(
         return None, bad
     own_node = nodes[peers.rank]
     moved = {move.number: label for move, label in wanted.items() if nodes[move.target] == own_node}
-    found = {}
+    labels, found = {**moved, **there[peers.rank]}, {}
     for number in needs[peers.rank]:
-        label = {**moved, **there[peers.rank]}[number]
+        label = labels[number]
         state, problem = _read(ctx, kept, label)
         if state is not None and state.get("shards") is None:
             problem = "it is of a model that is not sharded"
@@ -351,11 +351,31 @@ def read_pieces(
             found[number] = state
     if bad := _of_all(peers, bad):
         return None, bad
+    has_replicas = any(offer.label.rank >= of for offer in offers)
+    if has_replicas and (bad := _apart(peers, own_node, labels, found)):
+        return None, bad
     own = next(iter(found.values()))
     # What is small, and may differ between ranks, is that of one of them.
     rest = {name: value for name, value in own.items() if name not in _IN_ALL}
     rest = peers.share(rest if peers.rank == 0 else None, 0)
     return part_of(kept, {**own, **rest}, found, of), {}
+
+
+def _apart(
+    peers: Peers, node: str, labels: Mapping[int, Label], found: Mapping[int, Mapping[str, Any]]
+) -> Bad:
+    """Return the files of pieces of which ranks have read other rows than their peers: replicas
+    that no gate has compared yet. A collective."""
+    own = {
+        number: (labels[number], tree_digest(piece["shards"])) for number, piece in found.items()
+    }
+    read = peers.gather((node, own))
+    rows = [(number, at, *each) for at, of_rank in read for number, each in of_rank.items()]
+    return {
+        (at, label): "differs from another copy of its rows"
+        for number, at, label, digest in rows
+        if any(number == other and digest != theirs for other, _, _, theirs in rows)
+    }
 
 
 def _of_all(peers: Peers, bad: Bad) -> Bad:

@@ -8,13 +8,14 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from everstep.spec.run_spec import RunSpec
 from everstep.wire import ReasonCode
@@ -24,7 +25,7 @@ from storage.checkpoints.reader import RestorePoint, voided_by
 from storage.checkpoints.retention import attempt_starts
 from storage.checkpoints.store import CheckpointStore
 from storage.checkpoints.writer import write_beside
-from storage.errors import CheckpointExists
+from storage.errors import CheckpointExists, StorageError
 from storage.filesystem import open_storage
 from storage.logs.journal import read_journal
 from storage.run_control import Distrust, struck_by
@@ -32,8 +33,9 @@ from storage.run_dir import CheckpointName, RunDir
 from train_fn.checkpoints.commit import manifest_facts, piece_contents, write_files
 from train_fn.checkpoints.torch_file import save
 from train_fn.context import WorkerContext
+from train_fn.errors import PeerApart, RanksApart
 from train_fn.node import node_dir
-from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in
+from train_fn.snapshots.store import Label, Origin, SnapshotStore, labels_in, snapshot_store
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,54 @@ def snapshot_name(label: Label) -> str:
     """Return the name of a snapshot in events."""
     piece = f"{label.piece} of the " if label.pieces > 1 else ""
     return f"{piece}snapshot of step {label.step} by rank {label.rank} of attempt {label.attempt}"
+
+
+# ---------------------------------------------------------------- apart
+
+# Ranks that should hold the same hold something else: what they may have left is not used again.
+
+
+def odd_ranks(of_ranks: Sequence[Hashable], of: int = 1) -> tuple[int, ...]:
+    """Return the ranks that differ from most; none if there is no majority.
+
+    Args:
+        of: how many pieces of a state the ranks hold. Rank r has piece r % of, and is compared with
+            those that have it, too.
+    """
+    found = []
+    for number in range(of):
+        alike = of_ranks[number::of]
+        usual, count = Counter(alike).most_common(1)[0]
+        if 2 * count > len(alike):
+            found += [number + of * at for at, value in enumerate(alike) if value != usual]
+    return tuple(sorted(found))
+
+
+def raise_apart(
+    ctx: WorkerContext, step: int, trusted_step: int, odd: Sequence[int], what: str
+) -> NoReturn:
+    """Let no attempt begin from a state after ``trusted_step``, of this attempt or an older one.
+    Then raise RanksApart on the ranks ``odd``, and PeerApart on the others; RanksApart on all if
+    there are none.
+
+    Args:
+        step: steps done.
+        what: what differs, in words.
+    """
+    snapshot_store(ctx).remove_after(trusted_step)
+    try:
+        ctx.run_dir.distrust(Distrust(ctx.submission, ctx.attempt, trusted_step))
+    except StorageError as exc:
+        logger.error(
+            "it could not be written that states after step %d are not to be trusted: %s. Another "
+            "rank may have written it; else a checkpoint after that step may be wrong",
+            trusted_step,
+            exc,
+        )
+    error = RanksApart(step, odd, what, trusted_step)
+    if odd and ctx.world_rank not in odd:
+        raise PeerApart(str(error), trusted_step)
+    raise error
 
 
 # ---------------------------------------------------------------- last save

@@ -31,6 +31,7 @@ from train_fn.checkpoints.sharded import PieceSaves, short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.node.network import listen_at, own_address
+from train_fn.snapshots.election import odd_ranks, raise_apart
 from train_fn.snapshots.publisher import shortage, snapshots_of
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
 from train_fn.state.pieces import Move, heirs
@@ -161,7 +162,8 @@ class Holdings:
             order: what the other ranks are to hear.
 
         Return each rank's. Raises PeersGone if a peer has left, StepNotWhole if the ranks are at
-        different steps, BadTask if what they have in common differs.
+        different steps, BadTask if what they have in common differs, RanksApart or PeerApart if
+        those that hold the same piece differ.
         """
         newest = self._newest
         assert newest is not None
@@ -177,10 +179,6 @@ class Holdings:
                     newest.step,
                     f"rank {rank} has kept step {row['step']} of attempt {row['attempt']}",
                 )
-            if row["shards"] != rows[rank % self._of]["shards"]:
-                raise StepNotWhole(
-                    newest.step, f"rank {rank} has other shards than rank {rank % self._of}"
-                )
             if row["common"] != (first := rows[0]["common"]):
                 names = [name for name in first if row["common"].get(name) != first[name]]
                 raise BadTask(
@@ -188,6 +186,11 @@ class Holdings:
                     f"{newest.step}. One state of them is kept for all ranks: let them follow from "
                     "all ranks, as SyncBatchNorm does, or leave them out"
                 )
+        digests = [row["shards"] for row in rows]
+        if digests != [digests[rank % self._of] for rank in range(len(rows))]:
+            self._newest = None
+            odd = odd_ranks(digests, self._of)
+            raise_apart(self._ctx, newest.step, self.committed or 0, odd, "rows of the same piece")
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
             self._store.remove_older(newest, keep=0)

@@ -89,6 +89,17 @@ def cut_anew(
     return found
 
 
+def group_size(nodes: Sequence[str]) -> int:
+    """Return over how many ranks a model is cut so that each node has all of it: those of a node.
+
+    Return the number of all ranks unless there are several nodes, each with the same number of
+    ranks, two or more, in a row.
+    """
+    size = nodes.count(nodes[0])
+    in_rows = [node for node in dict.fromkeys(nodes) for _ in range(size)]
+    return size if size > 1 and in_rows == list(nodes) else len(nodes)
+
+
 WEIGHT, MOMENT = "model/", "optimizer/"
 """Begin the names of a state's shards that are rows of weights, and of an optimizer's values."""
 

@@ -1,10 +1,12 @@
-"""The state of a model whose parameters are sharded over ranks (DTensor): one dict of what all
-ranks have in common, and in it ``shards``, this rank's rows of every sharded tensor, by name.
+"""The state of a model whose parameters, or their moments, are sharded over ranks: one dict of what
+all ranks have in common, and in it ``shards``, this rank's rows of every sharded tensor, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from train_fn.errors import BadTask
-from train_fn.state.optim import Optimizers, unpacked
-from train_fn.state.pieces import MOMENT, WEIGHT, Piece
+from train_fn.state.optim import Optimizers, match_layout, unpacked
+from train_fn.state.pieces import MOMENT, WEIGHT, Piece, rows_of
 from train_fn.state.tensor_tree import copy_to_cpu
 from train_fn.step.fingerprints import local
+from train_fn.step.peers import Peers
 
 EXTRA = "extra/"
 """Begins the names of shards that are rows of an extra's values."""
@@ -141,13 +144,26 @@ def _unlike(key: str, problem: str) -> str:
     )
 
 
-@torch.no_grad()
 def load_weights(
     model: nn.Module, prefix: str, plain: Mapping[str, Any], shards: Mapping[str, torch.Tensor]
 ) -> None:
     """Load what ``apart`` took of a model. Raises BadTask for one of another shape."""
+    values = model.state_dict().items()
+    mine = {name: local(value) for name, value in values if isinstance(value, DTensor)}
+    load_rows(model, prefix, mine, plain, shards)
+
+
+@torch.no_grad()
+def load_rows(
+    model: nn.Module,
+    prefix: str,
+    mine: Mapping[str, torch.Tensor],
+    plain: Mapping[str, Any],
+    shards: Mapping[str, torch.Tensor],
+) -> None:
+    """Load this rank's rows (``mine``, by name), and what is in no shard. Raises BadTask for a
+    model of another shape."""
     own = model.state_dict()
-    mine = {name: value for name, value in own.items() if isinstance(value, DTensor)}
     saved = {
         name.removeprefix(f"{WEIGHT}{prefix}"): value
         for name, value in shards.items()
@@ -155,7 +171,7 @@ def load_weights(
     }
     differing = sorted((saved.keys() ^ mine.keys()) | (plain.keys() ^ (own.keys() - mine.keys())))
     differing += [
-        name for name in mine.keys() & saved.keys() if local(mine[name]).shape != saved[name].shape
+        name for name in mine.keys() & saved.keys() if mine[name].shape != saved[name].shape
     ]
     if differing:
         raise BadTask(
@@ -164,7 +180,7 @@ def load_weights(
         )
     model.load_state_dict(dict(plain), strict=False)
     for name, value in mine.items():
-        local(value).copy_(saved[name])
+        value.copy_(saved[name])
 
 
 def whole_optimizer(
@@ -183,7 +199,8 @@ def whole_optimizer(
             continue
         number, _, key = name.removeprefix(f"{MOMENT}{at}/").partition("/")
         weight = weights[int(number)]
-        state.setdefault(int(number), {})[key] = as_in(weight, value)
+        sharded = isinstance(weight, DTensor)
+        state.setdefault(int(number), {})[key] = as_in(weight, value) if sharded else value.clone()
     return {**plain, "state": state}
 
 
@@ -236,12 +253,17 @@ def forget_meshes() -> None:
 class Shards:
     """What a rank has of the one model of a task, and of its one optimizer."""
 
+    gathers = True
+    """Whether weights are cut as well, and gathered for each pass."""
+
     def __init__(self, model: nn.Module, piece: Piece) -> None:
         self._model, self.piece = model, piece
         self.rows = rows_in({"": model}, {})
         self.trained = [each for each in model.parameters() if each.requires_grad]
 
-    def apart(self, state: dict[str, Any]) -> dict[str, Any]:
+    def apart(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer | Optimizers
+    ) -> dict[str, Any]:
         """Return a ``TrainState.state_dict`` as the function ``apart`` does."""
         in_parts = {"optimizer": {"": state["optimizer"]}, "task": {"parts": {}}}
         found = apart({**state, **in_parts}, self.piece)
@@ -256,10 +278,143 @@ class Shards:
                 "start a new run"
             )
         assert isinstance(optimizer, torch.optim.Optimizer)
-        load_weights(self._model, "", state["model"], shards)
+        self._load_weights(state["model"], shards)
         saved = unpacked(copy_to_cpu(state["optimizer"]))
-        optimizer.load_state_dict(whole_optimizer("", optimizer, saved, shards))
+        self._load_optimizer(optimizer, whole_optimizer("", optimizer, saved, shards))
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
+
+    def _load_weights(self, plain: Mapping[str, Any], shards: Mapping[str, torch.Tensor]) -> None:
+        load_weights(self._model, "", plain, shards)
+
+    def updating(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return the context of the optimizer's step."""
+        return nullcontext()
 
     def reshard(self) -> None:
         """Give up what an evaluation has gathered of other ranks' rows."""
         put_back([self._model])
+
+
+# ---------------------------------------------------------------- optimizer alone
+
+# With ``train.sharding: optimizer`` every rank has all weights, and their summed gradients. It
+# updates its own rows, so it has the moments of these alone, and then gathers the rows of the
+# others. Its piece is the same as if the weights were sharded, too.
+
+_BLOCK_BYTES = 64 << 20
+"""About as many bytes of weights are gathered at once."""
+
+
+class OptimizerShards(Shards):
+    """What a rank has of a model that every rank holds whole, and of its sharded optimizer."""
+
+    gathers = False
+
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
+        super().__init__(model, Piece(peers.rank, peers.world_size))
+        self._peers = peers
+        saved = model.state_dict().keys()
+        self._weights = {
+            name: value
+            for name, value in model.named_parameters(remove_duplicate=False)
+            if name in saved
+        }
+        self.rows = {f"{WEIGHT}{name}": len(value) for name, value in self._weights.items()}
+
+    def apart(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer | Optimizers
+    ) -> dict[str, Any]:
+        model = {name: each for name, each in state["model"].items() if name not in self._weights}
+        rows = dict(self.rows)
+        shards = {f"{WEIGHT}{name}": self._own(value) for name, value in self._weights.items()}
+        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        kept: dict[Any, dict[str, Any]] = {}
+        for number, values in state["optimizer"]["state"].items():
+            weight, kept[number] = weights[number], {}
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.shape == self._own(weight).shape:
+                    name = f"{MOMENT}/{number}/{key}"
+                    shards[name], rows[name] = value, len(weight)
+                elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                    raise BadTask(_unlike(key, f"has the shape {tuple(value.shape)}"))
+                else:
+                    kept[number][key] = value
+        own = {"piece": tuple(self.piece), "rows": rows, "shards": shards}
+        return {**state, "model": model, "optimizer": {**state["optimizer"], "state": kept}, **own}
+
+    def load(self, optimizer: torch.optim.Optimizer | Optimizers, state: dict[str, Any]) -> None:
+        """Load the weights and the optimizer's values. A collective."""
+        super().load(optimizer, state)
+        self._gather(self._model.parameters())
+
+    def _load_weights(self, plain: Mapping[str, Any], shards: Mapping[str, torch.Tensor]) -> None:
+        mine = {name: self._own(value) for name, value in self._weights.items()}
+        load_rows(self._model, "", mine, plain, shards)
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        with self._rows_alone(optimizer):
+            super()._load_optimizer(optimizer, state)
+            match_layout(optimizer)
+
+    @contextmanager
+    def updating(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let a step of the optimizer update this rank's rows. Then gather those of the others. A
+        collective."""
+        with self._rows_alone(optimizer):
+            yield
+        self._gather(self.trained)
+
+    @contextmanager
+    def _rows_alone(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let the optimizer's parameters be this rank's rows of them, inside."""
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        whole = [(each, each.data, each.grad) for each in held]
+        for each, data, gradient in whole:
+            each.grad = None
+            each.data = self._own(data)
+            each.grad = None if gradient is None else self._own(gradient)
+        try:
+            yield
+        finally:
+            for each, data, gradient in whole:
+                each.grad = None
+                each.data = data
+                each.grad = gradient
+
+    def _own(self, value: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return the rows of a tensor that a rank has, of this one by default."""
+        piece = self.piece if rank is None else Piece(rank, self.piece.of)
+        first, end = rows_of(len(value), piece)
+        return value.detach()[first:end]
+
+    @torch.no_grad()
+    def _gather(self, weights: Iterable[torch.Tensor]) -> None:
+        """Overwrite all rows of these weights with those of the ranks that have them."""
+        if self._peers.alone:
+            return
+        for block in _blocks(each.detach() for each in weights):
+            size = sum(self._own(each, 0).numel() for each in block)  # no rank has more
+            flat = torch.cat([self._own(each).reshape(-1) for each in block])
+            own = flat.new_zeros(size)
+            own[: len(flat)] = flat
+            rows = own.new_empty(self.piece.of * size)
+            self._peers.start_all_gather(rows, own).wait()
+            for rank, at in enumerate(range(0, len(rows), size)):
+                for part in (self._own(each, rank) for each in block):
+                    part.copy_(rows[at : at + part.numel()].view(part.shape))
+                    at += part.numel()
+
+
+def _blocks(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield weights that are gathered together: of one dtype in a row, and not too many."""
+    for _, alike in groupby(weights, lambda each: each.dtype):
+        block: list[torch.Tensor] = []
+        for each in alike:
+            block.append(each)
+            if sum(value.nbytes for value in block) >= _BLOCK_BYTES:
+                yield block
+                block = []
+        if block:
+            yield block

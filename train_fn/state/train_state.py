@@ -104,6 +104,11 @@ class TrainState(RunState):
         """Buffers, by name, that forward passes change but the model's state_dict leaves out."""
 
     @property
+    def num_weight_parts(self) -> int:
+        """Return over how many ranks the weights are spread. Rank r has part r modulo that."""
+        return self.shards.piece.of if self.shards is not None and self.shards.gathers else 1
+
+    @property
     def epoch(self) -> int:
         return self.step // self.steps_per_epoch
 
@@ -155,7 +160,7 @@ class TrainState(RunState):
             "bookmarks": self.bookmarks.state_dict() if self.bookmarks else None,
             "numerics": self.numerics,
         }
-        return state if self.shards is None else self.shards.apart(state)
+        return state if self.shards is None else self.shards.apart(state, self.optimizer)
 
     def memory(self) -> dict[str, Any]:
         """Return the weights of a state that is not whole yet, and has nothing to lose."""

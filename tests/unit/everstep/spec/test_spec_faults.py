@@ -88,10 +88,11 @@ def test_all_faults_are_found_at_once() -> None:
         ),
         *(
             (
-                spec(train={"sharding": "full", **train}),
+                spec(train={"sharding": sharding, **train}),
                 "train.sharding",
-                f"is full, and {words}",
+                f"is {sharding}, and {words}",
             )
+            for sharding in ("optimizer", "full", "hybrid")
             for train, words in (
                 ({"exactness": "elastic"}, "exactness is elastic, which no sharded model has yet"),
                 ({"audit_fraction": 0.5}, "audit_fraction is 0.5, which no sharded model has yet"),

@@ -37,7 +37,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Peers:
     """Three ranks, one of which has other weights."""
 
-    alone = False
+    alone, world_size = False, 3
 
     def __init__(self, ranks: list[TrainedParameters]) -> None:
         self._ranks = ranks
@@ -59,7 +59,7 @@ def compare(ctx: WorkerContext, moment: Moment, *, must_agree: bool = True) -> N
     ranks = [TrainedParameters(each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
     peers, state, fingerprints = (
         Peers(ranks),
-        SimpleNamespace(step=STEP, piece=None),
+        SimpleNamespace(step=STEP, num_weight_parts=1),
         SimpleNamespace(),
     )
     together: Any = Together

@@ -3,6 +3,7 @@ name, and that ranks which call other modules are told apart."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from storage.filesystem import open_storage
 from storage.run_dir import RunDir
 from tests.integration.sharded_tasks import Sharded, spec
 from tests.support.one_rank import one_rank
+from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.sharded import (
     modules_by_size,
@@ -27,6 +29,7 @@ from train_fn.loop.sharded import (
     require_elementwise,
     require_shardable,
     shard_model,
+    shard_optimizer,
     torn_ties,
 )
 from train_fn.state.optim import Optimizers
@@ -150,17 +153,85 @@ def test_modules_and_optimizers_are_refused_by_name() -> None:
             require_elementwise(optimizer, "it")
 
 
+class Norms(torch.optim.SGD):
+    """As optimizers that scale each weight by its norm, which some rows do not tell."""
+
+
+def with_hooks(weights: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(weights)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (Norms, "is of the class Norms, and .* lets it see some rows of each weight only"),
+        (torch.optim.Adagrad, "is of the class Adagrad, and .* Use one of torch's Adadelta, Adam,"),
+        (with_hooks, "has hooks of its step, and .* lets them see some rows"),
+    ],
+)
+def test_an_optimizer_that_must_see_more_than_rows_is_refused(
+    optimizer: Callable[[Any], torch.optim.Optimizer], message: str, tmp_path: Path
+) -> None:
+    ctx, model = one_rank(spec(), RunDir(open_storage(str(tmp_path)), "run_test")), Gpt()
+    with pytest.raises(BadTask, match=f"it {message}.*or set train.sharding to none"):
+        shard_optimizer(ctx, Sharded(), model, optimizer(model.parameters()), "it")
+    used = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
+    used.step()
+    with pytest.raises(BadTask, match="it has a state already, of whole weights"):
+        shard_optimizer(ctx, Sharded(), model, used, "it")
+
+
 # ---------------------------------------------------------------- rank 0 of two
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Iterator[Shards]:
+def two_ranks(tmp_path: Path) -> Iterator[WorkerContext]:
     """This process is rank 0 of two, and nothing that it sends arrives."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ctx = one_rank(spec(), RunDir(open_storage(str(tmp_path)), "run_test"))
-    task = Sharded()
-    yield shard_model(replace(ctx, world_size=2), task, task.build_model(), None)
+    yield replace(ctx, world_size=2)
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def shards(two_ranks: WorkerContext) -> Shards:
+    task = Sharded()
+    return shard_model(two_ranks, task, task.build_model(), None)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_sharded_optimizer_updates_its_rows_alone(two_ranks: WorkerContext, fused: bool) -> None:
+    """Weights in the order of channels_last as well, and moments that were saved and loaded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Linear(2, 1)).to(memory_format=torch.channels_last)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), fused=fused) for each in (plain, model)]
+    shards = shard_optimizer(two_ranks, Sharded(), model, optimizers[1], "it")
+    for _ in range(3):
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        optimizers[0].step()
+        with shards._rows_alone(optimizers[1]):
+            optimizers[1].step()
+        state = {"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}
+        found = shards.apart(state, optimizers[1])
+        saved = copy.deepcopy(found)
+        for value in found["shards"].values():
+            value.zero_()
+        shards._gather = lambda weights: None  # type: ignore[method-assign]
+        shards.load(optimizers[1], saved)
+    assert found["model"] == {} and found["rows"]["model/0.weight"] == 5
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        rows = -(-len(one) // 2)
+        torch.testing.assert_close(other[:rows], one[:rows])
+        assert len(one) == 1 or not torch.allclose(other, one)
+        moment = optimizers[1].state[other]["exp_avg"]
+        torch.testing.assert_close(moment, optimizers[0].state[one]["exp_avg"][:rows])
+        assert moment.stride() == other[:rows].stride()
 
 
 def test_a_model_is_sharded_with_its_tied_and_frozen_weights(shards: Shards) -> None:

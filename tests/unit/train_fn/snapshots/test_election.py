@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoints.reader import RestorePoint
 from storage.checkpoints.reader import in_lineage as checkpoints_in_lineage
 from storage.run_dir import CheckpointName
-from train_fn.snapshots.election import Offer, elect, in_lineage
+from train_fn.snapshots.election import Offer, elect, in_lineage, odd_ranks
 from train_fn.snapshots.store import Label, Origin
 
 SUBMISSION = 3
@@ -89,6 +90,25 @@ def test_two_files_of_one_rank_s_piece_that_differ_are_not_trusted() -> None:
     assert elected.offer == offer(0, 9) and len(elected.rejected) == 2
     # Another replica has the same piece, and nothing is wrong with that one.
     assert elect([*copies, piece(2, "c", 2)], SUBMISSION).offer == piece(1, "b", 2)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "of", "expected"),
+    [
+        ("aab", 1, (2,)),
+        ("ab", 1, ()),
+        ("aaa", 1, ()),
+        ("xyxyxz", 2, (5,)),
+        ("xyzyxy", 2, (2,)),
+        ("xyzyzw", 2, (0, 5)),
+        ("xyzy", 2, ()),  # nothing shows which of two replicas is wrong
+        ("abc", 3, ()),
+    ],
+)
+def test_the_ranks_that_differ_from_most_are_named(
+    of_ranks: str, of: int, expected: tuple[int, ...]
+) -> None:
+    assert odd_ranks(of_ranks, of) == expected
 
 
 # ---------------------------------------------------------------- over several attempts

@@ -26,7 +26,7 @@ from train_fn.checkpoints.save_slot import BoundaryCopies
 from train_fn.checkpoints.saver import Saver
 from train_fn.checkpoints.sharded import short
 from train_fn.context import WorkerContext
-from train_fn.errors import BadTask, PeersGone, StepNotWhole
+from train_fn.errors import BadTask, PeersGone, RanksApart, StepNotWhole
 from train_fn.snapshots import holdings as holdings_module
 from train_fn.snapshots.holdings import Holdings
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
@@ -223,10 +223,12 @@ def test_replicas_send_nothing_and_are_compared(pair: list[Rank]) -> None:
 
     def apart(rank: Rank) -> None:
         rank.state.weight += rank.rank
-        with pytest.raises(StepNotWhole, match="rank 1 has other shards than rank 0"):
+        with pytest.raises(RanksApart, match="rows of the same piece after step 2; the next step"):
             step_and_gate(rank)
 
     both(apart, pair)
+    assert [rank.labels() for rank in pair] == [{(1, 0)}, {(1, 1)}]
+    assert {each.step for each in pair[0].ctx.run_dir.distrusted()} == {1}
 
 
 def test_a_node_without_room_says_so_and_what_is_whole_stays(

@@ -17,6 +17,7 @@ from train_fn.state.pieces import (
     Move,
     Piece,
     cut_anew,
+    group_size,
     heirs,
     in_one_piece,
     joined,
@@ -95,6 +96,27 @@ def test_a_whole_state_is_cut_into_pieces_and_joined_again(of: int) -> None:
     order = {name: again["model"][name] for name in state["model"]}  # type: ignore[attr-defined]
     assert tree_digest({name: {**again, "model": order}[name] for name in state}) == before
     assert tree_digest(state) == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("aabb", 2),
+        ("aaabbbccc", 3),
+        ("aaaa", 4),
+        ("a", 1),
+        ("ab", 2),  # a node with one rank has nothing to cut
+        ("aab", 3),
+        ("abb", 3),
+        ("aabbbb", 6),
+        ("abab", 4),
+        ("aabbaa", 6),
+    ],
+)
+def test_each_node_has_all_of_a_model_if_all_have_equally_many_ranks(
+    nodes: str, expected: int
+) -> None:
+    assert group_size([*nodes]) == expected
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
