@@ -184,7 +184,7 @@ def run_cycle(options: Options, training: Training, *, saving: bool) -> Cycle:
     saved_step, steps_s, in_flight = training.state.step, [], 0
     for _ in range(options.steps):
         steps_s.append(timed(training.step))
-        in_flight += saving and training.session.saver.newest_committed(0) < saved_step
+        in_flight += saving and training.saver.newest_committed(0) < saved_step
     if saving and in_flight > options.steps // 2:
         raise RuntimeError(
             f"the save was in flight for {in_flight} of {options.steps} steps: nothing to compare "
@@ -331,7 +331,7 @@ def disk_figures(options: Options) -> dict[str, Any]:
 def restore_figures(options: Options) -> dict[str, Any]:
     training = Training(options, Path(options.directory) / "restore", options.size_mb)
     training.step()
-    training.session.saver.save_now()
+    training.saver.save_now()
     run_dir = training.context.run_dir
     store = CheckpointStore(run_dir)
     [manifest] = store.list()

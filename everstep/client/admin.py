@@ -54,7 +54,7 @@ class Tokens(Part):
             body["all_projects"] = True
         if expires_at is not None:
             body["expires_at"] = format_time(expires_at)
-        params = {"create_project": "true"} if create_project else None
+        params = {"create_project": create_project or None}
         return self._transport.post("/v1/tokens", NewToken, body, params=params)
 
     def list(self) -> Iterator[Token]:

@@ -208,7 +208,7 @@ class Runs(Part):
         """
         body = spec_body(spec)
         key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-        params = {"create_project": "true"} if create_project else None
+        params = {"create_project": create_project or None}
         headers = {"Idempotency-Key": key}
         return self._handle(
             self._transport.post(
@@ -223,7 +223,7 @@ class Runs(Part):
 
         Raises InvalidSpec with every fault of the spec, AuthError, Unavailable.
         """
-        params = {"create_project": "true"} if create_project else None
+        params = {"create_project": create_project or None}
         return self._transport.post(
             "/v1/validate", RunSpec, spec_body(spec), params=params, repeatable=True
         )

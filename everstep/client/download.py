@@ -365,7 +365,7 @@ class Code(Part):
     ) -> CodeArchive:
         """Upload the bytes of an archive, as ``upload``. Safe to retry."""
         files = {"file": ("code", data, "application/octet-stream")}
-        params = {"project": project, "create_project": "true" if create_project else None}
+        params = {"project": project, "create_project": create_project or None}
         response = self._transport.send(
             "POST", "/v1/code", params=params, files=files, repeatable=True
         )

@@ -220,7 +220,7 @@ class Sweeps(Part):
             "/v1/sweeps",
             Sweep,
             body,
-            params={"create_project": "true"} if create_project else None,
+            params={"create_project": create_project or None},
             headers={"Idempotency-Key": key},
             repeatable=True,
         )
@@ -240,7 +240,7 @@ class Sweeps(Part):
         The arguments are those of ``create``. Raises InvalidSpec with the faults of every run,
         AuthError, Unavailable.
         """
-        params = {"create_project": "true"} if create_project else None
+        params = {"create_project": create_project or None}
         return self._transport.post(
             "/v1/sweeps/validate", SweepSpec, _body(spec, **sweep), params=params, repeatable=True
         )

@@ -45,12 +45,14 @@ class Fingerprints:
         self._parameters = [each for each in parameters if each.layout is torch.strided]
         sizes = [local(each).nbytes for each in self._parameters]
         self._parts = parts_of(sizes)
-        small: dict[torch.dtype, list[nn.Parameter]] = {}
-        self._large: list[nn.Parameter] = []
+        self._whole: list[nn.Parameter] = []
+        """Of whole words, which may be added up in any order."""
+        self._other: list[nn.Parameter] = []
         for each, size in zip(self._parameters, sizes, strict=True):
-            of_its_kind = small.setdefault(each.dtype, []) if size < _SMALL_BYTES else self._large
-            of_its_kind.append(each)
-        self._small = list(small.values())
+            (self._other if size % _WORD else self._whole).append(each)
+        self._places: list[int] = []
+        self._rows: list[tuple[int, int]] = []
+        """Where the gradients of whole words were last, and how they followed each other there."""
         self.gradient: int | None = None
         """Digest of the last step's summed gradient; None if there was none."""
         self.weights: int | None = None
@@ -101,11 +103,60 @@ class Fingerprints:
         return found
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the bytes of all dense gradients. Small ones of a dtype are together, one after
-        the other."""
-        small = [dense for parameters in self._small if (dense := _dense_gradients(parameters))]
-        together = [bytes_of(torch._C._nn.flatten_dense_tensors(dense)) for dense in small]
-        return [*together, *map(_in_memory, _dense_gradients(self._large))]
+        """Return the bytes of all dense gradients. Those of whole words that follow each other in
+        one memory, as in DDP's buckets, are together; so are other small ones of a dtype."""
+        whole = _dense_gradients(self._whole)
+        places = [each.data_ptr() for each in whole]
+        if places != self._places or not all(
+            _has_behind(whole[first], size) for first, size in self._rows
+        ):
+            self._places, self._rows = places, rows_of(whole)
+        found: list[torch.Tensor] = []
+        alone: list[torch.Tensor] = []
+        for first, size in self._rows:
+            each = whole[first]
+            if size == each.nbytes:
+                alone.append(each)
+            else:
+                row = each.as_strided((size // each.itemsize,), (1,))
+                found.append(row.view(torch.uint8))
+        # In the model's order: those that end within a word are added up in no other.
+        return [*found, *_together(alone), *_together(_dense_gradients(self._other))]
+
+
+def rows_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return which tensors follow each other without a gap in one memory: for each row (index of
+    the first, bytes of all)."""
+    rows: list[tuple[int, int]] = []
+    end, memory = -1, -1
+    for index in sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr()):
+        tensor = tensors[index]
+        begin, own_memory = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+        if rows and (begin, own_memory) == (end, memory):
+            rows[-1] = (rows[-1][0], rows[-1][1] + tensor.nbytes)
+        else:
+            rows.append((index, tensor.nbytes))
+        end, memory = begin + tensor.nbytes, own_memory
+    return rows
+
+
+def _has_behind(tensor: torch.Tensor, size: int) -> bool:
+    """Return whether a tensor's memory has so many bytes from where the tensor begins."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    return begin + size <= tensor.untyped_storage().nbytes()
+
+
+def _together(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bytes of tensors, with small ones of a dtype one after the other."""
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    found = []
+    for tensor in tensors:
+        if tensor.nbytes < _SMALL_BYTES:
+            small.setdefault(tensor.dtype, []).append(_in_order(tensor))
+        else:
+            found.append(_in_memory(tensor))
+    flat = map(torch._C._nn.flatten_dense_tensors, small.values())
+    return [*map(bytes_of, flat), *found]
 
 
 def parts_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
@@ -134,11 +185,15 @@ def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor in the order of its memory, without a copy if it is dense."""
-    tensor = local(tensor)
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
-    return bytes_of(tensor)
+    return bytes_of(_in_order(local(tensor)))
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor with its axes in the order of its memory."""
+    if tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
 
 
 # ---------------------------------------------------------------- audit rules

@@ -3,10 +3,12 @@ tensors give equal digests whatever their layout."""
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +18,7 @@ from train_fn.step.fingerprints import (
     MOST_PARTS,
     Fingerprints,
     parts_of,
+    rows_of,
     start_totals,
     total_on_device,
 )
@@ -108,6 +111,42 @@ def test_a_gradient_that_begins_within_a_word_has_the_same_digest() -> None:
         taken.finish()
         digests.add(taken.gradient)
     assert len(digests) == 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 2, 3, 7, 64, 9000, 20_000]), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_gradients_have_the_same_digest_wherever_they_lie(sizes: list[int], draw: Random) -> None:
+    """Alone, or as slices of a bucket in any order, with and without gaps, step after step."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    alone, taken = Fingerprints(parameters), Fingerprints(parameters)
+    for step in range(4):
+        values = [torch.randn(size) for size in sizes]
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = value.clone()
+        expected = alone.of_gradients()
+        bucket = torch.full((sum(sizes) + 4 * len(sizes) + 1,), float(step))
+        begin = draw.choice([0, 0, 1])
+        for number in draw.sample(range(len(sizes)), len(sizes)):
+            end = begin + sizes[number]
+            bucket[begin:end] = values[number]
+            parameters[number].grad = bucket[begin:end]
+            begin = end + draw.choice([0, 0, 0, 2, 3])
+        assert taken.of_gradients() == expected
+        if values[-1].numel():
+            bucket[:] = bucket + 1  # in the same places
+            assert taken.of_gradients() != expected
+
+
+def test_a_bucket_is_read_in_one_go() -> None:
+    linear = nn.Linear(300, 300)
+    bucket = torch.randn(300 * 300 + 300)
+    linear.bias.grad, linear.weight.grad = bucket[:300], bucket[300:].view(300, 300)
+    assert rows_of([linear.weight.grad, linear.bias.grad]) == [(1, bucket.nbytes)]
+    apart = bucket[300:].clone().view(300, 300)
+    assert [size for _, size in rows_of([apart, linear.bias.grad])].count(1200) == 1
 
 
 @given(st.binary(max_size=40), st.integers(0, 9))
