@@ -13,13 +13,12 @@ from typing import Annotated, Final
 
 from fastapi import Depends, Path, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from sqlalchemy import Connection
 from starlette.requests import HTTPConnection
 
 from service.api.context import ApiContext, Context
 from service.api.problems import ApiProblem, not_found
 from service.db.audit import current_entry
-from service.db.tokens import Claim, Holder, SeenRun, TokenStore, sha256_of
+from service.db.tokens import Holder, SeenRun, TokenStore
 from service.model.rows import RANK, Role, TokenRow
 from service.model.run_rows import RunRow
 from storage.files.protocol import draft_beside
@@ -75,25 +74,6 @@ class Principal:
                 f"this needs the role {role}, but token {self.name!r} is a {self.role}; use "
                 "another token",
             )
-
-
-@dataclass(frozen=True)
-class Claimant(Principal):
-    """A caller whose token was valid when last looked up; ``confirm`` checks it again."""
-
-    @property
-    def claim(self) -> Claim:
-        return Claim(self.sha256, self.role, self.project)
-
-    def confirm(self, context: ApiContext, connection: Connection) -> None:
-        """Check the token again, in the transaction that it is used for. Raises 401."""
-        if not self.claim.holds(connection, context.clock()):
-            raise self.refused(context)
-
-    def refused(self, context: ApiContext) -> ApiProblem:
-        """Return the response to a claim that no longer holds."""
-        context.known_tokens.forget(self.sha256)
-        return _unauthorized()
 
 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
@@ -171,23 +151,6 @@ def admitted(
 Caller = Annotated[Principal, Depends(principal)]
 
 
-async def claimant(request: Request, context: Context, credentials: Credentials) -> Claimant:
-    """Return the caller as ``principal``, without a database query if the token is cached; for
-    requests that confirm it in a later query."""
-    secret = _secret(credentials)
-    digest = None if secret is None else sha256_of(secret)
-    found = None if digest is None else context.known_tokens.get(digest)
-    if found is None and secret is not None:
-        found = await context.database_lookup(context.tokens.find, secret)
-    caller = admitted(request, context, found)
-    assert found is not None
-    context.known_tokens.keep(found)
-    return Claimant(**vars(caller))
-
-
-CallerToConfirm = Annotated[Claimant, Depends(claimant)]
-
-
 async def submitter(caller: Caller) -> Principal:
     """Return the caller. Raises 403 for viewers."""
     caller.require("submitter")
@@ -195,15 +158,6 @@ async def submitter(caller: Caller) -> Principal:
 
 
 Submitter = Annotated[Principal, Depends(submitter)]
-
-
-async def submitter_to_confirm(caller: CallerToConfirm) -> Claimant:
-    """Return the caller as ``claimant``. Raises 403 for viewers."""
-    caller.require("submitter")
-    return caller
-
-
-SubmitterToConfirm = Annotated[Claimant, Depends(submitter_to_confirm)]
 
 
 async def administrator(caller: Caller) -> Principal:

@@ -1,6 +1,5 @@
-"""What is remembered of callers between requests: known tokens, their last use, codes of log-
-ins, and how often they may ask.
-"""
+"""What is remembered of callers between requests: the last use of tokens, codes of log-ins, and how
+often they may ask."""
 
 from __future__ import annotations
 
@@ -18,30 +17,6 @@ from everstep.options.serve import DEFAULT_RATE_PER_S
 from service.api.blocking import BlockingCalls
 from service.db.engine import DatabaseError
 from service.db.tokens import TokenStore, sha256_of
-from service.model.rows import TokenRow
-
-_MOST: Final = 1000
-
-
-class KnownTokens:
-    """Recently used tokens. The database confirms each use, since a token may be revoked
-    meanwhile."""
-
-    def __init__(self) -> None:
-        self._tokens: OrderedDict[str, TokenRow] = OrderedDict()
-
-    def get(self, sha256: str) -> TokenRow | None:
-        return self._tokens.get(sha256)
-
-    def keep(self, token: TokenRow) -> None:
-        self._tokens[token.sha256] = token
-        self._tokens.move_to_end(token.sha256)
-        while len(self._tokens) > _MOST:
-            self._tokens.popitem(last=False)
-
-    def forget(self, sha256: str) -> None:
-        self._tokens.pop(sha256, None)
-
 
 # ---------------------------------------------------------------- token use
 

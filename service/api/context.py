@@ -17,7 +17,7 @@ from everstep.options.serve import (
 )
 from service.annex import Annex
 from service.api.blocking import BlockingCalls
-from service.api.callers import KnownTokens, LogInCodes, RateLimit, TokenUse
+from service.api.callers import LogInCodes, RateLimit, TokenUse
 from service.api.log_views import LogViews
 from service.api.readiness import ClusterProbe, ReadinessCheck
 from service.api.streams import EventFeed, Followers
@@ -134,7 +134,6 @@ class ApiContext:
         )
         self.token_use = TokenUse(self.tokens, clock, calls)
         self.kept_answers = KeptAnswers()
-        self.known_tokens = KnownTokens()
 
     def add_part(self, part: object) -> None:
         """Add what an annex opened for its routes."""

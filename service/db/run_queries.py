@@ -22,7 +22,6 @@ from service.db.run_lookup import (
 )
 from service.db.run_lookup import OrderPlace as OrderedPlace
 from service.db.tables import IS_LIVE, runs, transitions
-from service.db.tokens import CLAIM_HOLDS, Claim
 from service.db.writer import STATUS_CHANGES, changes_of
 from service.model.rows import TransitionRow
 from service.model.run_rows import ListedRun, RunHead, RunRow
@@ -36,7 +35,6 @@ _LISTED_BY_IDS: Final = (
     .where(runs.c.id.in_(bindparam("ids", expanding=True)))
 )
 _HEADS: Final = select(*(runs.c[name] for name in RunHead._fields))
-_CLAIMED_HEADS: Final = _HEADS.add_columns(CLAIM_HOLDS)
 _STATUS_COUNTS: Final = select(runs.c.status, func.count())
 _LIVE: Final = _ROWS.where(IS_LIVE).order_by(runs.c.created_at, runs.c.id)
 _LIVE_HEADS: Final = (
@@ -91,17 +89,6 @@ class RunQueries(Store):
                     *page_query(connection, _HEADS, where, limit, before)
                 ).all()
             ]
-
-    def claimed_page(
-        self, claim: Claim, where: RunFilter, limit: int, before: Place | None = None
-    ) -> list[RunHead] | None:
-        """Return a page, and check the caller's claim in the same query; None if the claim no
-        longer holds."""
-        with self._database.autocommit() as connection:
-            query, values = page_query(connection, _CLAIMED_HEADS, where, limit, before)
-            rows = connection.execute(query, values | claim.values(self._clock())).all()
-            holds = rows[0][-1] if rows else claim.holds(connection, self._clock())
-        return [RunHead._make(row[:-1]) for row in rows] if holds else None
 
     def ordered(
         self, where: RunFilter, order: RunOrder, limit: int, after: OrderedPlace | None = None

@@ -17,7 +17,7 @@ from everstep.wire.events import EventKind
 from everstep.wire.run import Replay
 from service.db.audit import note_target
 from service.db.checkpoints import CheckpointRecords
-from service.db.engine import Database, DatabaseError, Guard
+from service.db.engine import Database, DatabaseError
 from service.db.lease import IdempotencyKey, is_used, known_run, new_id, remember
 from service.db.node_marks import StorageRecords
 from service.db.projects import join_queue
@@ -340,7 +340,6 @@ class RunStore(RunChanges):
         spec: RunSpec,
         created_by: str,
         idempotency: IdempotencyKey | None = None,
-        guard: Guard | None = None,
         *,
         create_project: bool = True,
         place: RunPlace | None = None,
@@ -352,7 +351,6 @@ class RunStore(RunChanges):
             spec: validated spec; stored as resolved.
             created_by: token id.
             idempotency: the request's key, if it has one.
-            guard: called first in the transaction; raises to refuse the run.
             create_project: create the run's project if it does not exist.
             place: place of the run in a sweep.
             owner: who owns that token, or its name; None to look it up.
@@ -369,8 +367,6 @@ class RunStore(RunChanges):
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
-                    if guard is not None:
-                        guard(connection)
                     if place is not None:
                         place.check(connection)
                     known = known_run(connection, idempotency)

@@ -11,9 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
-    Connection,
     Select,
-    String,
     bindparam,
     delete,
     insert,
@@ -38,52 +36,14 @@ _WITH_RUN: Final = _BY_HASH.add_columns(
     *ListedRun.select(runs).selected_columns, STATUS_CHANGES
 ).select_from(tokens.outerjoin(runs, runs.c.id == bindparam("run_id")))
 _RUN_AT: Final = len(TokenRow.__dataclass_fields__)
-_STILL_HOLDS: Final = (
-    select(tokens.c.id)
-    .where(
-        tokens.c.sha256 == bindparam("claim_sha256"),
-        tokens.c.role == bindparam("claim_role"),
-        tokens.c.project.is_not_distinct_from(bindparam("claim_project", type_=String)),
-        tokens.c.revoked_at.is_(None),
-        or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("claim_now")),
-    )
-    .scalar_subquery()
-)
 _STILL_VALID: Final = select(tokens.c.sha256).where(
     tokens.c.sha256.in_(bindparam("digests", expanding=True)),
     tokens.c.revoked_at.is_(None),
     or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > bindparam("now")),
 )
 _CHUNK: Final = 500
-CLAIM_HOLDS: Final = _STILL_HOLDS.is_not(None)
-"""Column that says whether a claim holds, to add to another query; its parameters are
-``Claim.values``."""
-_HOLDS: Final = select(CLAIM_HOLDS)
-
 SeenRun = tuple[ListedRun, list[TransitionRow]]
 """A run and its transitions, oldest first, at the same time."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A token's properties when it was last looked up."""
-
-    sha256: str
-    """SHA-256 of its secret."""
-    role: Role
-    project: str | None
-
-    def values(self, now: float) -> dict[str, Any]:
-        return {
-            "claim_sha256": self.sha256,
-            "claim_role": self.role,
-            "claim_project": self.project,
-            "claim_now": now,
-        }
-
-    def holds(self, connection: Connection, now: float) -> bool:
-        """Return whether the claim still holds at ``now``, in the transaction that uses it."""
-        return bool(connection.execute(_HOLDS, self.values(now)).scalar_one())
 
 
 def new_secret() -> str:
@@ -173,8 +133,6 @@ class TokenStore(Store):
             sha256=sha256_of(secret),
             created_at=self._clock(),
             expires_at=expires_at,
-            revoked_at=None,
-            last_used_at=None,
             user_id=user.user_id if user else None,
             owner=user.owner if user else None,
             kind="personal" if user else None,

@@ -25,13 +25,11 @@ from service.api.answers import (
     run_json,
 )
 from service.api.auth import (
-    CallerToConfirm,
-    Claimant,
+    Caller,
     ControlledRun,
     Principal,
     SeenRunOfPath,
     Submitter,
-    SubmitterToConfirm,
     VisibleRun,
 )
 from service.api.bodies import read_json, read_model
@@ -62,7 +60,7 @@ checks: Final = APIRouter(prefix="/v1", tags=["runs"])
 )
 async def create_run(
     context: Context,
-    caller: SubmitterToConfirm,
+    caller: Submitter,
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
@@ -77,9 +75,8 @@ async def create_run(
 ) -> Response:
     """Validates the spec completely and records the run as QUEUED. It starts when the cluster has
     room for it."""
-    confirm = partial(caller.confirm, context)
     made, is_new = await submitted(
-        context, caller, raw, idempotency_key, confirm, create_project=create_project
+        context, caller, raw, idempotency_key, create_project=create_project
     )
     return as_json(made, 201 if is_new else 200, {"Location": f"/v1/runs/{made['id']}"})
 
@@ -103,7 +100,7 @@ async def validate_spec(
 @router.get("", summary="List runs", response_model=Page[Run], responses=problem_answers(422))
 async def list_runs(
     context: Context,
-    caller: CallerToConfirm,
+    caller: Caller,
     project: Annotated[
         str | None, Query(max_length=64, description="Only runs of this project.")
     ] = None,
@@ -162,7 +159,7 @@ async def list_runs(
     before = parse_run_cursor(cursor)
     # A search scans runs, and a long page takes time to encode: keep both out of the event loop.
     call = context.database_call if search or limit > SHORT_PAGE else context.database_lookup
-    answer = await call(confirmed_page, context, caller, wanted, limit, before)
+    answer = await call(_page, context, caller, wanted, limit, before)
     return Response(answer, media_type="application/json")
 
 
@@ -322,34 +319,17 @@ def ordered_page(
     order: RunOrder,
     after: OrderPlace | None,
 ) -> bytes:
-    """Return a page in an order as JSON. Raise 401 if a claimant's token is no longer valid."""
-    if isinstance(caller, Claimant):
-        with context.database.autocommit() as connection:
-            caller.confirm(context, connection)
+    """Return a page in an order as JSON."""
     if not _reaches_any(caller, wanted):
         return _json_of(context, [], None)
     heads, last = context.runs.ordered(_reached(caller, wanted), order, limit, after)
     return _json_of(context, heads, order_cursor(order, last))
 
 
-def confirmed_page(
-    context: ApiContext, caller: Claimant, wanted: RunFilter, limit: int, before: AgePlace | None
-) -> bytes:
-    """Return the page as JSON. Raise 401 if the caller's token is no longer valid."""
-    with context.database.autocommit() as connection:
-        if not _reaches_any(caller, wanted):
-            caller.confirm(context, connection)
-            return _page_of(context, [], limit)
-        heads = context.runs.claimed_page(caller.claim, _reached(caller, wanted), limit + 1, before)
-        if heads is None:
-            raise caller.refused(context)
-        return _page_of(context, heads, limit)
-
-
 def _page(
     context: ApiContext, caller: Principal, wanted: RunFilter, limit: int, before: AgePlace | None
 ) -> bytes:
-    """Return the page as JSON, for a caller who was confirmed."""
+    """Return a page, newest first, as JSON."""
     heads = (
         context.runs.page(_reached(caller, wanted), limit + 1, before)
         if _reaches_any(caller, wanted)

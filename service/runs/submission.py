@@ -23,7 +23,6 @@ from service.api.bodies import content_sha256, validated
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, problem_answers
 from service.api.problems import ApiProblem, invalid_request
-from service.db.engine import Guard
 from service.db.lease import IdempotencyKey
 from service.db.projects import DEFAULT_PROJECT, UnknownProject
 from service.db.runs import first_transition
@@ -43,7 +42,6 @@ async def submitted(
     caller: Principal,
     raw: object,
     idempotency_key: str | None,
-    confirm: Guard | None = None,
     *,
     create_project: bool = False,
 ) -> tuple[JsonObject, bool]:
@@ -54,16 +52,14 @@ async def submitted(
         caller: who submits.
         raw: the spec as received.
         idempotency_key: the client's key for the request.
-        confirm: raises if the caller is no longer allowed to.
         create_project: create a missing project; a caller's own project is always created.
     """
-    spec, idempotency = await checked(context, caller, raw, idempotency_key, confirm)
+    spec, idempotency = await checked(context, caller, raw, idempotency_key)
     make = partial(
         context.runs.create,
         spec,
         caller.token_id,
         idempotency,
-        confirm,
         create_project=create_project or caller.project is not None,
         owner=caller.owner or caller.name,
     )
@@ -87,7 +83,6 @@ async def checked(
     caller: Principal,
     raw: object,
     idempotency_key: str | None = None,
-    confirm: Guard | None = None,
     *,
     keep: bool = True,
 ) -> tuple[RunSpec, IdempotencyKey | None]:
@@ -99,7 +94,6 @@ async def checked(
         raw: the spec as received.
         idempotency_key: the client's key for the request; the checkpoint that a known one starts
             from is not looked for again.
-        confirm: raises if the caller is no longer allowed to.
         keep: keep the checkpoint that the run starts from.
 
     Raises InvalidSpec with every fault.
@@ -108,10 +102,6 @@ async def checked(
     spec = await validated(parse_spec, raw)
     check_reaches(caller, spec.project)
     idempotency = idempotency_of(idempotency_key, caller, raw)
-    # confirm the caller before errors can reveal what exists
-    refers = spec.code is not None or spec.origin is not None or spec.replay is not None
-    if confirm is not None and refers:
-        await context.database_lookup(confirmed, context, confirm)
     is_known = spec.origin is not None and await context.database_call(
         context.runs.knows, idempotency
     )
@@ -212,12 +202,6 @@ def _check_notify(context: ApiContext, spec: RunSpec) -> None:
         allowed = ", ".join(sorted(context.notify.origins)) or "none"
         msg = f"its origin is not allowed; use one that the operator allows: {allowed}"
         raise InvalidSpec((FieldError(("notify", "url"), msg),))
-
-
-def confirmed(context: ApiContext, confirm: Guard) -> None:
-    """Raise 401 if the caller is no longer allowed to submit."""
-    with context.database.autocommit() as connection:
-        confirm(connection)
 
 
 def _made(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +12,7 @@ from everstep.wire import Page, Run
 from everstep.wire.run import ReplayRequest
 from service.annexes.drills.history import Stretch, begun_at, stretches, words
 from service.api.answers import as_json
-from service.api.auth import CallerToConfirm, ControlledRun, VisibleRun
+from service.api.auth import Caller, ControlledRun, VisibleRun
 from service.api.bodies import read_model
 from service.api.context import ApiContext, Context
 from service.api.openapi import json_body, problem_answers
@@ -38,13 +37,13 @@ _NAME_CHARS: Final = 128
     openapi_extra=REPLAY_BODY,
 )
 async def create_replay(
-    request: Request, run: ControlledRun, context: Context, caller: CallerToConfirm
+    request: Request, run: ControlledRun, context: Context, caller: Caller
 ) -> Response:
     """Submits a run that begins from a checkpoint of this one and trains the same steps. It changes
     nothing of this run. `replay_of` of the new run has the result once it has ended."""
     wanted = await read_model(ReplayRequest, request)
     raw = replay_spec(run, wanted, await trained_by(context, run))
-    made, _ = await submitted(context, caller, raw, None, partial(caller.confirm, context))
+    made, _ = await submitted(context, caller, raw, None)
     return as_json(made, 201, {"Location": f"/v1/runs/{made['id']}"})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
@@ -32,7 +31,7 @@ from service.api.answers import (
     page_of,
     parse_place,
 )
-from service.api.auth import Caller, Principal, SubmitterToConfirm, visible_run
+from service.api.auth import Caller, Principal, Submitter, visible_run
 from service.api.bodies import read_json
 from service.api.context import ApiContext, Context
 from service.api.openapi import CreateProject, json_body, problem_answers
@@ -103,7 +102,7 @@ ControlledSweep = Annotated[SweepRow, Depends(controlled_sweep)]
 )
 async def create_sweep(
     context: Context,
-    caller: SubmitterToConfirm,
+    caller: Submitter,
     raw: Annotated[Any, Depends(read_json)],
     idempotency_key: Annotated[
         str | None,
@@ -118,9 +117,8 @@ async def create_sweep(
 ) -> Response:
     """Validates every run of the sweep before the first is submitted. A fault names the value of
     the sweep that it comes from."""
-    confirm = partial(caller.confirm, context)
     sweep, is_new = await submitted_sweep(
-        context, caller, raw, idempotency_key, confirm, create_project=create_project
+        context, caller, raw, idempotency_key, create_project=create_project
     )
     [answer] = await sweep_answers(context, [sweep])
     return as_json(answer, 201 if is_new else 200, {"Location": f"/v1/sweeps/{sweep.id}"})
@@ -134,15 +132,14 @@ async def create_sweep(
 )
 async def validate_sweep(
     context: Context,
-    caller: SubmitterToConfirm,
+    caller: Submitter,
     raw: Annotated[Any, Depends(read_json)],
     create_project: CreateProject = False,
 ) -> SweepSpec:
     """Checks a sweep with all of its runs as a submission does, and responds with it, and with the
     seed that it drew. Nothing is recorded. Submitted, the response makes the runs that were
     checked."""
-    confirm = partial(caller.confirm, context)
-    return await validated_sweep(context, caller, raw, confirm, create_project=create_project)
+    return await validated_sweep(context, caller, raw, create_project=create_project)
 
 
 @router.get("", summary="List sweeps", responses=problem_answers(422))

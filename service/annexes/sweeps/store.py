@@ -35,7 +35,7 @@ from everstep.spec.trials import SweepTrial
 from everstep.wire import RunStatus
 from everstep.wire.sweep import SweepReason, SweepReasonCode, SweepStatus
 from service.db.audit import note_target
-from service.db.engine import Database, DatabaseError, Guard, StateConflict, Store
+from service.db.engine import Database, DatabaseError, StateConflict, Store
 from service.db.events import SeriesStore
 from service.db.lease import IdempotencyKey, check_same_body, new_id
 from service.db.projects import ensure_project
@@ -194,7 +194,6 @@ class SweepStore(Store):
         trials: Sequence[SweepTrial],
         created_by: str,
         idempotency: IdempotencyKey | None = None,
-        guard: Guard | None = None,
         *,
         create_project: bool = True,
     ) -> tuple[SweepRow, bool]:
@@ -205,7 +204,6 @@ class SweepStore(Store):
             trials: its runs.
             created_by: token id.
             idempotency: the request's key, if it has one.
-            guard: called first in the transaction; raises to refuse the sweep.
             create_project: create the project if it does not exist.
 
         Returns:
@@ -217,8 +215,6 @@ class SweepStore(Store):
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 with self._database.write() as connection:
-                    if guard is not None:
-                        guard(connection)
                     known = _known(connection, idempotency)
                     if known is not None:
                         note_target(known.id)

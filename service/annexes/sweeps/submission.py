@@ -18,10 +18,9 @@ from service.annexes.sweeps.store import SweepRow, SweepStore
 from service.api.auth import Principal
 from service.api.bodies import check_shape, validated
 from service.api.context import ApiContext
-from service.db.engine import Guard
 from service.db.projects import UnknownProject
 from service.runs.origins import Origins
-from service.runs.submission import allowed, check_reaches, confirmed, idempotency_of
+from service.runs.submission import allowed, check_reaches, idempotency_of
 
 MAX_VALUES = 500_000
 """Maximum number of values in the runs of a sweep together: each run is validated and stored."""
@@ -34,7 +33,6 @@ async def submitted_sweep(
     caller: Principal,
     raw: Any,
     idempotency_key: str | None,
-    confirm: Guard,
     *,
     create_project: bool,
 ) -> tuple[SweepRow, bool]:
@@ -45,20 +43,18 @@ async def submitted_sweep(
         caller: who submits.
         raw: the sweep as received.
         idempotency_key: the client's key for the request.
-        confirm: raises if the caller is no longer allowed to.
         create_project: create a missing project; a caller's own project is always created.
 
     Raises InvalidSpec with the faults of every run.
     """
     idempotency = idempotency_of(idempotency_key, caller, raw)
-    sweep, trials = await _checked(context, caller, raw, confirm, keep=True)
+    sweep, trials = await _checked(context, caller, raw, keep=True)
     make = partial(
         SweepStore(context.database, context.clock).create,
         sweep,
         trials,
         caller.token_id,
         idempotency,
-        confirm,
         create_project=create_project or caller.project is not None,
     )
     try:
@@ -110,11 +106,11 @@ def _check_rungs(sweep: SweepSpec, trials: list[SweepTrial]) -> None:
 
 
 async def validated_sweep(
-    context: ApiContext, caller: Principal, raw: Any, confirm: Guard, *, create_project: bool
+    context: ApiContext, caller: Principal, raw: Any, *, create_project: bool
 ) -> SweepSpec:
     """Return the sweep as it would be submitted, with name and seed. Nothing is recorded, and no
     checkpoint is kept. Raises InvalidSpec with the faults of every run."""
-    sweep, trials = await _checked(context, caller, raw, confirm, keep=False)
+    sweep, trials = await _checked(context, caller, raw, keep=False)
     if not create_project and caller.project is None:
         try:
             await context.database_call(context.projects.require, trials[0].spec.project)
@@ -124,15 +120,13 @@ async def validated_sweep(
 
 
 async def _checked(
-    context: ApiContext, caller: Principal, raw: Any, confirm: Guard, *, keep: bool
+    context: ApiContext, caller: Principal, raw: Any, *, keep: bool
 ) -> tuple[SweepSpec, list[SweepTrial]]:
     """Return the sweep with its runs after every check but that of its project. Raises
     InvalidSpec."""
     caller.require("submitter")
     sweep, trials = await validated(_parsed, raw)
     check_reaches(caller, trials[0].spec.project)
-    # before errors can reveal what exists
-    await context.database_lookup(confirmed, context, confirm)
     return sweep, await _allowed(context, caller, trials, keep=keep)
 
 

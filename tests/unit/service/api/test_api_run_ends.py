@@ -107,7 +107,7 @@ async def test_a_bug_is_a_problem_without_a_traceback(
     def broken(*_: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(api.runs, "claimed_page", broken)
+    monkeypatch.setattr(api.runs, "page", broken)
     answer = await api.http.get("/v1/runs")
     assert "secret detail" not in answer.text
     problem(answer, 500, "internal_error")

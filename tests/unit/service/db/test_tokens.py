@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
 from everstep.spec.parsing import parse_spec
-from everstep.wire import RunStatus
 from service.api.auth import (
     LOCAL_TOKEN_ID,
     METRICS_TOKEN_ID,
@@ -17,9 +15,8 @@ from service.api.auth import (
     ensure_metrics_token,
 )
 from service.db.engine import Database
-from service.db.run_lookup import RunFilter
 from service.db.runs import RunStore
-from service.db.tokens import Claim, TokenStore
+from service.db.tokens import TokenStore
 from tests.support.api_service import NOON, ManualClock, spec
 
 pytest_plugins = ["tests.support.database_fixtures"]
@@ -118,29 +115,3 @@ def test_a_token_and_a_run_are_found_together_as_they_are_apart(database: Databa
     assert runs.listed([run.id, "run_none"]) == {run.id: seen}
     assert tokens.find_with_run(secret, "run_none") == (row, None)
     assert tokens.find_with_run(secret + "x", run.id) == (None, None)
-
-
-@pytest.mark.parametrize("end", ["revoked", "expired", "another project", "another role"])
-def test_a_claim_holds_as_long_as_its_token_is_what_it_was(database: Database, end: str) -> None:
-    clock = ManualClock()
-    tokens, runs = TokenStore(database, clock), RunStore(database, clock)
-    row, secret = tokens.create("ci", "submitter", "default", expires_at=NOON + 10)
-    run = runs.create(parse_spec(spec()), row.id)[0]
-    claim = Claim(row.sha256, row.role, row.project)
-    filters = (
-        RunFilter(),
-        RunFilter(statuses=(RunStatus.QUEUED, RunStatus.PAUSED)),
-        RunFilter(name="nobody"),
-    )
-    pages = [runs.claimed_page(claim, where, 5) for where in filters]
-    assert [page and page[0].id for page in pages] == [run.id, run.id, []]
-    if end == "revoked":
-        tokens.revoke(row.id)
-    elif end == "expired":
-        clock.now += 10
-    elif end == "another project":
-        claim = replace(claim, project=None)
-    else:
-        claim = replace(claim, role="admin")
-    assert [runs.claimed_page(claim, where, 5) for where in filters] == [None, None, None]
-    assert (tokens.find(secret) is None) == (end in ("revoked", "expired"))
