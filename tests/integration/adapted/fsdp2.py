@@ -99,7 +99,8 @@ def hugging_face():
     args = TrainingArguments(
         output_dir=f"{NAME}-out", num_train_epochs=3, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=3e-3, warmup_steps=5, report_to="none",
-        use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=4, save_strategy="no",
+        use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=4, save_strategy="steps",
+        save_steps=4, save_total_limit=2, load_best_model_at_end=True,
         fsdp=True, fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
     )  # fmt: skip
     trainer = HuggingFaceTrainer(
@@ -110,8 +111,9 @@ def hugging_face():
     trainer.train()
     log = trainer.state.log_history
     found = [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry]
+    saved = sorted(each.name for each in Path(f"{NAME}-out").glob("checkpoint-*"))
     kind = trainer.accelerator.distributed_type.name
-    return {"kind": kind, "steps": trainer.state.global_step, "evaluations": found}
+    return {"kind": kind, "steps": trainer.state.global_step, "evaluations": found, "saved": saved}
 
 
 class Net(LightningModule):
