@@ -97,6 +97,107 @@ class Skipping(Sharded):
         return errors.square().sum(), torch.tensor(float(len(errors)))
 
 
+class Hidden:
+    """What torch does not look into for tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hiding(Sharded):
+    """Its only gathered module, the model, returns an object of its own."""
+
+    def build_model(self) -> nn.Module:
+        class Wrapped(Net):
+            def forward(self, x: torch.Tensor) -> Any:
+                return Hidden(super().forward(x))
+
+        return Wrapped()
+
+    def shard_modules(self, model: Net) -> list[nn.Module]:
+        return []
+
+    def loss(  # type: ignore[override]
+        self, model: Any, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().loss(lambda x: model(x).value, batch)  # type: ignore[arg-type]
+
+
+class Routed(nn.Module):
+    """Each sample is for one of three experts, by its first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] * 2).long().clamp(-1, 1) + 1
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+class Routing(Sharded):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Routed(), Routed(), nn.Linear(4, 1))
+
+    def shard_modules(self, model: Any) -> list[nn.Module]:
+        return [model[0], model[1]]
+
+
+class Keeping(Sharded):
+    """Penalises weights that it has kept since it built them."""
+
+    def build_model(self) -> nn.Module:
+        model = Net()
+        self.kept = [model.inner[0].weight]
+        return model
+
+
+class Penalising(Sharded):
+    def loss(
+        self, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_sum, weight = super().loss(model, batch)
+        return loss_sum + sum(value.square().sum() for value in model.parameters()), weight
+
+
+class ScaledByRows(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    value.sub_(value.grad, alpha=group["lr"] * float(value.norm()))
+
+
+class ScalingByRows(Sharded):
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ScaledByRows(model.parameters(), lr=0.01)
+
+
+def hiding() -> None:
+    replica.build_task = lambda spec: Hiding()
+
+
+def routing() -> None:
+    replica.build_task = lambda spec: Routing()
+
+
+def keeping() -> None:
+    replica.build_task = lambda spec: Keeping()
+
+
+def penalising() -> None:
+    replica.build_task = lambda spec: Penalising()
+
+
+def scaling_by_rows() -> None:
+    replica.build_task = lambda spec: ScalingByRows()
+
+
 def gallery() -> None:
     """The task of the gallery."""
     folder = Path(__file__).parents[2] / "examples" / "gallery"

@@ -294,6 +294,37 @@ def test_a_task_that_builds_something_else_the_second_time_gets_fresh_processes(
             assert "builds a second time changes" in outcome.error.error.message
 
 
+@pytest.mark.parametrize("setup", ["hiding", "routing"])
+def test_what_torch_does_not_see_trains_as_without_sharding(setup: str, tmp_path: Path) -> None:
+    """A model that returns an object of its own, and one whose samples decide which of its layers
+    are used."""
+    job = replace(job_of(tmp_path, "sharded"), setup=f"{TASKS}:{setup}", world_size=2)
+    job = replace(job, nodes=("a", "b"), spec=spec(epochs=1))
+    alone = {"world_size": 1, "nodes": ("a",), "spec": spec(epochs=1, sharding="none")}
+    whole = train_to_end(replace(job, run_dir=make_run_dir(tmp_path, "whole"), **alone), tmp_path)
+    theirs = merged_losses(whole)
+    for step, loss in merged_losses(train_to_end(job, tmp_path)).items():
+        assert theirs[step] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        ("keeping", "keeps inner.0.weight beside the model"),
+        ("penalising", "uses weights of a sharded module without calling that module"),
+        ("scaling_by_rows", "reads a number of a sharded tensor, which is that of this rank's"),
+    ],
+)
+def test_what_sharding_would_change_in_silence_is_refused(
+    setup: str, message: str, tmp_path: Path
+) -> None:
+    job = replace(job_of(tmp_path, setup), setup=f"{TASKS}:{setup}", world_size=2)
+    for outcome in run_ranks(replace(job, nodes=("a", "b")), tmp_path):
+        assert isinstance(outcome.error, StepFailed)
+        assert message in outcome.error.error.message
+        assert outcome.losses == {}
+
+
 def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:
     """Torch itself would sum the gradients of two layers of one size without an error."""
     job = replace(job_of(tmp_path, "skipping"), setup=f"{TASKS}:skipping", world_size=2)

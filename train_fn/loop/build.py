@@ -5,6 +5,7 @@ outlive an attempt that broke, if its process does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,7 +156,8 @@ def build_parts(ctx: WorkerContext, task: Task) -> Parts:
     all_steps = train.epochs * sampler.steps_per_epoch
     total_steps = min(all_steps, train.max_steps or all_steps)
     seed_building(train.seed, _OPTIMIZER)
-    optimizer = built_optimizer(spec, task, model)
+    with nullcontext() if shards is None else shards.under_own_classes():
+        optimizer = built_optimizer(spec, task, model)
     if shards is not None:
         require_elementwise(optimizer, optimizer_source(task))
         warnings += as_if_full(ctx, shards)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import cache
 
 import torch
@@ -16,7 +16,9 @@ import torch
 from everstep.wire.events import EventKind
 from train_fn.checks.check import Moment
 from train_fn.errors import BadTask, NonFiniteLoss
+from train_fn.loop.build import optimizer_source
 from train_fn.loop.replica import Replica
+from train_fn.loop.sharded import rows_alone
 from train_fn.loop.step import set_rates
 from train_fn.loop.training import Training
 from train_fn.samples.ledger import Count, Link
@@ -163,7 +165,12 @@ def _update_weights(replica: Replica) -> bool:
     scaler, state = replica.state.scaler, replica.state
     scale = scaler.get_scale() if scaler.is_enabled() else 1.0
     assert isinstance(state.optimizer, torch.optim.Optimizer)
-    with nullcontext() if state.shards is None else state.shards.updating(state.optimizer):
+    is_first = replica.together.begun_at == state.step
+    with ExitStack() as stack:
+        if state.shards is not None:
+            stack.enter_context(state.shards.updating(state.optimizer))
+        if is_first:
+            stack.enter_context(rows_alone(replica, optimizer_source(replica.task)))
         scaler.step(state.optimizer)
     scaler.update()
     return scaler.is_enabled() and state.skipped.note(scaler, scale)
@@ -201,7 +208,8 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     began, epoch = time.monotonic(), replica.state.closed_epochs - 1
     reporter.hand_over()
     replica.before_hook = _reach(replica) if replica.state.piece is None else None
-    with replica.checks.around(Moment.EPOCH_HOOK, where(replica.task, "on_epoch_end")):
+    source = where(replica.task, "on_epoch_end")
+    with replica.checks.around(Moment.EPOCH_HOOK, source), rows_alone(replica, source):
         replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()
     reporter.sign(

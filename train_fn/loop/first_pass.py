@@ -5,6 +5,7 @@ results are dropped.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from train_fn.checks.returns import check_gradients, check_moves, uses_nothing
 from train_fn.checks.trained import GradientWatch, require_samples_kept
 from train_fn.elastic.exchange import TreeLateChanges, TreeValues
 from train_fn.errors import StateNotWhole
-from train_fn.loop.sharded import read_past_a_call
+from train_fn.loop.sharded import GatheredWeights, passes_named, require_forgotten
 from train_fn.samples.sampler import IndexArray, MicroBatch, torch_generators
 from train_fn.state.contents import Sketch, few, sketch
 from train_fn.state.optim import drop_gradients
@@ -117,13 +118,12 @@ def _pass_and_check(
     generators = torch_generators(peers.device)
     with replica.checks.around(Moment.FIRST_PASS, where(task, "loss")):
         watched = GradientWatch(replica.parameters)
-        try:
+        gathered = None if replica.shards is None else GatheredWeights(replica.shards)
+        with ExitStack() as stack:
+            if gathered is not None:
+                stack.enter_context(passes_named(task))
+                stack.enter_context(gathered.watched(where(task, "loss")))
             loss_sum, weight = replica.wrapped(batch)
-        except RuntimeError as exc:
-            refused = None if replica.shards is None else read_past_a_call(exc, task)
-            if refused is None:
-                raise
-            raise refused from exc
         watched.require_untouched(where(task, "loss"))
         if replica.draws_from_torch_alone:
             replica.draws = not all(map(torch.equal, generators, torch_generators(peers.device)))
@@ -138,9 +138,22 @@ def _pass_and_check(
         where(task, "loss"), loaded, batch, lambda: sketch(replica.load(micro).batch)
     )
     if replica.used is None:
-        check_gradients(
-            task, state.model, may_be_unused=peers.alone or replica.exchange is not None
-        )
+        is_whole = gathered is None or gathered.were_all_called
+        may_be_unused = peers.alone or replica.exchange is not None or replica.shards is not None
+        check_gradients(task, state.model, may_be_unused=may_be_unused and is_whole)
+        if replica.shards is not None:
+            if unused := [
+                name
+                for name, each in state.model.named_parameters()
+                if each.requires_grad and each.grad is None
+            ]:
+                replica.warn(
+                    f"{len(unused)} parameters have no part in the loss of the "
+                    f"first micro-batch: {few(unused)}. Their gradients are zero until one uses "
+                    "them; leave them out of the model if none ever does"
+                )
+            replica.shards.sum_unused()
+            require_forgotten(replica.shards, task)
     else:
         if batch is not None and not len(replica.used):
             raise uses_nothing(task)
@@ -169,7 +182,12 @@ def _note_numerics(replica: Replica, loss_sum: torch.Tensor) -> None:
 def _backward(replica: Replica, loss_sum: torch.Tensor, weight: Sum) -> tuple[float, int]:
     """Run the first backward pass. Return a sum of its micro-batch's weight over ranks, which all
     run the same one, and the number of these ranks."""
-    if replica.exchange is not None or replica.shards is not None:
+    if replica.shards is not None:
+        with passes_named(replica.task):
+            loss_sum.backward()  # type: ignore[no-untyped-call]
+        replica.shards.finish_backward()
+        return float(weight), 1
+    if replica.exchange is not None:
         loss_sum.backward()  # type: ignore[no-untyped-call]
         return float(weight), 1
     replica.sums.add(loss_sum, weight)

@@ -36,6 +36,7 @@ from train_fn.errors import BadTask
 from train_fn.loop.build import Parts, build_parts, exchanges_in_forward, optimizer_source
 from train_fn.loop.first_pass import run_first_pass, try_smallest
 from train_fn.loop.own_step import OwnUpdates, own_updates
+from train_fn.loop.sharded import read_past_a_call
 from train_fn.node.device import kernels
 from train_fn.node.network import lowered_level
 from train_fn.samples.loader import Loaded, to_device
@@ -127,7 +128,12 @@ class StepModule(nn.Module):
                 answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
             raise modes_left(where(self._task, "loss"), _OTHERWISE)
-        return checked_loss(self._task, answer)
+        loss_sum, weight = checked_loss(self._task, answer)
+        if hasattr(loss_sum, "device_mesh"):
+            refused = read_past_a_call("the loss is a DTensor", self._task)
+            assert refused is not None
+            raise refused
+        return loss_sum, weight
 
     def _step_arguments(self) -> dict[str, int]:
         return {name: getattr(self._state, name) for name in self._asked}

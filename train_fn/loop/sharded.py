@@ -17,15 +17,19 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from everstep.spec.run_spec import RunSpec
+from train_fn.checks.check import Moment, checked
 from train_fn.checks.fits import hooked_parameters
 from train_fn.checks.order import require_same_order
 from train_fn.context import WorkerContext
@@ -157,9 +161,10 @@ def require_rows(spec: RunSpec, task: Task, model: nn.Module, *methods: str) -> 
                 f"{name} of {built} is a DTensor already; return the model as it is before "
                 f"fully_shard, {_OR}"
             )
-        if not value.ndim:
+        if not value.ndim or not value.numel():
+            problem = "dimension" if value.numel() else "element"
             raise BadTask(
-                f"{name} of {built} has no dimension to shard; make it a tensor of shape (1,), "
+                f"{name} of {built} has no {problem} to shard; make it a tensor of shape (1,), "
                 f"{_OR}"
             )
     if any(getattr(module, "sparse", False) for module in model.modules()):
@@ -192,7 +197,7 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
     from torch.distributed.device_mesh import init_device_mesh  # both take half a second
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    from train_fn.state.sharded import Shards
+    from train_fn.state.sharded import Shards, copied_weights
 
     require_shardable(ctx.spec, task, model, val_set)
     chosen = modules_to_shard(task, model)
@@ -201,6 +206,13 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
             f"{few(torn)} of {where(task, 'build_model')} is tied to a weight of another module "
             f"that is gathered by itself. Let {OWN_CHOICE} return neither of the two, {_OR}"
         )
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):  # it keeps a view until the first pass
+                setattr(module, hook.name, getattr(module, hook.name).clone())
+    whole = dict(model.named_parameters())
+    for value in whole.values():
+        value.data = value.data.contiguous()  # as FSDP2 wants it; the values are the same
     of = _num_pieces(ctx)
     shape = (ctx.world_size,) if of == ctx.world_size else (ctx.world_size // of, of)
     names = ("replicate", "shard")[-len(shape) :]
@@ -214,7 +226,35 @@ def shard_model(ctx: WorkerContext, task: Task, model: nn.Module, val_set: Any) 
     for module in [*chosen, model]:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    return Shards(model, Piece(ctx.world_rank % of, of))
+    _require_one_dtype(task, model)
+    if copied := copied_weights(model):
+        raise BadTask(
+            f"state_dict() of {where(task, 'build_model')} returns copies of {few(copied)}, and a "
+            "sharded model is restored into what it returns. Let it return the weights "
+            f"themselves, {_OR}"
+        )
+    return Shards(model, Piece(ctx.world_rank % of, of), whole)
+
+
+def _require_one_dtype(task: Task, model: nn.Module) -> None:
+    """Raise BadTask if weights that are gathered together are trained in several dtypes."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from train_fn.state.sharded import groups_of
+
+    for name, module in model.named_modules():
+        for group in groups_of(module) if isinstance(module, FSDPModule) else ():
+            dtypes = {
+                str(each.sharded_param.dtype): each._module_info.param_name
+                for each in group.fsdp_params
+                if each.sharded_param.requires_grad
+            }
+            if len(dtypes) > 1:
+                raise BadTask(
+                    f"{name or 'the model'} of {where(task, 'build_model')} trains weights of "
+                    f"{' and '.join(sorted(dtypes))}, which are gathered together. Let "
+                    f"{OWN_CHOICE} return the modules of each dtype, {_OR}"
+                )
 
 
 def _num_pieces(ctx: WorkerContext) -> int:
@@ -286,16 +326,157 @@ def shard_optimizer(
     return OptimizerShards(model, Peers(ctx.world_rank, ctx.world_size, ctx.device))
 
 
-def read_past_a_call(error: RuntimeError, task: Task) -> BadTask | None:
-    """Return the error for a first pass that uses weights that were not gathered; None for another
-    one."""
-    if "DTensor" not in str(error):
-        return None
-    return BadTask(
-        f"{where(task, 'loss')} uses weights of a sharded module without calling that module: "
-        f"{error!s:.300}. Call the model itself, and let {OWN_CHOICE} return modules that are "
-        f"called, {_OR}"
-    )
+# ---------------------------------------------------------------- first pass
+
+# FSDP2 gathers a module's weights before its passes, and gives them up afterwards. Code that does
+# not know that would fail in words of torch's, or change copies without an error.
+
+
+@checked(Moment.FIRST_PASS, cost="none")
+def read_past_a_call(error: Exception | str, task: Task) -> BadTask | None:
+    """Return the error for passes that use weights that were not gathered; None for another one."""
+    if "DTensor" in str(error):
+        return BadTask(
+            f"{where(task, 'loss')} uses weights of a sharded module without calling that module: "
+            f"{error!s:.300}. Call the model itself, and let {OWN_CHOICE} return modules that are "
+            f"called, {_OR}"
+        )
+    if "storage of size 0" in str(error):
+        return BadTask(
+            f"the backward pass of {where(task, 'loss')} needs weights of a sharded module that "
+            "are not gathered: torch.autograd.grad took a gradient through it before, or its "
+            "output was changed in place, or is in an object that torch does not look into. "
+            f"Return tensors, tuples, dicts or dataclasses, write y = y + x for y += x, {_OR}"
+        )
+    return None
+
+
+@contextmanager
+def passes_named(task: Task) -> Iterator[None]:
+    """Raise ``read_past_a_call`` in place of torch's errors."""
+    try:
+        yield
+    except RuntimeError as exc:
+        refused = read_past_a_call(exc, task)
+        if refused is None:
+            raise
+        raise refused from exc
+
+
+@checked(Moment.FIRST_PASS, cost="four reads of all weights")
+class GatheredWeights:
+    """Refuse a first pass that writes into weights, and find out whether it calls all modules.
+
+    What is written into gathered weights is lost, and a rank writes into its own rows as often as
+    it makes passes.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._before: dict[nn.Module, dict[str, int]] = {}
+        self._written: set[str] = set()
+
+    @property
+    def were_all_called(self) -> bool:
+        """Return whether each module that is gathered by itself was called."""
+        return self._before.keys() == {*self._shards.units}
+
+    @contextmanager
+    def watched(self, source: str) -> Iterator[None]:
+        """Run a forward pass inside the block. Raises BadTask if it writes into weights."""
+        units, rows = self._shards.units, self._shards.sums_of_rows()
+        handles = [each.register_forward_pre_hook(self._note) for each in units]
+        handles += [each.register_forward_hook(self._compare, prepend=True) for each in units]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+        for unit in self._before:
+            self._compare(unit)  # that of the root are gathered until the backward pass
+        now = self._shards.sums_of_rows()
+        self._written |= {name for name, value in rows.items() if now[name] != value}
+        if self._written:
+            raise BadTask(
+                f"{source} writes into weights of a sharded model: {few(sorted(self._written))}. "
+                "They are copies there, or rows that a rank would change once for each of its "
+                f"micro-batches. Change weights in on_epoch_end, {_OR}"
+            )
+
+    def _note(self, unit: nn.Module, *_: Any) -> None:
+        self._before[unit] = self._shards.sums_of_gathered(unit)
+
+    def _compare(self, unit: nn.Module, *_: Any) -> None:
+        now = self._shards.sums_of_gathered(unit)
+        self._written |= {name for name, value in now.items() if self._before[unit][name] != value}
+
+
+@checked(Moment.FIRST_PASS, cost="none")
+def require_forgotten(shards: Shards, task: Task) -> None:
+    """Raise BadTask if the weights are still in use that were sharded. Nothing trains those."""
+    if kept := shards.kept_elsewhere():
+        raise BadTask(
+            f"code of {where(task, 'build_model')} keeps {few(kept)} beside the model: in an "
+            "attribute of the task, a list or a closure. A sharded model has others in their "
+            f"place, and nothing trains those. Read weights from the model when they are used, "
+            f"{_OR}"
+        )
+
+
+# ---------------------------------------------------------------- rows
+
+
+@checked(Moment.STEP, Moment.EPOCH_HOOK, cost="a look at each operation on weights")
+class RowsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse code that takes this rank's rows of a sharded weight for all of it.
+
+    It reads a number of the rows alone, or writes into a part of the weight, which is a copy.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._source = source
+        self._copies = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first: Any = args[0] if args else None
+        if not hasattr(first, "device_mesh"):
+            return func(*args, **kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default and not all(
+            each.is_replicate() for each in first.placements
+        ):
+            raise BadTask(
+                f"{self._source} reads a number of a sharded tensor, which is that of this rank's "
+                f"rows. Call .full_tensor() on all ranks before, {_OR}"
+            )
+        if func._schema.is_mutable and first in self._copies:
+            raise BadTask(
+                f"{self._source} writes into a part of a sharded weight, which is a copy and would "
+                f"be lost. Change the whole weight, as by w.mul_(mask), {_OR}"
+            )
+        found = func(*args, **kwargs or {})
+        if func.is_view and hasattr(found, "device_mesh"):
+            shares = local(found).untyped_storage().data_ptr()
+            if first in self._copies or shares != local(first).untyped_storage().data_ptr():
+                self._copies[found] = True
+        return found
+
+
+@checked(Moment.STEP, Moment.EPOCH_HOOK, cost="a look at each operation on weights")
+@contextmanager
+def rows_alone(replica: Replica, source: str) -> Iterator[None]:
+    """Refuse inside the block what ``RowsAlone`` refuses, and other values in place of weights."""
+    if replica.shards is None:
+        yield
+        return
+    with RowsAlone(source):
+        yield
+    replica.shards.reshard()  # after a pass of the model
+    if replaced := replica.shards.replaced():
+        raise BadTask(
+            f"{source} put other values in place of {few(replaced)} by .data, which a sharded "
+            f"weight ignores. Change it in place, as by fill_() or mul_(), {_OR}"
+        )
 
 
 # ---------------------------------------------------------------- exchange
@@ -310,7 +491,8 @@ class ShardedStep(StepExchange):
 
     def __init__(self, replica: Replica, max_norm: float | None) -> None:
         super().__init__(replica)
-        assert replica.order is not None
+        assert replica.order is not None and replica.shards is not None
+        self._shards = replica.shards
         self.digests_ahead = True
         self._order, self._max_norm = replica.order, max_norm
         self._numbers = torch.empty(0)
@@ -324,9 +506,13 @@ class ShardedStep(StepExchange):
     def around(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def pass_back(self, loss_sum: torch.Tensor, number: int | None) -> None:
+        self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
+        self._shards.finish_backward()
+
     def last_pass(self, loss_sum: torch.Tensor | None, number: int | None, votes: Votes) -> None:
         assert loss_sum is not None
-        self._scaled(loss_sum).backward()  # type: ignore[no-untyped-call]
+        self.pass_back(loss_sum, number)
         self._replica.finish_exchange()
         self._numbers = self._replica.sums.gradient(votes)
 

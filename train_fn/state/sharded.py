@@ -4,6 +4,8 @@ all ranks have in common, and in it ``shards``, this rank's rows of every sharde
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
@@ -14,12 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from train_fn.errors import BadTask
 from train_fn.state.optim import Optimizers, match_layout, unpacked
 from train_fn.state.pieces import MOMENT, WEIGHT, Piece, rows_of
 from train_fn.state.tensor_tree import copy_to_cpu
-from train_fn.step.fingerprints import local
+from train_fn.step.fingerprints import local, word_sum
 from train_fn.step.peers import Peers
 
 EXTRA = "extra/"
@@ -250,16 +253,52 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
+def _has_memory(value: torch.Tensor) -> bool:
+    """Return whether a tensor has memory itself, and not only that of its rows."""
+    try:
+        return bool(value.untyped_storage().data_ptr())
+    except RuntimeError:
+        return False
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """Return what FSDP2 knows of the weights that are gathered with a module."""
+    groups: list[Any] = unit._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def copied_weights(model: nn.Module) -> list[str]:
+    """Return the names of sharded weights of which ``state_dict`` returns copies."""
+    owned = {local(value).untyped_storage().data_ptr() for value in model.parameters()}
+    return [
+        name
+        for name, value in model.state_dict().items()
+        if isinstance(value, DTensor)
+        and local(value).numel()
+        and local(value).untyped_storage().data_ptr() not in owned
+    ]
+
+
 class Shards:
     """What a rank has of the one model of a task, and of its one optimizer."""
 
     gathers = True
     """Whether weights are cut as well, and gathered for each pass."""
 
-    def __init__(self, model: nn.Module, piece: Piece) -> None:
+    def __init__(
+        self, model: nn.Module, piece: Piece, whole: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        """``whole``: the weights before they were sharded, by name."""
         self._model, self.piece = model, piece
         self.rows = rows_in({"": model}, {})
         self.trained = [each for each in model.parameters() if each.requires_grad]
+        self.units: list[Any] = [*units_in([model])]
+        """The modules that are gathered by themselves, and the model."""
+        self._names = {module: name for name, module in model.named_modules()}
+        self._whole = {
+            name: (weakref.ref(value), StorageWeakRef(value.untyped_storage()))  # type: ignore[no-untyped-call]
+            for name, value in (whole or {}).items()
+        }
 
     def apart(
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer | Optimizers
@@ -295,6 +334,77 @@ class Shards:
     def reshard(self) -> None:
         """Give up what an evaluation has gathered of other ranks' rows."""
         put_back([self._model])
+
+    def kept_elsewhere(self) -> list[str]:
+        """Return the names of weights whose values before they were sharded are still in use."""
+
+        def found() -> list[str]:
+            refs: Iterable[tuple[str, tuple[Any, Any]]] = self._whole.items()
+            return [name for name, (it, data) in refs if it() is not None or not data.expired()]
+
+        if found():
+            gc.collect()
+        return found()
+
+    def sums_of_rows(self) -> dict[str, int]:
+        """Return the sum of the words of this rank's rows of each weight, by name."""
+        return {
+            name: word_sum(each.sharded_param)
+            for unit in self.units
+            for name, each in self._held(unit)
+        }
+
+    def sums_of_gathered(self, unit: nn.Module) -> dict[str, int]:
+        """Return the same of the weights of a module, while they are gathered."""
+        if not all(group.is_unsharded for group in groups_of(unit)):
+            return {}
+        return {name: word_sum(each.unsharded_param) for name, each in self._held(unit)}
+
+    def replaced(self) -> list[str]:
+        """Return the names of weights in whose place code has put other values by ``.data``."""
+        return [
+            name
+            for unit in self.units
+            for name, each in self._held(unit)
+            if _has_memory(each.sharded_param)
+        ]
+
+    def _held(self, unit: Any) -> Iterator[tuple[str, Any]]:
+        """Yield what FSDP2 has of each weight of a module, by name."""
+        for group in groups_of(unit):
+            for each in group.fsdp_params:
+                module, key = each._module_info.module, each._module_info.param_name
+                yield f"{self._names[module]}.{key}".strip("."), each
+
+    def sum_unused(self) -> None:
+        """From now on, sum a zero for weights of a called module that a rank did not use."""
+        for unit in self.units:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def finish_backward(self) -> None:
+        """Sum the gradients that FSDP2 did not, since it saw no tensor of the root's output in the
+        backward pass."""
+        for unit in self.units:
+            state: Any = unit._get_fsdp_state()
+            if state._is_root and any(
+                group.is_unsharded
+                for each in state._state_ctx.all_states
+                for group in each._fsdp_param_groups
+            ):
+                state._root_post_backward_final_callback()
+
+    @contextmanager
+    def under_own_classes(self) -> Iterator[None]:
+        """Let gathered modules be of the classes that the task gave them, which FSDP2 derives
+        from."""
+        derived = [(unit, unit.__class__) for unit in self.units]
+        for unit, each in derived:
+            unit.__class__ = each.__mro__[2]
+        try:
+            yield
+        finally:
+            for unit, each in derived:
+                unit.__class__ = each
 
 
 # ---------------------------------------------------------------- optimizer alone

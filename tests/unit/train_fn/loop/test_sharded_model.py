@@ -23,10 +23,14 @@ from tests.support.one_rank import one_rank
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask
 from train_fn.loop.sharded import (
+    GatheredWeights,
+    RowsAlone,
     modules_by_size,
     modules_to_shard,
     norm_of,
+    read_past_a_call,
     require_elementwise,
+    require_forgotten,
     require_shardable,
     shard_model,
     shard_optimizer,
@@ -34,7 +38,7 @@ from train_fn.loop.sharded import (
 )
 from train_fn.state.optim import Optimizers
 from train_fn.state.pieces import Piece, weights_in
-from train_fn.state.sharded import Shards
+from train_fn.state.sharded import Shards, forget_meshes
 from train_fn.step.fingerprints import Fingerprints
 
 
@@ -110,6 +114,12 @@ def with_hook() -> nn.Module:
     return model
 
 
+def with_nothing() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.empty = nn.Parameter(torch.empty(0, 3))
+    return model
+
+
 def with_scalar() -> nn.Module:
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.tensor(1.0))
@@ -121,6 +131,7 @@ def with_scalar() -> nn.Module:
     [
         (with_hook, None, None, r"put gradient hooks on weight, which a sharded weight loses"),
         (with_scalar, None, None, r"scale of .* has no dimension to shard; make it a tensor of"),
+        (with_nothing, None, None, r"empty of .* has no element to shard; make it a tensor of"),
         (lambda: nn.Embedding(4, 4, sparse=True), None, None, "sparse embeddings: make them with"),
         (lambda: nn.Linear(4, 4), Stream(), None, "is iterable, so ranks could not evaluate"),
         (lambda: nn.Linear(4, 4), None, "training_step", "it would meet other ranks in the middle"),
@@ -194,12 +205,25 @@ def two_ranks(tmp_path: Path) -> Iterator[WorkerContext]:
     ctx = one_rank(spec(), RunDir(open_storage(str(tmp_path)), "run_test"))
     yield replace(ctx, world_size=2)
     dist.destroy_process_group()
+    forget_meshes()
+
+
+Shard = Callable[[nn.Module], Shards]
 
 
 @pytest.fixture
-def shards(two_ranks: WorkerContext) -> Shards:
+def shard(two_ranks: WorkerContext) -> Shard:
+    """Return a function that shards a model."""
     task = Sharded()
-    return shard_model(two_ranks, task, task.build_model(), None)
+    task.shard_modules = lambda model: [  # type: ignore[method-assign]
+        each for name, each in model.named_children() if name in ("inner", "last", "0")
+    ]
+    return lambda model: shard_model(two_ranks, task, model, None)
+
+
+@pytest.fixture
+def shards(shard: Shard) -> Shards:
+    return shard(Sharded().build_model())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -264,3 +288,111 @@ def test_weights_in_a_state_are_those_of_its_piece() -> None:
     assert weights_in(state) == state["model"]
     rows = {"model/last.weight": torch.zeros(1), "optimizer//0/exp_avg": torch.zeros(1)}
     assert [*weights_in(state | {"shards": rows})] == ["mean", "last.weight"]
+
+
+class Cloning(nn.Linear):
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        found = super().state_dict(*arguments, **named)
+        return {name: value.detach().clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4).double()),
+            r"the model of .* trains weights of torch.float32 and torch.float64, which are",
+        ),
+        (lambda: Cloning(4, 4), r"state_dict\(\) of .* returns copies of weight, bias, and a"),
+    ],
+)
+def test_models_are_refused_once_they_are_sharded(
+    model: Callable[[], nn.Module], message: str, shard: Shard
+) -> None:
+    with pytest.raises(BadTask, match=f"{message}.*or set train.sharding to none"):
+        shard(model())
+
+
+def test_weights_in_another_order_of_memory_are_sharded(shard: Shard) -> None:
+    model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = model.weight.detach().clone()
+    assert not before.is_contiguous()
+    shard(model)
+    assert torch.equal(model.weight.to_local(), before[:2])
+
+
+def test_an_optimizer_is_built_under_the_classes_of_the_task(shards: Shards) -> None:
+    inner = shards.units[1]
+    assert type(inner) is not nn.Sequential and isinstance(inner, nn.Sequential)
+    with shards.under_own_classes():
+        assert type(inner) is nn.Sequential
+    assert type(inner) is not nn.Sequential
+
+
+def test_weights_that_are_kept_beside_a_sharded_model_are_named(shard: Shard) -> None:
+    """In an attribute of the task, say: nothing would train them."""
+    model = Sharded().build_model()
+    kept: list[Any] = [model.last.weight, model.inner[0].bias.detach()]
+    held = shard(model)
+    with pytest.raises(BadTask, match=r"keeps inner.0.bias, last.weight beside the model"):
+        require_forgotten(held, Sharded())
+    kept.clear()
+    require_forgotten(held, Sharded())
+
+
+def test_what_a_first_pass_writes_into_weights_is_refused(shards: Shards) -> None:
+    model = shards.units[0]
+
+    def run(change: Callable[[], Any] = lambda: None) -> None:
+        watch = GatheredWeights(shards)
+        with watch.watched("loss"):
+            model(torch.ones(3, 4))
+            change()
+        assert watch.were_all_called
+
+    run()
+    for name, change in (
+        ("one.weight", lambda: model.one.weight.data.mul_(0.5)),  # gathered still
+        ("inner.0.weight", lambda: model.inner[0].weight.data.mul_(0.5)),  # rows
+    ):
+        with pytest.raises(BadTask, match=f"writes into weights of a sharded model: {name}"):
+            run(change)
+
+    def fill(norm: Any, *_: Any) -> None:
+        norm.weight.data.fill_(2.0)
+
+    handle = model.inner[1].register_forward_hook(fill)
+    with pytest.raises(BadTask, match=r"writes into weights of a sharded model: inner.1.weight"):
+        run()
+    handle.remove()
+    run()
+
+
+@torch.no_grad()
+def test_rows_that_are_taken_for_a_whole_weight_are_refused(shards: Shards) -> None:
+    weight = shards.units[1][0].weight
+    for code, message in (
+        (lambda: weight[0].zero_(), "writes into a part of a sharded weight"),
+        (lambda: weight[0].view(2, 2)[1].zero_(), "writes into a part of a sharded weight"),
+        (lambda: float(weight.norm()), "reads a number of a sharded tensor"),
+    ):
+        with pytest.raises(BadTask, match=f"hook {message}"), RowsAlone("hook"):
+            code()
+    before = weight.to_local().clone()
+    with RowsAlone("hook"):
+        weight[:, 0].zero_()  # of all rows
+        weight.mul_(2.0)
+        weight.clone().zero_()
+    assert torch.equal(weight.to_local()[:, 1:], 2 * before[:, 1:])
+    assert not weight.to_local()[:, 0].any() and shards.replaced() == []
+    weight.data = torch.zeros(30, 4)
+    assert shards.replaced() == ["inner.0.weight"]
+
+
+def test_errors_of_torch_are_named() -> None:
+    for text, words in (
+        ("got mixed torch.Tensor and DTensor", "uses weights of a sharded module without calling"),
+        ("out of bounds for storage of size 0", "needs weights of a sharded module that are not"),
+    ):
+        assert words in str(read_past_a_call(RuntimeError(text), Sharded()))
+    assert read_past_a_call(RuntimeError("out of memory"), Sharded()) is None
