@@ -475,10 +475,11 @@ class Member:
             if ready and not offer.is_settled() and offer.number not in self.came:
                 self.came[offer.number] = offer.come()
 
-    def conclude(self) -> None:
-        """Go over, or stay. It may have waited in vain."""
+    def conclude(self, *, in_vain: bool) -> None:
+        """Go over or stay, if that is decided, or if it has waited in vain."""
         for offer in self.offers:
-            if offer.number in self.came and not offer.is_settled():
+            is_decided = in_vain or self.stores[offer.number].check([GoingOver._KEY])
+            if offer.number in self.came and is_decided and not offer.is_settled():
                 connections = self.came[offer.number]
                 goes = connections is not None and connections.decision.make_after(0.0)
                 self.went += [offer.number] * goes
@@ -500,6 +501,7 @@ class Growth(RuleBasedStateMachine):
         self.late: list[tuple[int, int]] = []
 
     which = st.integers(0, 4)
+    seldom = st.sampled_from([False] * 7 + [True])
 
     def member(self, which: int) -> Member:
         return self.members[which % len(self.members)]
@@ -508,20 +510,38 @@ class Growth(RuleBasedStateMachine):
     @rule()
     def offer(self) -> None:
         self.number, self.store = self.number + 1, dist.HashStore()
+        self.newest = self.store
         self.connecting = set(range(len(self.members)))
 
-    @rule(which=which)
+    @rule(whiches=st.lists(which, min_size=5, max_size=40))
+    def go_on(self, whiches: list[int]) -> None:
+        """Each in turn does what comes next for it."""
+        for which in whiches:
+            which %= len(self.members)
+            found = self.members[which]
+            if found.lives and which in self.connecting:
+                self.connect(which)
+            elif found.lives and found.trains and found.answer == "none yet":
+                self.come_to_the_agreed_step(found)
+            elif found.lives and found.trains and not found.has_ended:
+                found.has_ended = found.answer is None or self.agreed is not None
+            elif found.lives:
+                found.come()
+                found.conclude(in_vain=False)
+
     def connect(self, which: int) -> None:
         """Also too late: the controller may have withdrawn the offer meanwhile."""
-        which %= len(self.members)
-        if which in self.connecting and self.members[which].lives and self.store is not None:
-            self.connecting.remove(which)
-            self.members[which].connect(self.number, self.store, len(self.members))
+        self.connecting.remove(which)
+        self.members[which].connect(self.number, self.newest, len(self.members))
 
     @precondition(lambda self: self.store is not None)
-    @rule()
-    def settle(self) -> None:
+    @rule(happens=seldom)
+    def look(self, happens: bool) -> None:
         """The controller gives an offer up, or has seen that ranks have left or failed."""
+        if happens:
+            self.settle()
+
+    def settle(self) -> None:
         verdict = self.verdicts[self.number] = GoingOver(self.store).make_after(0.0)
         if not verdict:
             self.late += [(which, self.number) for which in range(len(self.members))]
@@ -535,11 +555,7 @@ class Growth(RuleBasedStateMachine):
             if offer.number == number:
                 offer.forget()
 
-    @rule(which=which)
-    def come_to_the_agreed_step(self, which: int) -> None:
-        found = self.member(which)
-        if not found.trains or not found.lives or found.answer != "none yet":
-            return
+    def come_to_the_agreed_step(self, found: Member) -> None:
         found.answer = found.open_offer
         answers = [each.answer for each in self.trainers]
         whole = all(each.lives and not each.has_ended for each in self.trainers)
@@ -548,26 +564,26 @@ class Growth(RuleBasedStateMachine):
             for each in self.trainers:
                 each.present.accepted = self.agreed
 
-    @rule(which=which, fails=st.booleans())
-    def end_training(self, which: int, fails: bool) -> None:
+    @rule(which=which, happens=seldom)
+    def come_early(self, which: int, happens: bool) -> None:
         found = self.member(which)
-        if found.trains and found.lives and (found.answer != "none yet" or fails):
-            found.present.accepted = None if fails else found.present.accepted
-            found.has_ended = True
+        if happens and found.trains and found.lives and found.answer == "none yet":
+            self.come_to_the_agreed_step(found)
 
-    @rule(which=which)
-    def go_on(self, which: int) -> None:
-        if self.member(which).lives:
-            self.member(which).come()
+    @rule(which=which, happens=seldom)
+    def fail(self, which: int, happens: bool) -> None:
+        found = self.member(which)
+        if happens and found.trains and found.lives and not found.has_ended:
+            found.present.accepted, found.has_ended = None, True
 
-    @rule(which=which)
-    def go_over(self, which: int) -> None:
-        if self.member(which).lives:
-            self.member(which).conclude()
+    @rule(which=which, happens=seldom)
+    def wait_in_vain(self, which: int, happens: bool) -> None:
+        if happens and self.member(which).lives:
+            self.member(which).conclude(in_vain=True)
 
-    @rule(which=which)
-    def die(self, which: int) -> None:
-        self.member(which).lives = False
+    @rule(which=which, happens=seldom)
+    def die(self, which: int, happens: bool) -> None:
+        self.member(which).lives &= not happens
 
     @invariant()
     def nobody_goes_alone(self) -> None:
@@ -588,7 +604,7 @@ class Growth(RuleBasedStateMachine):
             each.has_ended = True
             if each.lives:
                 each.come()
-                each.conclude()
+                each.conclude(in_vain=True)
                 assert all(offer.is_settled() for offer in each.offers), "nobody waits for ever"
         self.nobody_goes_alone()
         if self.verdicts.get(self.number):
