@@ -29,8 +29,7 @@ EPOCHS = 70
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ServiceProcess]:
-    env = {"EVERSTEP_RECOVERY_GROWTH_BESIDE": "1"}
-    with ServiceProcess(nodes=3, env=env) as process:
+    with ServiceProcess(nodes=3) as process:
         yield process
 
 
