@@ -475,7 +475,7 @@ def test_whole_weights_that_go_apart_are_found_as_with_ddp(
     first = run_ranks(replace(job, flipped=(DrillKind.CORRUPT_WEIGHTS, 2, 6)), tmp_path)
     for outcome in first:
         assert isinstance(outcome.error, StepFailed)
-        assert "rank 2 differs from the others in weights" in outcome.error.error.message
+        assert "rank 2 differs from the others in" in outcome.error.error.message
     last = train_to_end(replace(job, attempt=2), tmp_path)
     assert restored(last)["source"] == "fresh"
     require_like(optimizer_twin, job, last)
