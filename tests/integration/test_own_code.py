@@ -91,12 +91,22 @@ SHARDED_STEPS = 16
 
 
 def begin_sharded(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path, sharding: str = "full"
+    started: list[DrivenRun],
+    cluster: RayCluster,
+    tmp_path: Path,
+    sharding: str = "full",
+    num_ranks: int = 2,
 ) -> DrivenRun:
+    """Two nodes have one processor each."""
     train = {"epochs": 12, "global_batch_size": 64, "sharding": sharding, "grad_clip_norm": 1.0}
     code = {"task": "sharded_gpt:ShardedGpt"}
     archive = example("gallery")
-    run = begin(started, cluster, tmp_path, archive, code, min_workers=2, train=train)
+    scaling = {
+        "min_workers": num_ranks,
+        "max_workers": num_ranks,
+        "resources_per_worker": {"CPU": 2 / num_ranks},
+    }
+    run = begin(started, cluster, tmp_path, archive, code, scaling=scaling, train=train)
     run.wait_for_step(40)
     return run
 
@@ -127,15 +137,20 @@ def test_a_task_whose_model_is_sharded_loses_no_reported_step(
     assert run.last(EventKind.RECOVERED).data["rung"] == "in_process"
 
 
+@pytest.mark.parametrize(("sharding", "num_ranks"), [("full", 2), ("hybrid", 4)])
 def test_a_task_whose_model_is_sharded_loses_no_reported_step_with_a_node(
-    started: list[DrivenRun], cluster: RayCluster, tmp_path: Path
+    sharding: str,
+    num_ranks: int,
+    started: list[DrivenRun],
+    cluster: RayCluster,
+    tmp_path: Path,
 ) -> None:
     """A new node takes the dead one's place; the pieces that it had come from the other one."""
-    run = begin_sharded(started, cluster, tmp_path)
+    run = begin_sharded(started, cluster, tmp_path, sharding, num_ranks)
     cluster.kill_node(run.worker(1)["node_id"])
     new = cluster.add_node()
     require_whole(run)
-    assert new in {run.worker(rank)["node_id"] for rank in (0, 1)}
+    assert new in {run.worker(rank)["node_id"] for rank in range(num_ranks)}
 
 
 def test_a_train_fn_goes_on_from_its_own_checkpoint(
