@@ -29,6 +29,7 @@ from train_fn.node.node_dir import shared_memory_root
 LIMITS_S = {
     "survivors": 150.0,
     "two_ranks": 180.0,
+    "sharded": 150.0,
     "broken_start": 120.0,
     "hanging_peers": 120.0,
     "bits": 180.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
+from typing import Any
 
 import torch
 
@@ -82,14 +83,21 @@ def train(
     device: torch.device,
     *,
     in_process: bool = False,
+    on_cpu: str = "silent",
+    **changes: Any,
 ) -> DrivenRun:
-    """Train two ranks to the end, and strike them on the way."""
-    spec = _spec(strikes, device, in_process=in_process)
+    """Train two ranks to the end, and strike them on the way.
+
+    Args:
+        on_cpu: what carries collectives where there is no GPU.
+        changes: other fields of ``train``.
+    """
+    spec = _spec(strikes, device, in_process=in_process, **changes)
     run = DrivenRun(cluster, directory, spec, module="tests.chaos.deadly_driver")
     try:
         run.start(**PATIENCE)
         assert run.wait_for_end() == 0, run.describe()
-        backend = "nccl" if device.type == "cuda" else "silent"
+        backend = "nccl" if device.type == "cuda" else on_cpu
         places = {
             (event.data["device"], event.data["backend"])
             for event in run.of(EventKind.TRAINING_STARTED)
@@ -101,8 +109,10 @@ def train(
         run.stop()
 
 
-def _spec(strikes: list[Strike], device: torch.device, *, in_process: bool) -> RunSpec:
+def _spec(
+    strikes: list[Strike], device: torch.device, *, in_process: bool, **changes: Any
+) -> RunSpec:
     spec = deadly_spec(2, strikes, in_process=in_process).model_dump(mode="json")
     scaling = {**spec["scaling"], "use_gpu": device.type == "cuda"}
-    train = {**spec["train"], "deterministic": True}
+    train = {**spec["train"], "deterministic": True, **changes}
     return RunSpec.model_validate({**spec, "scaling": scaling, "train": train})
