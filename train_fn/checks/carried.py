@@ -156,11 +156,11 @@ def _counts_of(frame: FrameType) -> dict[str, Any]:
 def _is_own_object(value: Any) -> bool:
     """Return whether this is an object of a class of the user's that may count: data and modules
     are looked at elsewhere."""
-    kind = type(value)
+    kind = type(value)  # calls no code of the object's, as its own attributes may
     return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and not isinstance(value, nn.Module | Dataset | DataLoader | type)
-        and not isinstance(value, ModuleType | FunctionType)
+        kind.__dictoffset__ != 0
+        and not issubclass(kind, nn.Module | Dataset | DataLoader | type)
+        and not issubclass(kind, ModuleType | FunctionType)
         and _is_of_user(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
     )
 

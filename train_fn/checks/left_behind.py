@@ -186,6 +186,16 @@ class _Walk:
                 self.value(f"{path}.{key}", value)
 
     def value(self, path: str, value: Any) -> None:
+        """Follow a value. One that raises where somebody looks at it, as a proxy of what is not
+        there yet, equals nothing."""
+        try:
+            self._follow(path, value)
+        except TooMuch:
+            raise
+        except Exception:  # of any code behind an attribute
+            self.found[path] = object()
+
+    def _follow(self, path: str, value: Any) -> None:
         """Follow a value by its kind. What is of a library, and no container, is not followed."""
         if isinstance(value, _PLAIN):
             self.found[path] = value if value == value else "nan"
@@ -320,7 +330,7 @@ class _Walk:
             if told is not None:
                 self.value(f"{path} state", told(value))
                 return
-        for key, part in list(getattr(value, "__dict__", {}).items()):
+        for key, part in _own(value):
             if not key.startswith("_") and isinstance(part, (*_PLAIN, *_NUMBERS)):
                 self.value(f"{path}.{key}", part)
 
@@ -366,8 +376,16 @@ class _Walk:
             raise TooMuch
 
 
+def _own(value: object) -> list[tuple[str, Any]]:
+    """Return what an object has of its own, without a call of its code."""
+    try:
+        return list(object.__getattribute__(value, "__dict__").items())
+    except AttributeError:
+        return []
+
+
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    yield from list(getattr(value, "__dict__", {}).items())
+    yield from _own(value)
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

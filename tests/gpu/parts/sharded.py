@@ -1,6 +1,6 @@
-"""Two ranks share one GPU over NCCL, and FSDP2 shards their model. One is killed after its optimizer
-has stepped, its replacement while it starts, and then the other one; the final pieces equal those of
-an undisturbed run bit by bit."""
+"""Two ranks share one GPU over NCCL, and FSDP2 shards their model. One is killed after its
+optimizer has stepped, its replacement while it starts, and then the other one; the final pieces
+equal those of an undisturbed run bit by bit."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from tests.integration import habits
@@ -121,6 +122,32 @@ def test_a_flag_that_is_raised_is_found() -> None:
     before = held_values({}, ())
     habits.FLAG.set()
     assert any("FLAG" in name for name in _changed(before, held_values({}, ())))
+
+
+class _Deferred(BaseModel, defer_build=True):
+    """Pydantic gives it parts that raise at every attribute until it is used."""
+
+    number: int = 1
+
+
+class _Proxy:
+    """Stands for what is not there yet, as proxies of web frameworks do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("nothing is there")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("nothing is there")
+
+
+@pytest.mark.parametrize("is_proxy", [False, True])
+def test_an_object_that_raises_where_it_is_looked_at_breaks_nothing(
+    is_proxy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(habits, "HELD", [_Proxy() if is_proxy else _Deferred], raising=False)
+    changed = _changed(held_values({}, ()), held_values({}, ()))
+    assert any("HELD" in name for name in changed) is is_proxy, "what cannot be seen may change"
 
 
 @pytest.mark.parametrize("habit", ["default_precision", "fast_path", "filled_memory"])
