@@ -336,7 +336,7 @@ def test_ranks_that_call_other_layers_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- hybrid, and the optimizer alone
 
 FOUR = ("a", "a", "b", "b")
-"""Two nodes, each of which has all pieces with ``hybrid``."""
+"""Two nodes. With ``hybrid``, each has all pieces."""
 
 
 def other_job(tmp_path: Path, name: str, sharding: str, **changes: Any) -> Job:
@@ -414,7 +414,7 @@ def test_other_shardings_train_the_same_model(
 def test_other_shardings_go_on_at_other_sizes(
     sharding: str, tmp_path: Path, twin: tuple[Job, Outcome]
 ) -> None:
-    """Then on one node, then on two of which one has a rank more, all without a checkpoint."""
+    """From two nodes to one, then to two with unequal numbers of ranks. No checkpoint is read."""
     job = other_job(tmp_path, "sizes", sharding)
     first = run_ranks(replace(job, killed=(2, 4), with_it=(3,)), tmp_path)
     lose(job, "b")
@@ -453,16 +453,28 @@ def test_survivors_of_other_shardings_keep_their_processes(
     require_like(twin, job, first[0], second[0], last[0])
 
 
+FLIPPED = DrillKind.CORRUPT_WEIGHTS, 2, 6
+
+
+def flip_and_begin_again(
+    tmp_path: Path, sharding: str, message: str
+) -> tuple[Job, list[Outcome], Outcome]:
+    """Flip a bit of one rank's weights, which all ranks must refuse with this message. Return the
+    run, that attempt, and the next one, which trains to the end."""
+    job = other_job(tmp_path, "flipped", sharding)
+    first = run_ranks(replace(job, flipped=FLIPPED), tmp_path)
+    for outcome in first:
+        assert isinstance(outcome.error, StepFailed)
+        assert message in outcome.error.error.message
+    return job, first, train_to_end(replace(job, attempt=2), tmp_path)
+
+
 def test_replicas_that_go_apart_are_found_before_the_next_step(
     tmp_path: Path, hybrid_twin: tuple[Job, Outcome]
 ) -> None:
     """A bit of one replica's weights is flipped. The run goes on from the step before."""
-    job = other_job(tmp_path, "flipped", "hybrid")
-    first = run_ranks(replace(job, flipped=(DrillKind.CORRUPT_WEIGHTS, 2, 6)), tmp_path)
-    for outcome in first:
-        assert isinstance(outcome.error, StepFailed)
-        assert "in rows of the same piece after step 7" in outcome.error.error.message
-    last = train_to_end(replace(job, attempt=2), tmp_path)
+    message = "in rows of the same piece after step 7"
+    job, first, last = flip_and_begin_again(tmp_path, "hybrid", message)
     assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 6)
     require_like(hybrid_twin, job, first[0], last)
 
@@ -471,12 +483,8 @@ def test_replicas_that_go_apart_are_found_before_the_next_step(
 def test_whole_weights_that_go_apart_are_found_as_with_ddp(
     tmp_path: Path, optimizer_twin: tuple[Job, Outcome]
 ) -> None:
-    job = other_job(tmp_path, "flipped", "optimizer")
-    first = run_ranks(replace(job, flipped=(DrillKind.CORRUPT_WEIGHTS, 2, 6)), tmp_path)
-    for outcome in first:
-        assert isinstance(outcome.error, StepFailed)
-        assert "rank 2 differs from the others in" in outcome.error.error.message
-    last = train_to_end(replace(job, attempt=2), tmp_path)
+    message = "rank 2 differs from the others in"
+    job, _, last = flip_and_begin_again(tmp_path, "optimizer", message)
     assert restored(last)["source"] == "fresh"
     require_like(optimizer_twin, job, last)
 
@@ -485,8 +493,7 @@ def test_replicas_that_differ_are_not_mixed_if_a_death_comes_before_their_gate(
     tmp_path: Path, hybrid_twin: tuple[Job, Outcome]
 ) -> None:
     job = other_job(tmp_path, "flipped", "hybrid")
-    flipped = DrillKind.CORRUPT_WEIGHTS, 2, 6
-    first = run_ranks(replace(job, flipped=flipped, killed=(3, 7), place="gate"), tmp_path)
+    first = run_ranks(replace(job, flipped=FLIPPED, killed=(3, 7), place="gate"), tmp_path)
     assert first[3].exit_code == -9
     last = train_to_end(replace(job, attempt=2), tmp_path)
     assert (restored(last)["source"], restored(last)["step"]) == ("snapshot", 6)

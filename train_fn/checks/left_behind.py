@@ -186,8 +186,8 @@ class _Walk:
                 self.value(f"{path}.{key}", value)
 
     def value(self, path: str, value: Any) -> None:
-        """Follow a value. One that raises where somebody looks at it, as a proxy of what is not
-        there yet, equals nothing."""
+        """Follow a value. If it raises when it is looked at, as a proxy may before its object is
+        there, nothing is equal to it."""
         try:
             self._follow(path, value)
         except TooMuch:

@@ -215,8 +215,8 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 
 class CallOrder:
-    """Digest which weights of these models this rank gathers, and of which it sums gradients, in
-    their order since ``take``. The newest one of a process counts."""
+    """Digest what this rank has done since ``take``, in order: the weights of these models that it
+    gathers, and those whose gradients it sums. The newest one of a process counts."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         weights = dict.fromkeys(each for model in models for each in model.parameters())

@@ -520,7 +520,6 @@ class ShardedStep(StepExchange):
         """Return the totals over all ranks. Raise BadTask if they called other modules."""
         replica = self._replica
         own, peers = replica.fingerprints, replica.peers
-        assert replica.shards is not None
         own.finish()
         digests = own.gradient or 0, own.weights or 0
         norm = 0.0 if self._max_norm is None else norm_of(self._gradients())
@@ -534,7 +533,7 @@ class ShardedStep(StepExchange):
         norms, orders, *found = zip(
             *(_ROW.unpack_from(each, len(numbers)) for each in rows), strict=True
         )
-        of = replica.shards.piece.of  # the other ranks are replicas, which gates compare
+        of = self._shards.piece.of  # the other ranks are replicas, which gates compare
         step = replica.state.step + 1
         require_same_order(orders, where(replica.task, "loss"), f"in step {step}")
         own.combine(list(zip(*found, strict=True))[:of])

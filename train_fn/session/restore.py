@@ -364,8 +364,8 @@ def read_pieces(
 def _apart(
     peers: Peers, node: str, labels: Mapping[int, Label], found: Mapping[int, Mapping[str, Any]]
 ) -> Bad:
-    """Return the files of pieces of which ranks have read other rows than their peers: replicas
-    that no gate has compared yet. A collective."""
+    """Return the files of which two ranks have read different rows of one piece. Such replicas
+    were not compared by a gate yet. A collective."""
     own = {
         number: (labels[number], tree_digest(piece["shards"])) for number, piece in found.items()
     }

@@ -156,7 +156,7 @@ def in_one_piece(
     names = {name: name.removeprefix(WEIGHT) for name in rows}
     shards = {name: model.pop(key) for name, key in names.items() if key in model}
     for number, values in moments.items():
-        # Numbers of steps have no dimension; what is kept of a weight has its shape.
+        # A moment has the shape of its weight. A count of steps has no dimension.
         for key in [key for key, value in values.items() if getattr(value, "ndim", 0)]:
             shards[f"{MOMENT}/{number}/{key}"] = values.pop(key)
     piece = {

@@ -164,8 +164,8 @@ def load_rows(
     plain: Mapping[str, Any],
     shards: Mapping[str, torch.Tensor],
 ) -> None:
-    """Load this rank's rows (``mine``, by name), and what is in no shard. Raises BadTask for a
-    model of another shape."""
+    """Load the rows of this rank, which are ``mine`` by name, and what is in no shard. Raises
+    BadTask if the model has another shape."""
     own = model.state_dict()
     saved = {
         name.removeprefix(f"{WEIGHT}{prefix}"): value
@@ -237,7 +237,7 @@ def holds_gradients(units: Iterable[FSDPModule]) -> bool:
     return any(
         group._partial_reduce_output is not None or any(map(_waits, group.fsdp_params))
         for unit in units
-        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for group in groups_of(unit)
     )
 
 
@@ -268,7 +268,7 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def copied_weights(model: nn.Module) -> list[str]:
-    """Return the names of sharded weights of which ``state_dict`` returns copies."""
+    """Return the names of sharded weights that ``state_dict`` returns as copies."""
     owned = {local(value).untyped_storage().data_ptr() for value in model.parameters()}
     return [
         name
@@ -521,10 +521,12 @@ def _blocks(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield weights that are gathered together: of one dtype in a row, and not too many."""
     for _, alike in groupby(weights, lambda each: each.dtype):
         block: list[torch.Tensor] = []
+        num_bytes = 0
         for each in alike:
             block.append(each)
-            if sum(value.nbytes for value in block) >= _BLOCK_BYTES:
+            num_bytes += each.nbytes
+            if num_bytes >= _BLOCK_BYTES:
                 yield block
-                block = []
+                block, num_bytes = [], 0
         if block:
             yield block

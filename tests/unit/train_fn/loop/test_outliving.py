@@ -131,7 +131,7 @@ class _Deferred(BaseModel, defer_build=True):
 
 
 class _Proxy:
-    """Stands for what is not there yet, as proxies of web frameworks do."""
+    """Raises as proxies of web frameworks do before their object is there."""
 
     @property
     def __class__(self) -> Any:
