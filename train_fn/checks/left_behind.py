@@ -117,16 +117,11 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
         walk.note(name, owner)
     for name, owner in owners.items():
         walk.owner(name, owner, 0)
-    for name, module in sorted(sys.modules.items()):
-        if not isinstance(module, types.ModuleType):
-            walk.value(name, module)
-        elif is_users(getattr(module, "__file__", None) or "") or (
-            _is_made(module)
-            and not name.startswith("_")
-            and "." not in name
-            and name not in _MADE_BY_LIBRARIES
-        ):
+    for name, module in sorted(filter(_is_followed, list(sys.modules.items()))):
+        if isinstance(module, types.ModuleType):
             walk.items(name, vars(module))
+        else:
+            walk.value(name, module)
     for variable, value in contextvars.copy_context().items():
         walk.value(f"context variable {variable.name}", value)
     return walk.found
@@ -446,6 +441,17 @@ def _file_behind(function: Any) -> str:
 
 def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _is_followed(named: tuple[str, Any]) -> bool:
+    """Return whether what is imported by a name is the user's, or has been made by code."""
+    name, module = named
+    if not isinstance(module, types.ModuleType):
+        return True
+    if file := getattr(module, "__file__", None):
+        return is_users(file)
+    is_hidden = name.startswith("_") or "." in name or name in _MADE_BY_LIBRARIES
+    return not is_hidden and _is_made(module)
 
 
 def _is_made(module: types.ModuleType) -> bool:

@@ -286,8 +286,11 @@ class Replica:
         Args:
             is_fresh: whether no state is loaded afterwards.
         """
-        kinds = set(self.peers.gather(kernels(self.peers.device)))
-        self.together.must_agree = len(kinds) == 1 and torch.are_deterministic_algorithms_enabled()
+        known = (kernels(self.peers.device), self.parts.flops_per_sample)
+        kinds, counts = zip(*self.peers.gather(known), strict=True)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self.together.must_agree = len(set(kinds)) == 1 and is_deterministic
+        self.parts.flops_per_sample = next(filter(None, counts), None)
         if self.own_updates is not None:
             self.wrapped = self.step_module
             self.volatile = self.own_updates.join(self)
@@ -319,10 +322,10 @@ class Replica:
             self.exchange.watch()
 
     def _try_once(self, batch: Any | None, num_samples: int) -> None:
-        """Count the operations of a sample, and refuse micro-batches that are too small, unless a
-        pass ahead has done both with the same samples."""
+        """Count the operations of a sample, which a peer may know already, and refuse micro-batches
+        that are too small, unless a pass ahead has done both with the same samples."""
         if not self.parts.is_tried:
-            if self.shards is None:
+            if self.shards is None and self.parts.flops_per_sample is None:
                 flops = counted_flops(self.task, self.state.model, batch, num_samples)
                 self.parts.flops_per_sample = flops
             try_smallest(self)

@@ -26,7 +26,7 @@ from train_fn.recovery.evidence import StepFailed
 from train_fn.samples.ledger import Ledger
 from train_fn.samples.loader import Loader
 from train_fn.session import session
-from train_fn.session.report import Reporter
+from train_fn.session.report import Reporter, speed_of
 from train_fn.snapshots.publisher import Publisher
 from train_fn.snapshots.store import Label, snapshot_store
 from train_fn.state.tensor_tree import digest
@@ -385,3 +385,18 @@ def test_a_model_that_was_built_ahead_is_not_tried_a_second_time(
     survivor.note_inventory(parts)
     survivor.note_inventory(parts)
     assert done[4:] == ["held_values"], "a process holds the values of its first attempt"
+
+
+def test_a_rank_that_joins_takes_over_what_a_peer_has_counted(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(self: Peers, value: Any) -> list[Any]:
+        is_asked = isinstance(value, tuple) and value[1:] == (None,)
+        return [value, (value[0], 42.0)] if is_asked else [value]
+
+    monkeypatch.setattr(Peers, "gather", gather)
+    monkeypatch.setattr(replica, "counted_flops", lambda *_: pytest.fail("counted again"))
+    ctx = one_rank(SPEC, run_dir)
+    built = replica.build_replica(ctx)
+    built.join(is_fresh=True)
+    assert speed_of(ctx, built.task, built.parts.flops_per_sample).flops_per_sample == 42.0
