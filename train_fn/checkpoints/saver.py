@@ -4,8 +4,6 @@ steps, and a thread writes the copy while training continues."""
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -25,6 +23,7 @@ from train_fn.checkpoints.save_slot import (
 )
 from train_fn.context import WorkerContext
 from train_fn.errors import CheckpointFailed
+from train_fn.node.usage import give_way
 from train_fn.state.run_state import RunState
 
 FINAL_PATIENCE_S = 600.0
@@ -37,9 +36,6 @@ REPORT_EVERY_S = 15.0
 """Shortest time between two reports of a checkpoint to Ray Train. A report is work for its
 controller and for every rank, for a small model almost as much as the save. A run that saves more
 often reports the newest checkpoint."""
-WRITER_NICENESS = 10
-"""Niceness of the writing thread. On a host whose cores are all used by ranks, it runs only in the
-time that they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +228,7 @@ class Saver:
     # -- the writing thread
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process
-            os.nice(WRITER_NICENESS)
+        give_way()
         while (save := self._slot.next()) is not None:
             while (error := self._write(save)) is not None:
                 if not isinstance(error, StorageError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ FIRST_REPORT_S: Final = 10.0
 REPORT_EVERY_S: Final = 60.0
 RANKS_A_MINUTE: Final = 16
 """Ranks of larger groups report less often after the first time: so often all together."""
+
+WRITER_NICENESS: Final = 10
+"""Niceness of threads that keep states beside training."""
 
 logger = logging.getLogger(__name__)
 
@@ -255,3 +259,9 @@ def set_threads(spec: RunSpec) -> None:
 
 _num_threads: int | None = None
 """The number that was set in this process."""
+
+
+def give_way() -> None:
+    """Let this thread run only in the time that ranks leave, on a host whose cores they all use."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.nice(WRITER_NICENESS)

@@ -31,6 +31,7 @@ from train_fn.checkpoints.sharded import PieceSaves, short
 from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, PeersGone, StepNotWhole
 from train_fn.node.network import listen_at, own_address
+from train_fn.node.usage import give_way
 from train_fn.snapshots.election import odd_ranks, raise_apart
 from train_fn.snapshots.publisher import shortage, snapshots_of
 from train_fn.snapshots.store import Label, SnapshotStore, snapshot_store
@@ -69,6 +70,7 @@ class Holdings:
         """``of``: how many pieces there are."""
         self._ctx, self._peers, self._of = ctx, peers, of
         self._store = snapshot_store(ctx)
+        self._store.drop_spares()
         self.nodes: list[str] = peers.gather(ctx.node_id)
         by_rank = heirs(self.nodes, of)
         self._heir = by_rank[peers.rank]
@@ -193,7 +195,7 @@ class Holdings:
             raise_apart(self._ctx, newest.step, self.committed or 0, odd, "rows of the same piece")
         problems = [f"rank {at}: {row['problem']}" for at, row in enumerate(rows) if row["problem"]]
         if not problems:
-            self._store.remove_older(newest, keep=0)
+            self._store.recycle_older(newest)
         else:  # part of it only: make room for the next one, and keep what is whole
             for label in self._store.labels():
                 if (label.origin, label.step) == (newest.origin, newest.step):
@@ -237,6 +239,7 @@ class Holdings:
     # -- the thread
 
     def _run(self) -> None:
+        give_way()
         while (copy := self._jobs.get()) is not None:
             label, problem = self._write(copy)
             self._copies.release(copy)
@@ -255,7 +258,7 @@ class Holdings:
             }
             if self._peers.world_size > self._of:
                 self._shards = tree_digest(copy.state["shards"])
-            problem = shortage(self._store, copy.state)
+            problem = shortage(self._store, copy.state, self._store.spare_bytes(label))
             if problem is None:
                 return self._store.write(label, copy.state), None
         except Exception as exc:
@@ -278,7 +281,7 @@ class Holdings:
 
     # -- what arrives
 
-    def _take_in(self, label: Label, size: int, blocks: Iterable[bytes]) -> None:
+    def _take_in(self, label: Label, size: int, blocks: Iterable[memoryview]) -> None:
         """Keep a piece of another node on this one."""
         problem = label.problem
         if problem is None:
@@ -289,7 +292,7 @@ class Holdings:
             self._arrived[_key(label)] = problem
             self._changed.notify_all()
 
-    def _noticed(self, label: Label, blocks: Iterable[bytes]) -> Iterable[bytes]:
+    def _noticed(self, label: Label, blocks: Iterable[memoryview]) -> Iterable[memoryview]:
         for block in blocks:
             self._moved_at = time.monotonic()
             yield block
@@ -353,13 +356,16 @@ def _key(label: Label) -> _Key:
     return label.origin, label.step, label.rank
 
 
-def take_in(store: SnapshotStore, label: Label, size: int, blocks: Iterable[bytes]) -> str | None:
+def take_in(
+    store: SnapshotStore, label: Label, size: int, blocks: Iterable[memoryview]
+) -> str | None:
     """Keep the file of a snapshot that comes from another node. Return why that cannot be done, or
     None. All blocks are read in any case."""
-    if size > store.free_bytes():
+    free_bytes = max(0, store.free_bytes() + store.spare_bytes(label))
+    if size > free_bytes:
         for _ in blocks:
             pass
-        return f"{size} bytes do not fit the {max(0, store.free_bytes())} of shared memory left"
+        return f"{size} bytes do not fit the {free_bytes} of shared memory left"
     try:
         store.take_in(label, blocks)
     except Exception as exc:
@@ -393,7 +399,7 @@ class PieceLinks:
         self,
         ctx: WorkerContext,
         peers: Peers,
-        take_in: Callable[[Label, int, Iterable[bytes]], None],
+        take_in: Callable[[Label, int, Iterable[memoryview]], None],
         lose: Callable[[int, Exception], None],
     ) -> None:
         self._rank, self._store = peers.rank, snapshot_store(ctx)
@@ -453,6 +459,7 @@ class PieceLinks:
 
     def _serve(self, connection: socket.socket) -> None:
         """Take in what one peer sends, until it ends."""
+        give_way()
         rank = None
         try:
             connection.settimeout(SILENT_S)
@@ -474,14 +481,16 @@ class PieceLinks:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    return b"".join(_blocks(connection, size))
+    return b"".join(map(bytes, _blocks(connection, size)))
 
 
-def _blocks(connection: socket.socket, size: int) -> Iterable[bytes]:
-    """Yield so many bytes as they come. Raises ConnectionError if the peer ends before."""
+def _blocks(connection: socket.socket, size: int) -> Iterable[memoryview]:
+    """Yield so many bytes as they come, each block in the memory of the one before. Raises
+    ConnectionError if the peer ends before."""
+    memory = memoryview(bytearray(min(size, _BLOCK_BYTES)))
     while size:
-        block = connection.recv(min(size, _BLOCK_BYTES))
-        if not block:
+        received = connection.recv_into(memory[:size])
+        if not received:
             raise ConnectionError("the peer has closed the connection")
-        size -= len(block)
-        yield block
+        size -= received
+        yield memory[:received]

@@ -67,7 +67,7 @@ def write_state(path: Path, state: Mapping[str, Any], check: Callable[[], None] 
     skeleton = plain_apart(state, tensors)
     header = _packed(skeleton)
     starts = _starts(len(header), [tensor.nbytes for tensor in tensors])
-    with _exclusively(path) as file:
+    with exclusively(path) as file:
         checksum = hashlib.sha256(header).digest()
         write_all(file, _PREFACE.pack(_MAGIC, len(header), starts[-1], checksum) + header)
 
@@ -134,7 +134,7 @@ def is_in_use(path: Path) -> bool:
 
 
 @contextmanager
-def _exclusively(path: Path) -> Iterator[BinaryIO]:
+def exclusively(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write over, which nobody reads: that of ``path`` or a new one."""
     if is_in_use(path):
         path.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from train_fn.context import WorkerContext
 from train_fn.errors import StateNotWhole
 from train_fn.node.node_dir import shared_memory_root, snapshots_dir
 from train_fn.snapshots.state_file import (
+    exclusively,
     go_on,
     is_in_use,
     open_state,
@@ -84,8 +85,7 @@ class SnapshotStore:
         Raises what ``write_state`` and ``check`` do, and StateNotWhole if the state does not have
         the digest of its label: it has changed since, and nothing is published.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _published(self._state_path(label)) as draft:
+        with self._published_state(label) as draft:
             written = write_state(draft, state, check)
             if label.digest not in (None, written):
                 raise StateNotWhole(label.step, "it has changed while a snapshot was written")
@@ -93,14 +93,14 @@ class SnapshotStore:
         self._write_label_or_remove(label)
         return label
 
-    def take_in(self, label: Label, blocks: Iterable[bytes]) -> None:
+    def take_in(self, label: Label, blocks: Iterable[bytes | memoryview]) -> None:
         """Publish the file of a state that comes from another node, then its label. Raises OSError,
         and ValueError if the state does not match its label."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _published(self._state_path(label)) as draft:
-            with draft.open("wb", buffering=0) as file:
+        with self._published_state(label) as draft:
+            with exclusively(draft) as file:
                 for block in blocks:
                     write_all(file, block)
+                file.truncate()
             _require_state_of(label, *read_state(draft))
         self._write_label_or_remove(label)
 
@@ -146,6 +146,38 @@ class SnapshotStore:
         moments = [((label.origin, label.step), label) for label in self.labels()]
         older = [each for each in moments if each[0] < (newest.origin, newest.step)]
         return [label for _, label in sorted(older, key=lambda each: each[0])]
+
+    def recycle_older(self, newest: Label) -> None:
+        """Remove what is older than ``newest``. The next state of a rank is written over the file
+        of its last one, unless somebody reads that: fresh memory is slow."""
+        for label in self._older(newest):
+            self._label_path(label).unlink(missing_ok=True)
+            with suppress(OSError):  # it has no state, or another rank was faster
+                self._state_path(label).replace(self._spare_path(label))
+
+    def spare_bytes(self, label: Label) -> int:
+        """Return the size of the file over which a state will be written, or 0."""
+        with suppress(OSError):
+            return self._spare_path(label).stat().st_size
+        return 0
+
+    def drop_spares(self) -> None:
+        """Remove the files over which states of an earlier attempt would have been written."""
+        for path in self.directory.glob("s*-spare-*.tmp"):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _published_state(self, label: Label) -> Iterator[Path]:
+        """Yield the path of a draft that becomes a label's state (``_published``)."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._state_path(label)
+        with suppress(OSError):  # there is none
+            self._spare_path(label).rename(_draft_of(path))
+        with _published(path) as draft:
+            yield draft
+
+    def _spare_path(self, label: Label) -> Path:
+        return self.directory / f"s{label.submission:03d}-spare-r{label.rank}.tmp"
 
     def drop_draft(self, label: Label) -> None:
         """Remove the file that a state was about to be written over."""

@@ -37,7 +37,8 @@ from tests.support.storage_places import quick_directory
 from train_fn.checkpoints import saver as saver_module
 from train_fn.checkpoints.commit import load_checkpoint
 from train_fn.checkpoints.save_slot import BoundaryCopies, Save
-from train_fn.checkpoints.saver import WRITER_NICENESS, Saver
+from train_fn.checkpoints.saver import Saver
+from train_fn.node.usage import WRITER_NICENESS
 from train_fn.samples.ledger import Count
 from train_fn.state.optim import unpacked
 from train_fn.state.run_state import BestSoFar

@@ -157,6 +157,33 @@ def test_older_pieces_stay_until_the_newest_are_everywhere(pair: list[Rank]) -> 
     assert [rank.labels() for rank in pair] == [{(2, 0), (2, 1)}] * 2
 
 
+def test_pieces_are_written_over_the_files_of_older_ones(pair: list[Rank]) -> None:
+    """Two files for each rank on a node, by turns, and none is left to the next attempt."""
+    stores = [snapshot_store(rank.ctx) for rank in pair]
+    files = []
+    for _ in range(4):
+        both(step_and_gate, pair)
+        labels = sorted(stores[0].labels(), key=lambda label: label.rank)
+        files.append([stores[0]._state_path(label).stat().st_ino for label in labels])
+        for label in labels:
+            assert stores[0].read(label)["shards"]["model/w"].equal(pair[label.rank].state.weight)
+    assert files[0] == files[2] and files[1] == files[3] and {*files[0]}.isdisjoint(files[1])
+    assert len(list(stores[0].directory.glob("*.tmp"))) == 2
+    stores[0].drop_spares()
+    assert list(stores[0].directory.glob("*.tmp")) == []
+
+
+def test_a_piece_that_comes_is_not_written_over_one_that_somebody_reads(pair: list[Rank]) -> None:
+    both(step_and_gate, pair)
+    store = snapshot_store(pair[0].ctx)
+    [theirs] = [label for label in store.labels() if label.rank == 1]
+    held = store.read(theirs)["shards"]["model/w"]
+    before = held.clone()
+    for _ in range(3):
+        both(step_and_gate, pair)
+    assert held.equal(before) and not before.equal(pair[1].state.weight)
+
+
 def test_a_gate_does_not_wait_for_a_rank_that_left(pair: list[Rank]) -> None:
     both(step_and_gate, pair)
     pair[0].make_step()
@@ -266,7 +293,7 @@ def test_a_piece_that_is_verified_for_long_is_no_silence(
     take_in = SnapshotStore.take_in
 
     def slowly(store: SnapshotStore, label: Label, blocks: Any) -> None:
-        all_of_it = list(blocks)
+        all_of_it = [bytes(each) for each in blocks]
         time.sleep(2.5)
         take_in(store, label, all_of_it)
 

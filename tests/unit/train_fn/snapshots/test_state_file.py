@@ -261,7 +261,7 @@ def test_a_reader_that_comes_too_late_reads_no_other_state(
     with pytest.raises(FileNotFoundError):
         store.read(oldest)
     newest = store.labels()[-1]
-    with state_file._exclusively(store._state_path(newest)), pytest.raises(FileNotFoundError):
+    with state_file.exclusively(store._state_path(newest)), pytest.raises(FileNotFoundError):
         store.read(newest)
     assert store.read(newest)["step"] == 3
 
