@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from everstep.spec.sections import CheckpointSpec
 from service.embedded.processes import CLUSTER_DIR_VARIABLE, members
@@ -130,8 +131,9 @@ def _take_plain_step(ctx: WorkerContext, replica: Replica, loader: Loader) -> No
         batch = next(loader).batch if position < len(share) else None
         with replica.synchronising(position == num_passes - 1):
             loss_sum, _ = replica.forward(batch)
-            state.scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+            state.scaler.scale(loss_sum * scale).backward()
     loader.prefetch()
+    assert isinstance(state.optimizer, Optimizer)
     state.scaler.unscale_(state.optimizer)
     replica.learning_rates.set(
         lr_factor(ctx.spec.schedule, state.step, replica.total_steps, state.steps_per_epoch)

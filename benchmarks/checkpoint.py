@@ -77,6 +77,7 @@ class Training:
             *(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
         )
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self._optimizer = optimizer
         self.state = TrainState(
             model,
             optimizer,
@@ -94,8 +95,8 @@ class Training:
 
     def step(self) -> None:
         self._called(self._inputs).square().mean().backward()
-        self.state.optimizer.step()
-        self.state.optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
 
     def alter(self) -> None:

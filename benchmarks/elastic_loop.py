@@ -46,7 +46,7 @@ def train(
         step = state["step"]
     model = DistributedDataParallel(raw_model)
     dataset = build_train_set(workload)
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
     loader = DataLoader(
         dataset, batch_size=workload["train"]["global_batch_size"] // world_size, sampler=sampler
     )

@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
@@ -105,11 +106,16 @@ def drain(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     return result
 
 
+def _killed_at(service: ServiceProcess, node: str) -> float:
+    service.kill_node(node)
+    return time.time()
+
+
 def growth(service: ServiceProcess, run: RunHandle) -> dict[str, float]:
     """A node dies and another comes; measured is what the coming of the second costs, from when it
     is there. ``gap_s`` is the longest time between two steps meanwhile."""
     victim = run.attempts()[-1].workers[1].node_id
-    recovery(run, lambda: (service.kill_node(victim), time.time())[1])
+    recovery(run, lambda: _killed_at(service, victim))
     wait_for(lambda: victim not in _nodes(service), GIVE_UP_S, "the keeper's notice")
     service.refill()
 
@@ -161,6 +167,10 @@ KINDS: dict[str, Callable[[ServiceProcess, RunHandle], dict[str, float]]] = {
 }
 
 
+def _is_cancelled(run: RunHandle) -> bool:
+    return run.refresh().status == "CANCELLED"
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--kind", choices=sorted(KINDS), action="append")
@@ -176,7 +186,7 @@ def main(argv: list[str]) -> None:
                 print(kind, result, flush=True)
                 results.setdefault(kind, []).append(result)
             run.cancel()
-            wait_for(lambda run=run: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+            wait_for(partial(_is_cancelled, run), GIVE_UP_S, "the cancel")
     write(
         "faults",
         {

@@ -70,7 +70,7 @@ class Task(HeavyTask):
 
 def set_up() -> None:
     """Train such a state in this process, and write down when each stage begins and ends."""
-    replica.build_task = lambda spec: Task(*_named(spec.name))  # type: ignore[assignment]
+    replica.build_task = lambda spec: Task(*_named(spec.name))  # type: ignore[attr-defined]
     # As on a node of several: no rank publishes its state beforehand.
     publisher.snapshots_of = lambda ctx: "survivors"
     out: list[Any] = []
@@ -97,8 +97,8 @@ def set_up() -> None:
         keep(*arguments)
         threading.Thread(target=store.insure, daemon=True).start()
 
-    attempt.prepare = prepare_noting
-    survivor.keep = keep_and_insure
+    attempt.prepare = prepare_noting  # type: ignore[attr-defined]
+    survivor.keep = keep_and_insure  # type: ignore[assignment]
     ListJournal.stop_requested = property(asked_noting)  # type: ignore[assignment]
     for stage, place in STAGES.items():
         _time(place, functools.partial(note, stage))

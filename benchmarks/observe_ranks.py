@@ -108,7 +108,7 @@ def _rank(rank: int, spec: RunSpec, run_dir: RunDir, directory: str, observed: b
         log = RankLog(run_dir, 1, 1, rank)
         log.start()
     else:
-        training.StepClock = NoClock  # type: ignore[assignment, misc]
+        training.StepClock = NoClock  # type: ignore[assignment, attr-defined]
         training.watch_stragglers = lambda ctx, replica: None
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=WORLD_SIZE

@@ -68,10 +68,10 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
         checkpoint = None
         if rank == 0:
             state = {
-                "model": model.module.state_dict(),
+                "model": model.module.state_dict(),  # type: ignore[union-attr]
                 "optimizer": optimizer.state_dict(),
                 "step": step,
-            }  # type: ignore[operator]
+            }
             torch.save(state, Path(directory) / "checkpoint.pt")
             checkpoint = ray.train.Checkpoint.from_directory(directory)
         ray.train.report({"step": step}, checkpoint=checkpoint)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def start(service: ServiceProcess, case: str, *, in_process: bool, megabytes: in
     return run
 
 
+def _is_cancelled(run: RunHandle) -> bool:
+    return run.refresh().status == "CANCELLED"
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--case", choices=sorted(CASES), action="append")
@@ -119,11 +124,7 @@ def main(argv: list[str]) -> None:
                     print(case, mode, found, rungs, flush=True)
                     results.setdefault(f"{case}, {mode}", []).append(found)
                     run.cancel()
-                    wait_for(
-                        lambda run=run: run.refresh().status == "CANCELLED",
-                        GIVE_UP_S,
-                        "the cancel",
-                    )
+                    wait_for(partial(_is_cancelled, run), GIVE_UP_S, "the cancel")
     write(
         "staying",
         {

@@ -16,6 +16,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload["optimizer"]["lr"])
     dataset = build_train_set(workload)
     batch_size = workload["train"]["global_batch_size"] // world_size
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
     loss_fn = nn.CrossEntropyLoss()
 

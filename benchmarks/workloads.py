@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from everstep.spec.parsing import parse_spec
-from everstep.spec.tasks import LanguageModelingSpec
+from everstep.spec.tasks import ImageClassificationSpec, LanguageModelingSpec
 from train_fn.data.image_sets import build_image_data
 from train_fn.data.images import InMemoryImages
 from train_fn.data.text_files import load_text_files
@@ -78,6 +78,7 @@ def build_model(workload: dict[str, Any]) -> nn.Module:
             task.model.args,
             load_text_files(task.data.args, task.model.args.context_length).vocabulary,
         )
+    assert isinstance(task, ImageClassificationSpec)
     data = build_image_data(task.data)
     return build_image_model(
         task.model,
@@ -98,6 +99,7 @@ def build_train_set(workload: dict[str, Any]) -> TensorDataset:
         text = load_text_files(task.data.args, task.model.args.context_length).train
         sequences = text.fetch(0, None, np.arange(len(text)))
         return TensorDataset(sequences[:, :-1], sequences[:, 1:])
+    assert isinstance(task, ImageClassificationSpec)
     train = build_image_data(task.data).train
     assert isinstance(train, InMemoryImages)
     return TensorDataset(*train.fetch(0, None, np.arange(len(train))))

@@ -268,7 +268,7 @@ def _to(batch: list[torch.Tensor], device: torch.device) -> Any:
 def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -187,9 +187,8 @@ async def service(num_ranks: int, directory: Path) -> Row:
     attempts, each of which ended by a death."""
     row: Row = {}
     async with ApiService(directory) as api:
-        api.cluster.nodes = tuple(
-            api.cluster.node(node_of(rank)) for rank in range(0, num_ranks, PER_NODE)
-        )
+        nodes = tuple(api.cluster.node(node_of(rank)) for rank in range(0, num_ranks, PER_NODE))
+        api.cluster.nodes = nodes  # type: ignore[assignment]
         browser = await Browser.logged_in(api, api.token("admin"))
         run_id = await api.create(scaling={"min_workers": 1, "max_workers": num_ranks})
         api.runs.claim_submission(run_id, 0)

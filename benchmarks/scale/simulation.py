@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import simpy
 
@@ -192,7 +192,7 @@ class Trainer:
         try:
             yield self.env.event() if math.isinf(seconds) else self.env.timeout(max(0.0, seconds))
         except simpy.Interrupt as interrupt:
-            self._pending.append(interrupt.cause)
+            self._pending.append(cast(Any, interrupt.cause))
         self._book(what)
 
     def _book(self, what: str) -> None:
