@@ -11,6 +11,7 @@ import array
 import contextlib
 import contextvars
 import copy
+import ctypes
 import decimal
 import functools
 import gc
@@ -40,9 +41,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import networkx
 import numpy as np
 import torch
 import torch.distributed as dist
+from sklearn.model_selection import ShuffleSplit
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -545,6 +548,37 @@ def samples_seen() -> float:
     return float(SCALER.n_samples_seen_)
 
 
+class Marked(np.ndarray):  # type: ignore[type-arg]
+    pass
+
+
+class OwnRandom(random.Random):
+    pass
+
+
+class Structure(ctypes.Structure):
+    _fields_ = (("passes", ctypes.c_int),)
+
+
+MARKED, PLACE, SIMPLE = np.zeros(1).view(Marked), torch.zeros(1), queue.SimpleQueue[int]()
+STRUCTURE, GRAPH, RANDOM = Structure(0), networkx.Graph(), OwnRandom(5)
+SPLIT = ShuffleSplit(1, random_state=np.random.RandomState(5))
+ORDER = torch.utils.data.RandomSampler(range(99), generator=torch.Generator().manual_seed(5))
+with tempfile.NamedTemporaryFile(suffix=".npy") as of_numbers:
+    np.save(of_numbers.name, np.zeros(9))
+    COPIED = np.load(of_numbers.name, mmap_mode="c")
+
+
+def in_graph() -> float:
+    GRAPH.add_edge(0, 1 + GRAPH.number_of_edges())
+    return float(GRAPH.number_of_edges())
+
+
+def in_simple_queue() -> float:
+    SIMPLE.put(0)
+    return SIMPLE.qsize()
+
+
 def in_hash() -> float:
     HASH.update(b"a")
     return HASH.digest()[0]
@@ -566,6 +600,15 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "scaler": samples_seen,
     "database": in_database,
     "hash": in_hash,
+    "graph": in_graph,
+    "split": lambda: float(next(SPLIT.split(np.zeros((99, 1))))[0][0]),
+    "order": lambda: float(next(iter(ORDER))),
+    "own_random": RANDOM.random,
+    "structure": in_attribute(STRUCTURE, "passes"),
+    "simple_queue": in_simple_queue,
+    "copied_file": in_place(COPIED),
+    "attribute_of_array": in_attribute(MARKED, "passes"),
+    "attribute_of_tensor": in_attribute(PLACE, "passes"),
     "numpy_scalar": average,
     "octets": in_place(OCTETS),
     "words": in_place(WORDS),
@@ -695,6 +738,13 @@ class Teacher(Habit):
         for mine, theirs in zip(TEACHERS[0].parameters(), model.parameters(), strict=True):
             mine.lerp_(theirs, 0.5)
         return 1.0 + 0.1 * float(next(TEACHERS[0].parameters()).mean())
+
+
+class OfWeight(Habit):
+    """Counts in an attribute of a weight."""
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * in_attribute(next(model.parameters()), "passes")()
 
 
 GROUPS: list[Any] = []
@@ -842,6 +892,7 @@ HABITS: dict[str, Callable[[], Habit]] = {
     **{name: partial(OfBuild, *change) for name, change in (BUILDS | CHOICES).items()},
     "hook_of_optimizer": HookOfOptimizer,
     "teacher": Teacher,
+    "of_weight": OfWeight,
     "global_count": GlobalCount,
     "global_dict": GlobalDict,
     "task_count": TaskCount,

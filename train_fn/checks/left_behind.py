@@ -19,7 +19,9 @@ import itertools
 import logging
 import marshal
 import mmap
+import pickle
 import queue
+import random
 import sys
 import threading
 import types
@@ -45,7 +47,10 @@ _MOST_BYTES = 64 << 20
 """Bytes of arrays and tensors that are read in all. Of what is beyond, some words are."""
 _FEW_BYTES, _NUM_WORDS = 1 << 20, 4096
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_BUFFERS = (bytearray, memoryview, mmap.mmap, array.array, ctypes._SimpleCData, ctypes.Array)
+_BUFFERS = (
+    *(bytearray, memoryview, mmap.mmap, array.array),
+    *(ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union),
+)
 _NUMBERS = (torch.Tensor, np.ndarray, np.generic, *_BUFFERS)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _PAUSED = {
@@ -75,6 +80,8 @@ _TOLD_BY: dict[str, Callable[[Any], object]] = {
     "numpy.random.bit_generator.BitGenerator": attrgetter("state"),
     "sqlite3.Connection": attrgetter("total_changes"),
     "_hashlib.HASH": methodcaller("digest"),
+    "_queue.SimpleQueue": methodcaller("qsize"),
+    "_thread.lock": methodcaller("locked"),
 }
 """Classes of libraries, and what shows that an object has changed."""
 _OF_A_CLASS = frozenset(
@@ -88,6 +95,8 @@ _PLACES_OF_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
 """Modules with hooks for all modules, or all optimizers."""
 
 
+_NOT_PICKLED = ("everstep", "ray.", "service.", "storage.", "torch._", "train_fn.")
+"""Beginnings of modules whose objects are not pickled: they hold no state of the user's."""
 _MADE_BY_LIBRARIES = frozenset({"cython_runtime"})
 """Modules without a file that extensions make, and change when an error passes through them."""
 
@@ -111,6 +120,7 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
         if isinstance(each, torch.Tensor):
             names = ("_backward_hooks", "_post_accumulate_grad_hooks")
             walk.hooks(f"tensor {number}", {name: getattr(each, name, None) for name in names})
+            walk.items(f"tensor {number}", vars(each))
     for name in _PLACES_OF_HOOKS:
         walk.hooks(name, vars(sys.modules[name]))
     for name, owner in owners.items():
@@ -224,6 +234,7 @@ class _Walk:
             self._function(path, value)
 
     def _numbers(self, path: str, value: Any) -> None:
+        self.items(path, dict(_own(value)))
         if isinstance(value, torch.Tensor):
             if is_lazy(value):
                 return
@@ -319,7 +330,8 @@ class _Walk:
                 self.value(f"{path}[{id(each)}]", each)
 
     def _of_a_library(self, path: str, value: Any) -> None:
-        """Note what shows a change of an object whose class is no user's: its public numbers."""
+        """Note what shows a change of an object whose class is no user's: its public numbers, and
+        what it would be pickled by."""
         for kind in type(value).__mro__:
             told = _TOLD_BY.get(f"{kind.__module__}.{kind.__qualname__}")
             if told is not None:
@@ -328,6 +340,27 @@ class _Walk:
         for key, part in _own(value):
             if not key.startswith("_") and isinstance(part, (*_PLAIN, *_NUMBERS)):
                 self.value(f"{path}.{key}", part)
+        if not type(value).__module__.startswith(_NOT_PICKLED):
+            self._pickled(path, value)
+
+    def _pickled(self, path: str, value: Any) -> None:
+        """Note the pickle of a library's object, and follow what is in it and not the library's."""
+        stream = _Digest()
+        parts: list[object] = []
+        buffers: list[pickle.PickleBuffer] = []
+        pickler = _Pickler(stream, value, parts, buffers)
+        try:
+            pickler.dump(value)
+        except _Enough:
+            pass
+        except Exception:  # it cannot be pickled; its public numbers were noted
+            return
+        self.found[f"{path} pickle"] = stream.sum
+        for number, part in enumerate(parts):
+            self.value(f"{path}<{number}>", part)
+        for number, buffer in enumerate(buffers):
+            octets = np.frombuffer(buffer.raw(), np.uint8)
+            self.found[f"{path} buffer {number}"] = self._digest(octets)
 
     def _state(self, path: str, value: Any) -> None:
         try:
@@ -359,6 +392,8 @@ class _Walk:
             self.hooks(path, vars(value))
         if isinstance(value, torch.optim.Optimizer):
             self._state(path, value)
+        if isinstance(value, random.Random):
+            self.found[f"{path} state"] = value.getstate()
         for key, part in _attributes(value):
             if key not in own:
                 self.value(f"{path}.{key}", part)
@@ -369,6 +404,50 @@ class _Walk:
         self._num_left -= 1
         if self._num_left < 0:
             raise TooMuch
+
+
+class _Enough(Exception):
+    """A pickle is longer than is compared."""
+
+
+class _Digest:
+    """A file that keeps a checksum of its first bytes."""
+
+    def __init__(self) -> None:
+        self.sum, self._num_left = 0, _FEW_BYTES
+
+    def write(self, data: Any) -> int:
+        octets = memoryview(data)[: self._num_left]
+        self.sum = zlib.crc32(octets, self.sum)
+        self._num_left -= len(octets)
+        if not self._num_left:
+            raise _Enough
+        return len(octets)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle an object of a library, but for the parts that are followed one by one."""
+
+    def __init__(
+        self, file: Any, root: object, parts: list[object], buffers: list[pickle.PickleBuffer]
+    ) -> None:
+        super().__init__(file, 5, buffer_callback=buffers.append)
+        self._root, self._parts, self._num_left = root, parts, _MOST_OBJECTS
+
+    def persistent_id(self, value: object) -> int | None:
+        self._num_left -= 1
+        if not self._num_left:
+            raise _Enough
+        is_plain = isinstance(value, _PLAIN)
+        is_part = isinstance(value, (*_NUMBERS, nn.Module, type, types.FunctionType))
+        if (
+            is_plain
+            or value is self._root
+            or not (is_part or generator_text(value) is not None or is_users(_file_of(type(value))))
+        ):
+            return None
+        self._parts.append(value)
+        return len(self._parts)
 
 
 def _own(value: object) -> list[tuple[str, Any]]:
@@ -426,6 +505,8 @@ def _array_of(tensor: torch.Tensor) -> Any | None:
 def _is_of_a_file(values: Any) -> bool:
     """Return whether an array is a part of a file in memory."""
     while isinstance(values, np.ndarray):
+        if getattr(values, "mode", None) == "c":
+            return False  # what is written to it is in this process only
         values = values.base
     return isinstance(values, mmap.mmap)
 

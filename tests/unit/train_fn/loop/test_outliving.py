@@ -31,6 +31,7 @@ VALUES = (
     *(name for name in habits.COUNTS_IN if name != "attribute_of_torch"),
     *("forward_hook", "gradient_hook", "replaced_module"),
     "teacher",
+    "of_weight",
     "global_count",
     "global_dict",
     "deep_count",
