@@ -4,7 +4,9 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +136,8 @@ from pathlib import Path
 import torch, torch.nn as nn, torch.nn.functional as F
 
 class Task:
-    def __init__(self, joins, place, marker):
-        self.joins, self.place, self.marker = joins, place, Path(marker)
+    def __init__(self, joins, place, marker, number=signal.SIGKILL):
+        self.joins, self.place, self.marker, self.number = joins, place, Path(marker), number
 
     def build_model(self):
         joins = not threading.current_thread().name.startswith("TrainingThread")
@@ -161,7 +163,11 @@ class Task:
                 marker.touch(exist_ok=False)
             except FileExistsError:
                 return found if after else call(*arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
+            deadline = time.monotonic() + 20
+            while not self.marker.with_suffix(".done").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return found if after else call(*arguments)
 
         setattr(owner, name, once)
 
@@ -173,9 +179,34 @@ class Task:
         time.sleep(0.02)
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 """
-"""Kills a process once, one that joins or one that trains, on its way to the next attempt."""
+"""Sends a signal once to a process, one that joins or one that trains, on its way to the next
+attempt. A process that lives waits there until the test has done what it does."""
 
 CHAOS = pytest.mark.chaos
+
+
+def begun_mortal(client: Client, tmp_path: Path, **args: Any) -> tuple[RunHandle, Path]:
+    """A run of two ranks that is about to grow, and the file that says that a process is there."""
+    code, marker = tmp_path / "code", tmp_path / "there"
+    code.mkdir()
+    (code / "task.py").write_text(MORTAL)
+    spec = digits("mortal", epochs=2000, workers=(1, 3), checkpoint={"every_steps": 100_000})
+    del spec["task"]
+    spec["code"] = {
+        "archive": client.code.upload(code).digest,
+        "task": "task:Task",
+        "args": args | {"marker": str(marker)},
+    }
+    return begun_on_two_nodes(client, spec), marker
+
+
+def check_steps(run: RunHandle) -> None:
+    """End the run: no step was lost, and each was made once."""
+    assert run.refresh().steps_lost == 0
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
+    assert steps == list(range(1, run.step + 1)), "each was made once"
 
 
 @pytest.mark.parametrize(
@@ -196,27 +227,76 @@ CHAOS = pytest.mark.chaos
 def test_a_death_on_the_way_to_the_next_attempt_costs_no_step(
     joins: bool, place: str, deaths: int, client: Client, tmp_path: Path
 ) -> None:
-    code, marker = tmp_path / "code", tmp_path / "died"
-    code.mkdir()
-    (code / "task.py").write_text(MORTAL)
-    spec = digits("mortal", epochs=2000, workers=(1, 3), checkpoint={"every_steps": 100_000})
-    del spec["task"]
-    spec["code"] = {
-        "archive": client.code.upload(code).digest,
-        "task": "task:Task",
-        "args": {"joins": joins, "place": place, "marker": str(marker)},
-    }
-    run = begun_on_two_nodes(client, spec)
+    run, marker = begun_mortal(client, tmp_path, joins=joins, place=place)
     wait_for(marker.exists, 60, "the death")
     grown = wait_for_ranks(run, 3, after=1)
     assert run.status == "RUNNING" and run.steps_lost == 0
     assert [failure.verdict for failure in run.failures()] == ["worker_lost"] * deaths
-    run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
+    check_steps(run)
     restored = [event.data["source"] for event in run.events() if event.kind == "restored"]
     assert restored[0] == "fresh" and set(restored[1:]) <= {"process", "snapshot"}, grown
-    steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
-    assert steps == list(range(1, run.step + 1)), "each was made once"
+
+
+def kill_controller(service: ServiceProcess, run: RunHandle) -> None:
+    [found] = [p for p in service.processes() if "EverstepController" in p.cmdline()[:1][0]]
+    found.kill()
+
+
+def kill_driver(service: ServiceProcess, run: RunHandle) -> None:
+    begun = [event for event in run.events() if event.kind == "submission_started"]
+    os.kill(begun[-1].data["driver_pid"], signal.SIGKILL)
+
+
+def pause_and_resume(service: ServiceProcess, run: RunHandle) -> None:
+    run.pause()
+
+
+def free_node(client: Client) -> str:
+    return client.cluster().nodes[-1].id
+
+
+def cordon(service: ServiceProcess, run: RunHandle) -> None:
+    with service.client() as client:
+        client.nodes.cordon(free_node(client))
+
+
+def drain(service: ServiceProcess, run: RunHandle) -> None:
+    with service.client() as client:
+        client.nodes.drain(free_node(client), deadline_s=60)
+
+
+def drain_another(service: ServiceProcess, run: RunHandle) -> None:
+    with service.client() as client:
+        client.nodes.drain(run.attempts()[-1].workers[1].node_id, deadline_s=60)
+
+
+STRIKES = (kill_driver, kill_controller, pause_and_resume, cordon, drain, drain_another)
+
+
+@CHAOS
+@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize("joins", [True, False])
+def test_what_happens_on_the_way_to_the_next_attempt_costs_no_step(
+    strike: Callable[[ServiceProcess, RunHandle], None],
+    joins: bool,
+    service: ServiceProcess,
+    client: Client,
+    tmp_path: Path,
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, joins=joins, place="is connected", number=0)
+    wait_for(marker.exists, 60, "the process that waits")
+    strike(service, run)
+    marker.with_suffix(".done").touch()
+    if strike is pause_and_resume:
+        wait_for(lambda: run.refresh().status == "PAUSED", 60, "the pause")
+        run.resume()
+    if strike in (cordon, drain, drain_another):
+        wait_for_step(run, run.refresh().step + 50)
+        for node in client.cluster().nodes:
+            if node.mark is not None:
+                client.nodes.uncordon(node.id)
+    wait_for_ranks(run, 3, after=1)
+    check_steps(run)
 
 
 @CHAOS

@@ -203,7 +203,9 @@ class EverstepController(TrainController):  # type: ignore[misc]
         if not isinstance(before, ResizingState | SchedulingState):
             self._resizes = False
         waiting = before.needs_new_run_attempt() or isinstance(before, ReschedulingState)
-        if waiting and (self._driver.is_leaving or self._journal.stop_requested is not None):
+        stops = self._driver.is_leaving or self._journal.stop_requested is not None
+        # A group that has begun by itself is entered first, and saves: it has the newest state.
+        if waiting and stops and not self._next_has_begun(all_have_left=True):
             self._stopped = self._journal.stop_requested
             return LoopResult(
                 run_attempt_id=self._get_run_attempt_id(),
@@ -277,10 +279,15 @@ class EverstepController(TrainController):  # type: ignore[misc]
         has_begun = self._next_has_begun(all_have_left=is_followed)
         if has_begun:
             self._worker_group.keep_for_next()
+        elif (
+            self._attempt_log.is_open  # else its failure was judged
+            and self.worker_group_cls.in_process
+            and (is_followed or self._yielding.asked)
+        ):
+            # Nobody has saved what they have handed over, whoever goes on with it.
+            self._worker_group.keep_all(apart_from=self._sizes.draining)
         if self._attempt_log.is_open and (has_begun or not self._driver.is_leaving):
             self._attempt_log.recovery = None
-            if is_followed and not has_begun and self.worker_group_cls.in_process:
-                self._worker_group.keep_all(apart_from=self._sizes.draining)
             if isinstance(self.get_state(), ShuttingDownState):
                 self._attempt_log.ended("stopped" if self._stopped else "finished")
             elif self._sizes.draining and not has_begun:

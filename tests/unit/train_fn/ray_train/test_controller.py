@@ -17,6 +17,7 @@ from train_fn.ray_train.ray_internals import (
     RestartingState,
     RunningState,
     SchedulingState,
+    ShuttingDownState,
     TrainController,
     TrainingFailedError,
 )
@@ -88,3 +89,44 @@ def test_ranks_that_left_for_a_group_are_waited_for_when_the_driver_dies(
         controller._state = then
         found.append(controller._has_group())
     assert tuple(found) == waits
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "is_open", "has_begun", "kept"),
+    [
+        (SCHEDULING, True, True, False, "states"),  # the driver has died since they were asked
+        (ShuttingDownState(next_state=RUNNING), True, True, False, "states"),
+        (ShuttingDownState(next_state=RUNNING), False, True, False, None),  # they have saved
+        (SCHEDULING, True, False, False, None),  # kept when its failure was judged
+        (SCHEDULING, True, True, True, "processes"),
+    ],
+)
+def test_what_ranks_have_handed_over_is_kept_when_the_driver_dies(
+    state: Any,
+    asked: bool,
+    is_open: bool,
+    has_begun: bool,
+    kept: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+    controller: Any = object.__new__(EverstepController)
+    controller._driver = SimpleNamespace(is_leaving=True)
+    controller._yielding = SimpleNamespace(asked=asked, reset=lambda: None)
+    controller._sizes = SimpleNamespace(draining=frozenset())
+    controller._attempt_log = SimpleNamespace(is_open=is_open, ended=lambda cause: None)
+    controller._stopped = None
+    controller.worker_group_cls = SimpleNamespace(
+        in_process=True, survivors=SimpleNamespace(end=lambda: None)
+    )
+    controller._worker_group = SimpleNamespace(
+        keep_for_next=lambda: found.append("processes"),
+        keep_all=lambda apart_from: found.append("states"),
+        shutdown=lambda: None,
+    )
+    monkeypatch.setattr(EverstepController, "get_state", lambda self: state)
+    monkeypatch.setattr(
+        EverstepController, "_next_has_begun", lambda self, all_have_left: has_begun
+    )
+    EverstepController._shutdown_worker_group(controller)
+    assert found == ([] if kept is None else [kept])
