@@ -18,8 +18,9 @@ import torch.distributed as dist
 from everstep.wire.events import EventKind
 from tests.integration.ranks import Job, make_run_dir, run_ranks, train_to_end
 from tests.integration.test_exactness import assert_same, final_state, make_spec
+from tests.support.gallery import REPOSITORY, Killed, run_with_twin
 from tests.support.service_process import wait_for
-from tests.support.silent_backend import SilentOptions
+from tests.support.silent_backend import SilentOptions, autoload
 from train_fn.recovery.evidence import StepFailed
 from train_fn.session import restore
 from train_fn.snapshots.store import node_snapshots
@@ -156,3 +157,20 @@ def receive_one_other_bit() -> None:
         return work
 
     Peers.start_broadcast = send  # type: ignore[method-assign]
+
+
+def test_a_script_without_a_service_is_freed_of_a_dead_peer(tmp_path: Path) -> None:
+    """Nobody but the ranks of the host can notice the death. Ranks that end one after the other
+    free nobody."""
+    source = (REPOSITORY / "examples" / "gallery" / "torchrun_script.py").read_text()
+    assert 'init_process_group("gloo")' in source
+    script = tmp_path / "script.py"
+    script.write_text(source.replace('init_process_group("gloo")', "init_process_group()"))
+    env = autoload(tmp_path / "plugin", BLOCKING)
+    for place in ("before", "after"):
+        (directory := tmp_path / place).mkdir()
+        whole, [broken] = run_with_twin(script, directory, [Killed(1, 14, place)], env)
+        assert [each["source"] for each in broken.restored] == ["fresh", "snapshot"]
+        assert broken.restored[-1]["step"] in (13, 14)
+        assert broken.losses == whole.losses
+        assert_same(broken.weights, whole.weights)

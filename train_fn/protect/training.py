@@ -390,11 +390,12 @@ class _OwnHome:
             self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
             stopping = stop_on_signals()
         self._where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
-        self.ctx, self._journal = begin_attempt(
+        self.ctx, self._journal, self._watch = begin_attempt(
             spec, run_dir, place, device, fresh, stopping, say_line
         )
 
     def finished(self, stop: Stop | None) -> None:
+        self._watch.end()
         report_end(self._journal, stop)
         self._close()
         if self.ctx.world_rank == 0:
@@ -415,6 +416,7 @@ class _OwnHome:
         self._close()
 
     def _close(self) -> None:
+        self._watch.close()
         self._journal.close(CLOSE_S)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

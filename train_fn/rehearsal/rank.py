@@ -140,9 +140,10 @@ def _run(attempt: Attempt, pipe: Connection) -> RankEnded:
             timeout=timedelta(seconds=COLLECTIVE_S),
         )
         children.connected()
-        ctx, journal = begin_attempt(
+        ctx, journal, watch = begin_attempt(
             spec, run_dir, place, device, False, threading.Event(), lambda line: None
         )
+        watch.close()  # who has finished ends at once
     except (EverstepError, StorageError, OSError, RuntimeError) as exc:
         return RankEnded(f"{type(exc).__name__}: {exc}")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -37,7 +39,7 @@ from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
 from train_fn.snapshots.election import save_own
 from train_fn.snapshots.store import snapshot_store
-from train_fn.step.nccl import group_backend
+from train_fn.step.nccl import abort_collectives, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 75
@@ -84,10 +86,11 @@ def run_rank(
         train: the loop. Only its StepFailed is handled here.
     """
     device = device_of(spec, place)
-    ctx, journal = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
+    ctx, journal, watch = begin_attempt(spec, run_dir, place, device, fresh, stopping, say)
     where = f"{run_dir.local_path or run_dir.uri}/checkpoints"
     try:
         stop = train(ctx)
+        watch.end()
         report_end(journal, stop)
     except StepFailed as exc:
         error = exc.error
@@ -104,6 +107,7 @@ def run_rank(
         step = journal.step if error.step is None else error.step
         return Ended(EXIT_FAILED, step, journal.metrics, where)
     finally:
+        watch.close()
         journal.close(CLOSE_S)
     if place.rank == 0:
         say(f"{'paused' if stop else 'done'} at step {journal.step}; checkpoints are in {where}")
@@ -118,8 +122,9 @@ def begin_attempt(
     fresh: bool,
     stopping: threading.Event,
     say: Say,
-) -> tuple[WorkerContext, LocalJournal]:
-    """Let rank 0 choose the numbers of this attempt, and tell the journal of it. A collective."""
+) -> tuple[WorkerContext, LocalJournal, PeerWatch]:
+    """Let rank 0 choose the numbers of this attempt, and tell the journal of it. Watch the ranks of
+    this host. A collective."""
     peers = Peers(place.rank, place.world_size, device)
     start: LocalStart | EverstepError | StorageError | None = None
     if place.rank == 0:
@@ -134,6 +139,7 @@ def begin_attempt(
     nodes = peers.gather(
         {"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()}
     )
+    watch = PeerWatch(peers, place.node)
     journal = open_local_journal(
         run_dir, start.submission, start.attempt, place.rank, stopping, say
     )
@@ -159,7 +165,7 @@ def begin_attempt(
     # The next attempt takes a number after this one, so the journal must know of it before it can
     # leave a state.
     journal.flush(CLOSE_S)
-    return ctx, journal
+    return ctx, journal, watch
 
 
 def report_end(journal: LocalJournal, stop: Left | None) -> None:
@@ -181,6 +187,59 @@ def save_left(ctx: WorkerContext, say: Say) -> None:
     if saved.manifest is not None:
         ctx.journal.emit(EventKind.CHECKPOINT_COMMITTED, committed_data(saved.manifest))
     say(f"stopped by an error; {saved.summary}")
+
+
+# ---------------------------------------------------------------- peers
+
+
+class PeerWatch:
+    """Abort the collectives of this rank when another one of its host dies. A collective to make.
+
+    NCCL does not notice such a death, and without a service there is no controller. Does nothing
+    where collectives fail by themselves, or the system tells of no other process (``pidfd_open``).
+    """
+
+    def __init__(self, peers: Peers, node: str) -> None:
+        self._peers, self._ends = peers, select.poll()
+        self._ranks: dict[int, int] = {}
+        self._thread: threading.Thread | None = None
+        if fails_by_itself():
+            return
+        own = psutil.Process()
+        found = peers.gather((node, own.pid, own.create_time()))
+        for rank, (its_node, pid, began) in enumerate(found):
+            if rank != peers.rank and its_node == node:
+                with suppress(OSError, AttributeError, psutil.Error):
+                    end = os.pidfd_open(pid)
+                    self._ranks[end] = rank
+                    if psutil.Process(pid).create_time() == began:
+                        self._ends.register(end, select.POLLIN)
+        self._asked, self._ask = os.pipe()
+        self._ends.register(self._asked, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        [(end, _), *_] = self._ends.poll()
+        if end in self._ranks:
+            logger.error("rank %d has died; this rank leaves with its state", self._ranks[end])
+            abort_collectives()
+
+    def end(self) -> None:
+        """Cease to watch, at once on all ranks: then any of them may end. A collective."""
+        was_open = self._thread is not None
+        self.close()
+        if was_open:
+            self._peers.gather(None)
+
+    def close(self) -> None:
+        """Cease to watch."""
+        if self._thread is not None:
+            os.write(self._ask, b"x")
+            self._thread.join()
+            self._thread = None
+            for each in (*self._ranks, self._asked, self._ask):
+                os.close(each)
 
 
 # ---------------------------------------------------------------- place
