@@ -169,6 +169,11 @@ class LoopAttributes(Check):
             for name, module in model.named_modules()
             if not _is_of_library(type(module))
         }
+        owners |= {
+            f"{prefix}{name}": weight
+            for prefix, model in models.items()
+            for name, weight in model.named_parameters()
+        }
         self._of_libraries = {
             f"{name}.{key}".strip(".")
             for name, owner in owners.items()

@@ -426,10 +426,10 @@ def _checks_of(replica: Replica) -> list[Check]:
     """Return the checks of Everstep's own loop, in the order in which they are made."""
     task, state, trained = replica.task, replica.state, replica.trained
     # A task with a state may keep its attributes there.
-    owners = {} if replica.task_state else owners_of(task, state.model)
+    owners = {**owners_of(task, state.model), **dict(state.model.named_parameters())}
     checks: list[Check] = [
         DataKept(replica.train_set),
-        LostAttributes(owners),
+        LostAttributes({} if replica.task_state else owners),
         ModesKept(state.model),
         trained,
         WeightsKept(trained),

@@ -537,11 +537,13 @@ def test_attributes_that_no_state_holds_are_named_once(
     state, batches = protect(model={"net": model}, optimizer=optimizer, extra=extra), data()
     with state:
         for (inputs,) in batches.batches(state, epochs=1):
+            model.layer.weight.uses = state.step_number  # type: ignore[attr-defined]
             state.step(loss=train(model, optimizer, inputs))
     said = [each.getMessage() for each in caplog.records if "no checkpoint" in each.getMessage()]
     assert len(said) == (0 if is_kept else 1)
     if said:
-        assert said[0].startswith("the first step changes net.num_calls, net.noise, which no")
+        named = "net.num_calls, net.noise, net.layer.weight.uses"
+        assert said[0].startswith(f"the first step changes {named}, which no")
 
 
 def adds_up(loop: dict[str, Any]) -> None:

@@ -178,6 +178,11 @@ class CountingSteps(Regression):
         self.calls += 1
 
 
+class CountingOnAWeight(Regression):
+    def after_step(self, model: Any, step: int) -> None:
+        model[0].weight.calls = step
+
+
 class CountingEpochs(Regression):
     calls = 0
 
@@ -194,19 +199,28 @@ class CountingInState(CountingEpochs):
 
 
 @pytest.mark.parametrize(
-    ("task", "hook"),
-    [(CountingSteps, "after_step"), (CountingEpochs, "on_epoch_end"), (CountingInState, None)],
+    ("task", "hook", "name"),
+    [
+        (CountingSteps, "after_step", "CountingSteps.calls"),
+        (CountingOnAWeight, "after_step", "0.weight.calls"),
+        (CountingEpochs, "on_epoch_end", "CountingEpochs.calls"),
+        (CountingInState, None, ""),
+    ],
 )
 def test_an_attribute_that_only_a_hook_changes_is_named_in_the_log(
-    task: type[Regression], hook: str | None, runs: TaskRuns, caplog: pytest.LogCaptureFixture
+    task: type[Regression],
+    hook: str | None,
+    name: str,
+    runs: TaskRuns,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert train(runs.begin(task(), train={"epochs": 2})) is None
     told = [each.message for each in caplog.records if "which no checkpoint holds" in each.message]
     assert len(told) == (hook is not None)
     if hook is not None:
-        name = task.__name__
-        assert told[0].startswith(f"{name}.{hook} (") and f"changes {name}.calls, which" in told[0]
+        begin = f"{task.__name__}.{hook} ("
+        assert told[0].startswith(begin) and f"changes {name}, which" in told[0]
 
 
 @pytest.mark.parametrize(
