@@ -9,7 +9,9 @@
 
 ``es.hf.Protect`` protects the Trainer of Hugging Face, ``es.lightning.Protect`` that of Lightning.
 
-This is a door: what is behind it needs torch, and is imported when it is first used.
+This is a door: what is behind it needs torch, and is imported when it is first used. Only the
+variables that keep torch from ending a process with its state are set at once: torch reads them
+when the process group is made.
 """
 
 from __future__ import annotations
@@ -38,3 +40,6 @@ def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
         return importlib.import_module(_ADAPTERS[name])
     return getattr(importlib.import_module(_BEHIND), name)
+
+
+importlib.import_module("train_fn.recovery.settings").set_nccl_defaults()

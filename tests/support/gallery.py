@@ -74,6 +74,8 @@ class Finished:
     metrics: list[dict[str, float]]
     told: Any
     """What the script wrote to ``RUN.json``; None if it wrote nothing."""
+    log: str = ""
+    """What the ranks of this run and its twins wrote to stderr, at last."""
 
 
 def run_example(script: Path, directory: Path, killed: Killed) -> tuple[Finished, Finished]:
@@ -107,7 +109,9 @@ def run_with_twin(
             timeout=DEADLINE_S * (1 + len(kills)),
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-        return finished(directory, stem), [finished(directory, name) for name in broken]
+        log = done.stderr[-8000:]
+        whole, *others = [replace(finished(directory, name), log=log) for name in (stem, *broken)]
+        return whole, others
     finally:
         for name in (stem, *broken):
             shutil.rmtree(shared_memory_root() / name, ignore_errors=True)

@@ -46,6 +46,7 @@ from train_fn.protect.changes import SharedBuffers
 from train_fn.protect.commits import Agreement, Boundary, Commits, Updates
 from train_fn.protect.loop_state import LoopState
 from train_fn.recovery.evidence import RankError, describe_error
+from train_fn.recovery.settings import why_torch_ends_it
 from train_fn.session.session import Remains, Session, keep_state, not_copied, pieces_left
 from train_fn.session.session import leave as leave_attempt
 from train_fn.snapshots.election import sweep_forgotten
@@ -62,7 +63,7 @@ from train_fn.standalone.rank import (
     stop_on_signals,
 )
 from train_fn.state.run_state import Shadows
-from train_fn.step.nccl import backend_of, group_backend
+from train_fn.step.nccl import backend_of, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
 
 
@@ -427,7 +428,14 @@ def _own_home(settings: OnItsOwn, device: torch.device) -> _OwnHome:
     spec = _spec(run_id, settings.checkpoint)
     place = _place(os.environ)
     run_dir = RunDir(open_storage(settings.storage), run_id)
+    warn_of_lost_state(place.world_size)
     return _OwnHome(run_dir, spec, place, device, fresh=settings.fresh)
+
+
+def warn_of_lost_state(world_size: int) -> None:
+    """Warn if torch may end this process, and its state, when a peer dies."""
+    if world_size > 1 and not fails_by_itself() and (problem := why_torch_ends_it(os.environ)):
+        logger.warning("%s", problem)
 
 
 def name_of(script: Path) -> str:

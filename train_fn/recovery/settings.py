@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -192,6 +193,15 @@ NCCL_ENV = {
 }
 """Variables that torch reads when it creates a process group over NCCL."""
 
+_KEEP_THE_PROCESS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_ENABLE_MONITORING",
+)
+"""Those of them without which torch may end a process that holds the state."""
+_came_late: set[str] = set()
+"""Variables that ``set_nccl_defaults`` set when there was a process group already."""
+
 _DETERMINISTIC_ENV = {
     # cuBLAS reads it when it is first used
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -220,6 +230,35 @@ def take_environment(env: Mapping[str, str]) -> None:
     for name, value in _NODE_DEFAULTS.items():
         if _OTHER_NAMES.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
+
+
+def set_nccl_defaults() -> None:
+    """Set what nobody has set of ``NCCL_ENV``, in a process whose own code makes its process group.
+    Does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and getattr(distributed, "is_initialized", bool)()
+    for name in NCCL_ENV.keys() - os.environ.keys():
+        os.environ[name] = NCCL_ENV[name]
+        if has_group:
+            _came_late.add(name)
+
+
+def why_torch_ends_it(env: Mapping[str, str]) -> str | None:
+    """Return why torch may end this process over NCCL when a peer dies or a device fails, and what
+    to do; None if it does not."""
+    chosen = [name for name in _KEEP_THE_PROCESS if env.get(name) != NCCL_ENV[name]]
+    late = [name for name in _KEEP_THE_PROCESS if name in _came_late]
+    ways_out = [f"leave {name} unset, or set it to {NCCL_ENV[name]}" for name in chosen]
+    if late:
+        ways_out.append(
+            f"import everstep.train before init_process_group, which reads {', '.join(late)}"
+        )
+    if not ways_out:
+        return None
+    return (
+        "over NCCL torch may end this process when a peer dies or its device fails, and the steps "
+        f"since the last checkpoint are lost: {'; '.join(ways_out)}"
+    )
 
 
 def device_env(spec: RunSpec) -> dict[str, str]:

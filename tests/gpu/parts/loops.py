@@ -42,8 +42,9 @@ def run(device: torch.device, directory: Path) -> Shown:
         whole, [broken] = run_with_twin(script, below, [KILLED], env)
         sources = [each["source"] for each in broken.restored]
         step = broken.restored[-1]["step"]
-        assert sources == ["fresh", "snapshot"], f"{name}: {sources}"
-        assert step in (KILLED.update - 1, KILLED.update), f"{name} went on from {step}"
+        assert sources == ["fresh", "snapshot"], f"{name}: {sources}\n{broken.log}"
+        went_on = f"{name} went on from {step}\n{broken.log}"
+        assert step in (KILLED.update - 1, KILLED.update), went_on
         assert broken.losses == whole.losses, f"{name}: other losses"
         for weight, value in whole.weights.items():
             assert torch.equal(broken.weights[weight], value), f"{name}: {weight} differs"

@@ -4,6 +4,8 @@ which a spec may change."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,14 +13,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.spec.run_spec import RunSpec
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import claim_cpu
 from train_fn.errors import PeersGone
 from train_fn.node.memory import memory_summary
+from train_fn.protect.training import warn_of_lost_state
 from train_fn.recovery import settings
-from train_fn.recovery.settings import COMMUNICATOR_S, RecoverySettings, rank_env, take_environment
+from train_fn.recovery.settings import (
+    COMMUNICATOR_S,
+    NCCL_ENV,
+    RecoverySettings,
+    rank_env,
+    take_environment,
+)
 from train_fn.step import nccl
 from train_fn.step.nccl import ARRIVED
 from train_fn.step.peers import Peers, end_process_group
@@ -218,3 +228,66 @@ def test_what_holds_follows_from_the_device(
 
 def test_a_host_without_a_gpu_has_no_gpu_memory_to_show() -> None:
     assert memory_summary(torch.OutOfMemoryError(), torch.device("cpu")) is None
+
+
+OWN_SCRIPT = """
+import os, sys
+{group}
+import everstep.train
+assert {has_torch} == ("torch" in sys.modules)
+from train_fn.recovery.settings import NCCL_ENV, why_torch_ends_it
+assert os.environ.keys() >= NCCL_ENV.keys()
+assert os.environ["TORCH_NCCL_ENABLE_TIMING"] == "0", "the user's own"
+print(why_torch_ends_it(os.environ))
+"""
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "env", "said"),
+    [
+        ("", {}, ["None"]),
+        (GROUP, {}, ["import everstep.train before", "ASYNC_ERROR_HANDLING", "MONITORING"]),
+        (
+            "",
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+            ["leave TORCH_NCCL_ASYNC_ERROR_HANDLING unset, or set it to 2"],
+        ),
+        (GROUP, NCCL_ENV, ["None"]),
+    ],
+)
+def test_a_script_that_imports_everstep_keeps_its_process(
+    group: str, env: dict[str, str], said: list[str]
+) -> None:
+    source = OWN_SCRIPT.format(group=group, has_torch=bool(group))
+    plain = {name: value for name, value in os.environ.items() if name not in NCCL_ENV}
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=plain | env | {"TORCH_NCCL_ENABLE_TIMING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(part in done.stdout for part in said), done.stdout
+
+
+def test_a_protected_loop_warns_of_what_loses_its_state(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in NCCL_ENV.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        warn_of_lost_state(2)
+        assert caplog.text == ""
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        warn_of_lost_state(1)
+        assert caplog.text == "", "it has no peers"
+        warn_of_lost_state(2)
+        assert "set it to 2" in caplog.text
+    finally:
+        dist.destroy_process_group()
