@@ -496,7 +496,7 @@ def _threads_since(began: Beginning, own: Collection[int | None] = ()) -> tuple[
     Args:
         own: ids of those that end with the attempt.
     """
-    frames = sys._current_frames()
+    frames, compiling = sys._current_frames(), _threads_that_compile()
     return tuple(
         thread.name
         for thread in threading.enumerate()
@@ -504,6 +504,17 @@ def _threads_since(began: Beginning, own: Collection[int | None] = ()) -> tuple[
         and thread.ident not in own
         and thread is not threading.current_thread()
         and not isinstance(thread, threading._DummyThread)
+        and thread not in compiling
+        and type(thread).__module__ != "tqdm._monitor"  # it draws bars anew, and nothing else
         and not thread.name.startswith(_OWN_POOLS)
         and not is_known_thread(frames.get(thread.ident or 0))
     )
+
+
+def _threads_that_compile() -> Collection[threading.Thread]:
+    """Return the threads of torch's compiler, which wait for work in code of Python's own."""
+    compiler = getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None)
+    pool = getattr(compiler, "pool", None)
+    if pool is None or not pool.cache_info().currsize:
+        return ()
+    return set(pool()._threads)

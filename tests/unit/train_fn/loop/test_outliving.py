@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import io
 import random
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 from torch import nn
+from torch._inductor import async_compile
+from tqdm import tqdm
 
 from tests.integration import habits
 from train_fn.checks.left_behind import TooMuch, held_values
@@ -201,6 +204,20 @@ def test_threads_and_children_that_run_on_are_found_and_idle_ones_too() -> None:
     child.communicate()
     assert _threads_since(began) == ()
     assert not any(str(child.pid) in found for found in _children(()))
+
+
+def test_threads_that_compile_and_draw_bars_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in code of Python's own, as a user's would."""
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
+    began = Beginning()
+    with tqdm(total=1, file=io.StringIO()):
+        async_compile.AsyncCompile.pool().submit(int).result()
+        new = {each.name for each in threading.enumerate() if each.ident not in began.threads}
+        assert len(new) == 2 and "tqdm_monitor" in new, new
+        assert _threads_since(began) == ()
+    with ThreadPoolExecutor(1, "of-user") as pool:
+        pool.submit(int).result()
+        assert _threads_since(began) == ("of-user_0",)
 
 
 def test_what_extensions_note_of_an_error_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
