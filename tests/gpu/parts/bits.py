@@ -90,16 +90,17 @@ def _apart(device: torch.device, directory: Path) -> str:
 
 
 def _compiled(device: torch.device, directory: Path) -> str:
-    """Kill a peer of a rank whose model is compiled, two times. Its bits are not promised."""
+    """Kill a peer of a rank whose model is compiled, two times. Its bits are not promised, nor that
+    it keeps its process: torch's compiler may have changed that since the first pass."""
     directory.mkdir()
     spec = make_spec("batch", deterministic=True, compile=True)
     with staying_ranks(directory) as ranks:
         run = Run(ranks, directory, spec, None, str(device))
         first = run.attempt("AB", killed=(1, KILLED_AFTER))
-        assert stay_of(first) == [KILLED_AFTER, None]
         second = run.attempt("AC", killed=(1, 2 * KILLED_AFTER))
-        assert stay_of(second) == [2 * KILLED_AFTER, None]
         last = require_done(run.attempt("AD"))
+        from_steps = [restored(each)[1] for each in (second[0], last)]
+        assert from_steps == [KILLED_AFTER, 2 * KILLED_AFTER], f"went on from {from_steps}"
         twin = make_run_dir(directory, "run_twin")
         require_done(ranks.run(Job(twin, spec, 2, device=str(device)), "XY"))
     [started] = last.of_kind(EventKind.TRAINING_STARTED)
@@ -110,10 +111,11 @@ def _compiled(device: torch.device, directory: Path) -> str:
     is_equal = all(torch.equal(found[name], value) for name, value in expected.items())
     times = _times(first[0]) | _times(second[0]) | _times(last)
     gaps = [times[at + 1] - times[at] for at in (KILLED_AFTER, 2 * KILLED_AFTER)]
+    kept = sum(stay_of(each)[0] is not None for each in (first, second))
     bits = "equal bits" if is_equal else "equal within tolerance, not in every bit"
     return (
-        f"a compiled model: {gaps[0]:.1f} and {gaps[1]:.1f} s from the last step before a death to "
-        f"the next one, {bits}"
+        f"a compiled model, its process kept {kept} of 2 times: {gaps[0]:.1f} and {gaps[1]:.1f} s "
+        f"from the last step before a death to the next one, {bits}"
     )
 
 
