@@ -90,7 +90,7 @@ def test_a_group_shrinks_for_a_drain_and_grows_back(client: Client) -> None:
     second = wait_for_ranks(run, 2, first)
     client.nodes.uncordon(leaving)
     third = wait_for_ranks(run, 3, second)
-    assert has_begun_by_itself(run, third)
+    require_begun_by_itself(run, third)
     whole, smaller, grown = (pids(run, attempt) for attempt in (first, second, third))
     del whole[leaving]
     assert whole == smaller and smaller.items() < grown.items()
@@ -125,9 +125,10 @@ def begun_on_two_nodes(client: Client, spec: dict[str, Any]) -> RunHandle:
     return run
 
 
-def has_begun_by_itself(run: RunHandle, attempt: int) -> bool:
+def require_begun_by_itself(run: RunHandle, attempt: int) -> None:
+    """Wait for the line of the log that says so, which comes after the events."""
     words = f"attempt {attempt} of 3 ranks has begun by itself"
-    return any(words in line.message for line in run.logs())
+    wait_for(lambda: any(words in line.message for line in run.logs()), 30, words)
 
 
 MORTAL = """
@@ -306,7 +307,7 @@ def test_a_run_that_grew_by_itself_has_the_bits_of_one_that_did_not(
     spec = digits("twin", epochs=EPOCHS, workers=(2, 3))
     spec["train"] |= {"exactness": "elastic", "ema_decay": 0.9, "audit_fraction": 0.05}
     grown = begun_on_two_nodes(client, spec)
-    assert has_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
+    require_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
     grown.wait(timeout_s=240)
     whole = client.runs.create(spec | {"scaling": {"min_workers": 2, "max_workers": 2}})
     whole.wait(timeout_s=240)
