@@ -16,10 +16,9 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, kill
+from benchmarks.recovery import GIVE_UP_S, SETTLE_STEPS, cancel, kill
 from benchmarks.report import summary, write
 from benchmarks.steps import Point, around, longest_gap, points
 from benchmarks.workloads import WORKLOADS
@@ -167,10 +166,6 @@ KINDS: dict[str, Callable[[ServiceProcess, RunHandle], dict[str, float]]] = {
 }
 
 
-def _is_cancelled(run: RunHandle) -> bool:
-    return run.refresh().status == "CANCELLED"
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--kind", choices=sorted(KINDS), action="append")
@@ -185,8 +180,7 @@ def main(argv: list[str]) -> None:
                 result = KINDS[kind](service, run)
                 print(kind, result, flush=True)
                 results.setdefault(kind, []).append(result)
-            run.cancel()
-            wait_for(partial(_is_cancelled, run), GIVE_UP_S, "the cancel")
+            cancel(run)
     write(
         "faults",
         {

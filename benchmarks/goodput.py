@@ -25,7 +25,16 @@ from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.recovery import GIVE_UP_S, end_cluster, is_open, kill, lines, process, scratch
+from benchmarks.recovery import (
+    GIVE_UP_S,
+    cancel,
+    end_cluster,
+    is_open,
+    kill,
+    lines,
+    process,
+    scratch,
+)
 from benchmarks.report import write
 from benchmarks.steps import attempts_of
 from benchmarks.workloads import WORKLOADS
@@ -212,8 +221,7 @@ def everstep(workload: dict[str, Any]) -> Iterator[Everstep]:
     with ServiceProcess(nodes=2) as service:
         run = service.client().runs.create(spec)
         yield Everstep(service, run)
-        run.cancel()
-        wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+        cancel(run)
 
 
 # ---------------------------------------------------------------- torchrun elastic and plain Ray

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import protected_loop
+from benchmarks.recovery import cancel
 from benchmarks.report import summary, write
 from benchmarks.steps import around
 from everstep.client.runs import RunHandle
@@ -88,8 +89,7 @@ def main(argv: list[str]) -> None:
             for _ in range(options.repeats):
                 found.append(kill_once(service, run))
                 print({name: round(value, 3) for name, value in found[-1].items()}, flush=True)
-        run.cancel()
-        wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+        cancel(run)
         log = (service.home / "cluster.log").read_text(errors="replace")
     released = [line for line in log.splitlines() if "normal class" in line]
     print("\n".join(released), flush=True)

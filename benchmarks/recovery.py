@@ -101,10 +101,15 @@ def everstep(service: ServiceProcess, workload: str, what: str) -> Recovery:
     join_gap_s = None
     if what == "node" and (service.home / "cluster.json").exists():
         join_gap_s = newcomer(service, run, victim.node_id)
-    run.cancel()
-    wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
+    cancel(run)
     assert failure.steps_lost is not None
     return Recovery(first_at - killed_at, failure.steps_lost, after.world_size, join_gap_s)
+
+
+def cancel(run: RunHandle) -> None:
+    """Cancel a run, and wait until it is."""
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", GIVE_UP_S, "the cancel")
 
 
 def newcomer(service: ServiceProcess, run: RunHandle, dead: str) -> float:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import heavy_task
 from benchmarks.faults import drain, growth, recovery, settle
-from benchmarks.recovery import GIVE_UP_S, kill
+from benchmarks.recovery import GIVE_UP_S, cancel, kill
 from benchmarks.report import summary, write
 from benchmarks.workloads import WORKLOADS
 from everstep.client.runs import RunHandle
@@ -102,10 +101,6 @@ def start(service: ServiceProcess, case: str, *, in_process: bool, megabytes: in
     return run
 
 
-def _is_cancelled(run: RunHandle) -> bool:
-    return run.refresh().status == "CANCELLED"
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--case", choices=sorted(CASES), action="append")
@@ -123,8 +118,7 @@ def main(argv: list[str]) -> None:
                     rungs = [failure.rung for failure in run.failures()]
                     print(case, mode, found, rungs, flush=True)
                     results.setdefault(f"{case}, {mode}", []).append(found)
-                    run.cancel()
-                    wait_for(partial(_is_cancelled, run), GIVE_UP_S, "the cancel")
+                    cancel(run)
     write(
         "staying",
         {
