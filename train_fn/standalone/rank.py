@@ -8,7 +8,6 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -38,6 +37,7 @@ from train_fn.recovery.history import read_history
 from train_fn.recovery.launch import Left
 from train_fn.recovery.settings import device_env, take_environment
 from train_fn.snapshots.election import save_own
+from train_fn.snapshots.state_file import machine
 from train_fn.snapshots.store import snapshot_store
 from train_fn.step.nccl import abort_collectives, fails_by_itself, group_backend
 from train_fn.step.peers import Peers
@@ -139,7 +139,7 @@ def begin_attempt(
     nodes = peers.gather(
         {"rank": place.rank, "node_id": place.node, "node_ip": "", "pid": os.getpid()}
     )
-    watch = PeerWatch(peers, place.node)
+    watch = PeerWatch(peers)
     journal = open_local_journal(
         run_dir, start.submission, start.attempt, place.rank, stopping, say
     )
@@ -199,30 +199,36 @@ class PeerWatch:
     where collectives fail by themselves, or the system tells of no other process (``pidfd_open``).
     """
 
-    def __init__(self, peers: Peers, node: str) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers, self._ends = peers, select.poll()
         self._ranks: dict[int, int] = {}
         self._thread: threading.Thread | None = None
         if fails_by_itself():
             return
-        own = psutil.Process()
-        found = peers.gather((node, own.pid, own.create_time()))
-        for rank, (its_node, pid, began) in enumerate(found):
-            if rank != peers.rank and its_node == node:
-                with suppress(OSError, AttributeError, psutil.Error):
-                    end = os.pidfd_open(pid)
-                    self._ranks[end] = rank
-                    if psutil.Process(pid).create_time() == began:
-                        self._ends.register(end, select.POLLIN)
+        gone = None
+        for rank, (where, pid) in enumerate(peers.gather((machine(), os.getpid()))):
+            if rank != peers.rank and where == machine() != "":
+                try:
+                    self._ranks[os.pidfd_open(pid)] = rank
+                except ProcessLookupError:
+                    gone = rank
+                except (OSError, AttributeError):
+                    pass  # forbidden, or not known to this system
         self._asked, self._ask = os.pipe()
-        self._ends.register(self._asked, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
+        for end in (*self._ranks, self._asked):
+            self._ends.register(end, select.POLLIN)
+        self._thread = threading.Thread(
+            target=self._run, args=(gone,), name="peer-watch", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        [(end, _), *_] = self._ends.poll()
-        if end in self._ranks:
-            logger.error("rank %d has died; this rank leaves with its state", self._ranks[end])
+    def _run(self, gone: int | None) -> None:
+        """Wait for an end, unless a rank has ended already."""
+        if gone is None:
+            [(end, _), *_] = self._ends.poll()
+            gone = self._ranks.get(end)
+        if gone is not None:
+            logger.error("rank %d has died; this rank leaves with its state", gone)
             abort_collectives()
 
     def end(self) -> None:

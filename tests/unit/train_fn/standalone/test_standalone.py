@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from train_fn.journal.server import open_local_journal
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.session.report import Reporter
 from train_fn.snapshots.store import Label, node_snapshots
+from train_fn.standalone import rank as rank_module
 from train_fn.standalone.command import run_local
 from train_fn.standalone.rank import (
     EXIT_FAILED,
@@ -337,3 +339,28 @@ def test_steps_that_only_this_node_holds_stay_until_a_checkpoint_has_them(
 def test_the_loop_without_ray_imports_no_ray() -> None:
     code = "import sys, train_fn.standalone.command; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_peer_that_died_before_it_could_be_watched_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then nobody would notice its death any more."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    aborted = threading.Event()
+    monkeypatch.setattr(rank_module, "fails_by_itself", lambda: False)
+    monkeypatch.setattr(rank_module, "abort_collectives", aborted.set)
+    peers: Any = SimpleNamespace(
+        rank=0, gather=lambda value: [value, (value[0], ended.pid), ("another host", ended.pid)]
+    )
+    watch = rank_module.PeerWatch(peers)
+    assert aborted.wait(10)
+    watch.close()
+    aborted.clear()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        peers.gather = lambda value: [value, (value[0], living.pid)]
+        watch = rank_module.PeerWatch(peers)
+        assert not aborted.is_set()
+        living.kill()
+        assert aborted.wait(10)
+        watch.close()
