@@ -9,9 +9,9 @@
 
 ``es.hf.Protect`` protects the Trainer of Hugging Face, ``es.lightning.Protect`` that of Lightning.
 
-This is a door: what is behind it needs torch, and is imported when it is first used. Only the
-variables that keep torch from ending a process with its state are set at once: torch reads them
-when the process group is made.
+This is a door: what is behind it needs torch, and is imported when it is first used. Only
+environment variables are set at once. Torch reads them when it makes the process group, and then
+does not end a process that holds the state.
 """
 
 from __future__ import annotations

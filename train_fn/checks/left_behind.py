@@ -344,7 +344,7 @@ class _Walk:
             self._pickled(path, value)
 
     def _pickled(self, path: str, value: Any) -> None:
-        """Note the pickle of a library's object, and follow what is in it and not the library's."""
+        """Note what a library's object would be pickled by, and follow the user's parts in it."""
         stream = _Digest()
         parts: list[object] = []
         buffers: list[pickle.PickleBuffer] = []
@@ -506,7 +506,7 @@ def _is_of_a_file(values: Any) -> bool:
     """Return whether an array is a part of a file in memory."""
     while isinstance(values, np.ndarray):
         if getattr(values, "mode", None) == "c":
-            return False  # what is written to it is in this process only
+            return False  # writes to it stay in this process
         values = values.base
     return isinstance(values, mmap.mmap)
 
@@ -525,7 +525,7 @@ def _file_of(kind: type) -> str:
 
 
 def _is_followed(named: tuple[str, Any]) -> bool:
-    """Return whether what is imported by a name is the user's, or has been made by code."""
+    """Return whether a module is the user's, or was made by code."""
     name, module = named
     if not isinstance(module, types.ModuleType):
         return True

@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from everstep.spec.run_spec import RunSpec
+if TYPE_CHECKING:  # a script's first import reads this file
+    from everstep.spec.run_spec import RunSpec
 
 PREFIX = "EVERSTEP_RECOVERY_"
 SCRIPT_GROWTH_S = 600.0

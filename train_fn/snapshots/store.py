@@ -148,8 +148,8 @@ class SnapshotStore:
         return [label for _, label in sorted(older, key=lambda each: each[0])]
 
     def recycle_older(self, newest: Label) -> None:
-        """Remove what is older than ``newest``. The next state of a rank is written over the file
-        of its last one, unless somebody reads that: fresh memory is slow."""
+        """Remove what is older than ``newest``, but for one file of each rank: its next state is
+        written over that, since fresh memory is slow. A file that somebody reads stays as it is."""
         for label in self._older(newest):
             self._label_path(label).unlink(missing_ok=True)
             with suppress(OSError):  # it has no state, or another rank was faster
