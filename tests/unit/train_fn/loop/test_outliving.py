@@ -48,6 +48,14 @@ VALUES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide other tests' modules, as no training process imports a whole suite."""
+    for name in list(sys.modules):
+        if name.startswith("tests.") and name not in (__name__, habits.__name__):
+            monkeypatch.delitem(sys.modules, name)
+
+
 def changed_by(habit: str) -> tuple[str, ...]:
     """Return what a pass and the end of an epoch change, in a thread of its own as attempts are."""
     with ThreadPoolExecutor(1) as thread:
@@ -209,6 +217,8 @@ def test_threads_and_children_that_run_on_are_found_and_idle_ones_too() -> None:
 def test_threads_that_compile_and_draw_bars_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait in code of Python's own, as a user's would."""
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
+    async_compile.AsyncCompile.pool.cache_clear()
+    monkeypatch.setattr(tqdm, "monitor", None)  # another test's bar may have started one
     began = Beginning()
     with tqdm(total=1, file=io.StringIO()):
         async_compile.AsyncCompile.pool().submit(int).result()
