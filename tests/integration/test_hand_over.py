@@ -113,15 +113,16 @@ def test_a_rank_moves_to_a_node_where_its_successor_is_ready(client: Client) -> 
     assert born < ended.at.timestamp(), "it was made while the group before it trained"
 
 
-def begun_on_two_nodes(client: Client, spec: dict[str, Any]) -> RunHandle:
-    """A run of two ranks, beside which a node has just become free."""
-    free = client.cluster().nodes[-1].id
-    client.nodes.cordon(free)
+def begun_on_two_nodes(client: Client, spec: dict[str, Any], num_free: int = 1) -> RunHandle:
+    """A run of two ranks, or of one, beside which one node has just become free."""
+    free = [node.id for node in client.cluster().nodes[-num_free:]]
+    for node_id in free:
+        client.nodes.cordon(node_id)
     try:
         run = client.runs.create(spec)
-        wait_for_ranks(run, 2)
+        wait_for_ranks(run, 3 - num_free)
     finally:
-        client.nodes.uncordon(free)
+        client.nodes.uncordon(free[-1])
     return run
 
 
@@ -147,9 +148,11 @@ class Task:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def plant(self):
+        from train_fn.loop import survivor
         from train_fn.ray_train import rank, rank_process, worker_actor
 
         owner, name, after = {
+            "is built": (survivor, "take_inventory", True),
             "gets the offer": (worker_actor, "connect", False),
             "is connected": (worker_actor, "connect", True),
             "has decided": (rank_process.NextAttempt, "await_turn", True),
@@ -186,8 +189,10 @@ attempt. A process that lives waits there until the test has done what it does."
 CHAOS = pytest.mark.chaos
 
 
-def begun_mortal(client: Client, tmp_path: Path, **args: Any) -> tuple[RunHandle, Path]:
-    """A run of two ranks that is about to grow, and the file that says that a process is there."""
+def begun_mortal(
+    client: Client, tmp_path: Path, num_free: int = 1, **args: Any
+) -> tuple[RunHandle, Path]:
+    """A run that is about to grow, and the file that says that a process is there."""
     code, marker = tmp_path / "code", tmp_path / "there"
     code.mkdir()
     (code / "task.py").write_text(MORTAL)
@@ -198,12 +203,12 @@ def begun_mortal(client: Client, tmp_path: Path, **args: Any) -> tuple[RunHandle
         "task": "task:Task",
         "args": args | {"marker": str(marker)},
     }
-    return begun_on_two_nodes(client, spec), marker
+    return begun_on_two_nodes(client, spec, num_free), marker
 
 
-def check_steps(run: RunHandle) -> None:
+def check_steps(run: RunHandle, *, may_lose: bool = False) -> None:
     """End the run: no step was lost, and each was made once."""
-    assert run.refresh().steps_lost == 0
+    assert may_lose or run.refresh().steps_lost == 0
     run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
     steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
@@ -297,6 +302,37 @@ def test_what_happens_on_the_way_to_the_next_attempt_costs_no_step(
             if node.mark is not None:
                 client.nodes.uncordon(node.id)
     wait_for_ranks(run, 3, after=1)
+    # With the controller all ranks die: what they have made since a publication is made again.
+    check_steps(run, may_lose=strike is kill_controller)
+
+
+def test_a_node_that_is_closed_before_its_rank_is_ready_disturbs_nobody(
+    service: ServiceProcess, client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, joins=True, place="is built", number=0)
+    wait_for(marker.exists, 60, "the process that waits")
+    cordon(service, run)
+    wait_for_step(run, run.refresh().step + 100)
+    marker.with_suffix(".done").touch()
+    wait_for_step(run, run.refresh().step + 100)
+    assert [attempt.attempt for attempt in run.attempts()] == [1]
+    client.nodes.uncordon(free_node(client))
+    require_begun_by_itself(run, wait_for_ranks(run, 3, after=1))
+    check_steps(run)
+
+
+def test_nodes_that_come_one_after_the_other_are_taken_at_once(
+    client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, 2, joins=True, place="is built", number=0)
+    wait_for(marker.exists, 60, "the process that waits")
+    for node in client.cluster().nodes:
+        if node.mark is not None:
+            client.nodes.uncordon(node.id)
+    wait_for_step(run, run.refresh().step + 200)
+    marker.with_suffix(".done").touch()
+    assert wait_for_ranks(run, 3, after=1) == 2
+    require_begun_by_itself(run, 2)
     check_steps(run)
 
 

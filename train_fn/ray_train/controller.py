@@ -422,6 +422,8 @@ class YieldRequest:
         self._since: float | None = None
         """When the pending request was made, in monotonic seconds; None without one."""
         self._overdue_killed = False
+        self._hands_over = False
+        """Whether its ranks were asked last to leave their states in their processes."""
         self.asked = False
         """Whether the current group was ever asked. It may still exit after the request was given
         up."""
@@ -431,7 +433,7 @@ class YieldRequest:
     def reset(self) -> None:
         """Begin anew with the next group."""
         self._since = None
-        self.asked = self._overdue_killed = False
+        self.asked = self._overdue_killed = self._hands_over = False
         if self._recruits is not None:
             self._recruits.end()
 
@@ -439,6 +441,8 @@ class YieldRequest:
         """Ask the ranks to exit once another size is wanted or the driver is gone. Call this with
         every turn of the control loop."""
         if self._sizes.wanted is None and not self._is_leaving():
+            if self._since is None and self._recruits is not None:
+                self._recruits.dismiss()
             return
         now = time.monotonic()
         if self._since is None:
@@ -450,6 +454,10 @@ class YieldRequest:
             logger.warning(
                 "a node is about to be removed, and ranks have not exited; killed rank %s", ranks
             )
+        elif self._hands_over and not group.ranks_outside(self._sizes.draining):
+            logger.info("the nodes of all ranks are drained: asking them to save and exit instead")
+            self._hands_over = False
+            group.ask_to_yield(hands_over=False)
         elif now - self._since > self._settings.yield_timeout_s and not self._is_leaving():
             logger.warning(
                 "ranks did not exit within %g s; keeping the group as it is",
@@ -473,7 +481,7 @@ class YieldRequest:
         followers = (
             "the next submission" if self._is_leaving() else f"a group of {self._sizes.wanted}"
         )
-        hands_over = (
+        self._hands_over = hands_over = (
             self._recruits is not None
             and not self._is_leaving()
             and bool(group.ranks_outside(self._sizes.draining))

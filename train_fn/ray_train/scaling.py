@@ -264,7 +264,7 @@ class LiveScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         elif room.fit.num_workers <= worker_group_state.num_workers or not self._growth.allows(
             worker_group_state.num_workers, room.fit.num_workers, now
         ):
-            self._room_since = None
+            self._room_since = self.wanted = None
         elif self._room_since is None:
             self._room_since = now
         elif now - self._room_since >= self._settings.growth_settle_s:

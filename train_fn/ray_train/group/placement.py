@@ -66,7 +66,7 @@ class Placement:
     def held(self, living: Collection[str]) -> Counter[str]:
         """Return the number of bundles on each node, by node id. Bundles on nodes that are not in
         ``living`` are removed."""
-        self._remove([bundle for bundle in self._bundles if bundle.node_id not in living])
+        self.remove([bundle for bundle in self._bundles if bundle.node_id not in living])
         return Counter(bundle.node_id for bundle in self._bundles)
 
     def reserve(
@@ -87,7 +87,7 @@ class Placement:
             timeout_s: longest wait in seconds.
             prefer: held bundles that are used before others of their node, in this order.
         """
-        self._remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
+        self.remove([bundle for bundle in self._bundles if not _is_placed(bundle)])
         lacking, kept = Counter(wanted), []
         places = {bundle.number: place for place, bundle in enumerate(prefer)}
         self._bundles.sort(key=lambda bundle: places.get(bundle.number, len(places)))
@@ -95,7 +95,7 @@ class Placement:
             if lacking[bundle.node_id] > 0:
                 lacking[bundle.node_id] -= 1
                 kept.append(bundle)
-        self._remove([bundle for bundle in self._bundles if bundle not in kept])
+        self.remove([bundle for bundle in self._bundles if bundle not in kept])
         added = [self._create(node_id, per_worker) for node_id in lacking.elements()]
         began = time.monotonic()
         deadline = began + timeout_s + len(added) / _PLACED_PER_S
@@ -113,7 +113,7 @@ class Placement:
                 len(added),
                 sorted(late),
             )
-            self._remove(missing)
+            self.remove(missing)
             return None
         if added:
             logger.info(
@@ -139,7 +139,14 @@ class Placement:
 
     def release(self) -> None:
         """Release all bundles."""
-        self._remove(list(self._bundles))
+        self.remove(list(self._bundles))
+
+    def remove(self, bundles: Sequence[Bundle]) -> None:
+        """Release these bundles, so that other runs can have the resources."""
+        for bundle in bundles:
+            with contextlib.suppress(RayError):
+                remove_placement_group(bundle.group)
+        self._bundles = [bundle for bundle in self._bundles if bundle not in bundles]
 
     def _create(self, node_id: str, per_worker: Mapping[str, float]) -> Bundle:
         self._number += 1
@@ -150,12 +157,6 @@ class Placement:
         )
         self._bundles.append(Bundle(group, node_id, self._number))
         return self._bundles[-1]
-
-    def _remove(self, bundles: list[Bundle]) -> None:
-        for bundle in bundles:
-            with contextlib.suppress(RayError):
-                remove_placement_group(bundle.group)
-            self._bundles.remove(bundle)
 
 
 def _is_placed(bundle: Bundle) -> bool:

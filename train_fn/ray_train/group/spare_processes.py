@@ -189,12 +189,14 @@ class Recruits:
         self._read_nodes = read_nodes
         self._survivors = survivors
         self._began: float | None = None
-        """When they were called, in monotonic seconds; None if they were not."""
+        """When the first were called, in monotonic seconds; None if they were not."""
+        self._called_for = 0
+        """The size of the group for which they were called."""
         self._coming: list[_Recruit] = []
 
     def are_ready(self, num_workers: int, scaling: Any, attempt: int) -> bool:
         """Return whether all processes that a group of this size lacks are ready, or do not come in
-        time. The first call begins to make them.
+        time. The first call for a size begins to make them.
 
         Args:
             num_workers: ranks of the next group.
@@ -203,6 +205,8 @@ class Recruits:
         """
         if self._began is None:
             self._began = time.monotonic()
+        if num_workers > self._called_for:
+            self._called_for = num_workers
             self._call(num_workers, scaling, attempt)
         refs = [one.pid for one in self._coming]
         if refs and time.monotonic() - self._began < READY_S:
@@ -217,7 +221,14 @@ class Recruits:
         with the run."""
         for one in self._coming:
             ray.kill(one.actor)
-        self._coming, self._began = [], None
+        self._coming, self._began, self._called_for = [], None, 0
+
+    def dismiss(self) -> None:
+        """End those that are not ready, and give up their bundles, since no larger group follows.
+        Another run may wait for them."""
+        bundles = [one.bundle for one in self._coming]
+        self.end()
+        self._placement.remove(bundles)
 
     def _call(self, num_workers: int, scaling: Any, attempt: int) -> None:
         per_worker = scaling._resources_per_worker_not_none
@@ -238,7 +249,7 @@ class Recruits:
             in_process=True,
         )
         job, checks = self._engine.job, self._engine.settings.preflight
-        self._coming = [
+        self._coming += [
             _Recruit(actor, bundle, actor.get_ready.remote(launch, job, checks_node=checks))
             for actor, bundle in zip(new_actors(bundles, per_worker), bundles, strict=True)
         ]

@@ -126,6 +126,20 @@ def test_ranks_join_only_nodes_that_are_still_open(
     assert policy.may_join(["c"]) is may
 
 
+def test_a_group_does_not_grow_onto_a_node_that_is_closed_before_its_rank_is_ready(
+    journal: Journal,
+) -> None:
+    cluster = Cluster.of("abcd", ranks="ab")
+    policy = policy_on(cluster, (1, 4), journal)
+    wanted = []
+    for closed in ("", "", "c", "d"):
+        if closed:
+            cluster.mark(closed, cordoned=True)
+        policy.make_decision_for_running_worker_group(cluster.group, TRAINING)
+        wanted.append(policy.wanted)
+    assert wanted == [None, 4, 3, None]
+
+
 def test_a_drains_deadline_counts_where_ranks_are(journal: Journal) -> None:
     cluster = Cluster.of("abc", ranks="ab")
     policy = policy_on(cluster, (1, 2), journal)

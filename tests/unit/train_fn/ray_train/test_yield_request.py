@@ -117,7 +117,8 @@ class Recruiting:
     """Is ready when the test says so."""
 
     def __init__(self) -> None:
-        self.ready, self.asked_for, self.ended = False, list[tuple[int, int]](), 0
+        self.ready, self.asked_for = False, list[tuple[int, int]]()
+        self.ended = self.dismissed = 0
 
     def are_ready(self, num_workers: int, scaling: object, attempt: int) -> bool:
         self.asked_for.append((num_workers, attempt))
@@ -125,6 +126,9 @@ class Recruiting:
 
     def end(self) -> None:
         self.ended += 1
+
+    def dismiss(self) -> None:
+        self.dismissed += 1
 
 
 def test_ranks_train_on_until_those_that_join_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +145,17 @@ def test_ranks_train_on_until_those_that_join_are_ready(monkeypatch: pytest.Monk
     assert recruits.ended == 1
 
 
+def test_those_that_join_are_dismissed_if_the_group_is_not_to_grow_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recruits = Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    for wanted, ready in ((3, False), (None, False), (3, True), (None, True)):
+        turns.sizes.wanted, recruits.ready = wanted, ready
+        turns.turn(100.0)
+    assert (turns.group.num_asked, recruits.dismissed) == (1, 1), "not after the ranks were asked"
+
+
 def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch, Recruiting())
     turns.sizes.wanted, turns.leave_by = 2, 1120.0
@@ -148,6 +163,20 @@ def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPa
     assert turns.group.num_asked == 0
     turns.turn(104.0)
     assert turns.group.num_asked == 1 and turns.group.hands_over
+
+
+def test_ranks_save_if_all_their_nodes_are_drained_after_they_were_asked_to_hand_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recruits = Recruiting()
+    recruits.ready = True
+    turns = Turns(monkeypatch, recruits)
+    turns.sizes.wanted, asked = 3, []
+    for draining in ("", "a", "ab", "ab"):
+        turns.sizes.draining = frozenset(draining)
+        turns.turn(100.0)
+        asked.append((turns.group.num_asked, turns.group.hands_over))
+    assert asked == [(1, True), (1, True), (2, False), (2, False)]
 
 
 @pytest.mark.parametrize("case", ["the driver is gone", "all nodes go", "new processes"])
