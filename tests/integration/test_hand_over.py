@@ -198,6 +198,7 @@ def begun_mortal(
     (code / "task.py").write_text(MORTAL)
     spec = digits("mortal", epochs=2000, workers=(1, 3), checkpoint={"every_steps": 100_000})
     del spec["task"]
+    spec["recovery"] = {"hang_timeout_s": 40}
     spec["code"] = {
         "archive": client.code.upload(code).digest,
         "task": "task:Task",
@@ -241,6 +242,20 @@ def test_a_death_on_the_way_to_the_next_attempt_costs_no_step(
     check_steps(run)
     restored = [event.data["source"] for event in run.events() if event.kind == "restored"]
     assert restored[0] == "fresh" and set(restored[1:]) <= {"process", "snapshot"}, grown
+
+
+@CHAOS
+def test_a_rank_that_stops_on_its_way_is_replaced_and_costs_no_step(
+    service: ServiceProcess, client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(
+        client, tmp_path, joins=True, place="has decided", number=signal.SIGSTOP
+    )
+    wait_for(marker.exists, 60, "the stop")
+    wait_for_ranks(run, 3, after=2)
+    check_steps(run)
+    [fell_back] = [event for event in run.events() if event.kind == "fell_back"]
+    assert "does not answer" in fell_back.data["reason"]
 
 
 def kill_controller(service: ServiceProcess, run: RunHandle) -> None:

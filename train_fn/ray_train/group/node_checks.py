@@ -356,7 +356,7 @@ def wake_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
 
 def end_stopped(processes: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """End those processes that are stopped, by SIGKILL, and return them. Ray may have failed to: it
-    first asks the process itself."""
+    first asks the process itself, and takes one that cannot be connected to for dead."""
     return _ask_nodes(signalled, processes, signal.SIGKILL)
 
 

@@ -31,7 +31,7 @@ from train_fn.ray_train.group.end import (
     reports_of_slow_start,
     with_unheard,
 )
-from train_fn.ray_train.group.node_checks import prepared
+from train_fn.ray_train.group.node_checks import end_stopped, prepared
 from train_fn.ray_train.group.patience import HungRanks, PollPatience, StartLimit, watched_start
 from train_fn.ray_train.group.placement import NoBarrier, Reservation, end_barrier, no_barrier
 from train_fn.ray_train.group.rank_actors import RankActors
@@ -444,7 +444,10 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             {worker.metadata.node_id: worker.metadata.node_ip for worker in self.get_workers()},
         )
         self._gone = [report.rank for report in reports if report.died or report.unresponsive]
-        return tuple(map(self._hung.explain, reports))
+        reports = tuple(map(self._hung.explain, reports))
+        if silent := [(each.node_id, each.pid) for each in reports if each.unresponsive]:
+            end_stopped(silent)  # what Ray has given up to kill would keep out its successor
+        return reports
 
     @property
     def must_abort(self) -> bool:
