@@ -66,6 +66,26 @@ def leaving_apart() -> None:
     replica.build_task = lambda spec: LeavingApart()
 
 
+class Alone(Sharded):
+    """Its hook does something on rank 0 only."""
+
+    def __init__(self, done: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self._done = done
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        if torch.distributed.get_rank() == 0:
+            self._done(model)
+
+
+def calling_alone() -> None:
+    replica.build_task = lambda spec: Alone(lambda model: model(torch.zeros(2, 4)))
+
+
+def gathering_alone() -> None:
+    replica.build_task = lambda spec: Alone(lambda model: next(model.parameters()).full_tensor())
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +162,12 @@ class Routed(nn.Module):
 class Routing(Sharded):
     def build_model(self) -> nn.Module:
         return nn.Sequential(Routed(), Routed(), nn.Linear(4, 1))
+
+    def on_epoch_end(self, model: nn.Module, epoch: int, metrics: dict[str, float]) -> None:
+        """On all ranks, call the model and gather norms of its weights."""
+        super().on_epoch_end(model, epoch, metrics)
+        found = [model(torch.ones(2, 4)).sum(), *(each.norm() for each in model.parameters())]
+        assert all(getattr(each, "full_tensor", each.clone)().isfinite() for each in found)
 
     def shard_modules(self, model: Any) -> list[nn.Module]:
         return [model[0], model[1]]

@@ -299,11 +299,14 @@ def test_replicas_keep_each_other_s_pieces(
         ("drop", "on rank 1 than on rank 0 since step 2: torch mixes"),
         ("rate", "options or step counts of the optimizer of rank 1 differ .* after step 3"),
         ("unsummed", r"step 3 while gradients of a sharded model wait to be summed .* Call model"),
+        ("partial", r"step 3 while gradients of a sharded model wait to be summed .* all layers"),
     ],
 )
 def test_ranks_that_do_not_do_the_same_are_refused(what: str, message: str, tmp_path: Path) -> None:
     """With torch alone all of these train on, with other weights than anyone meant."""
     job = job_of(tmp_path, "unlike", nodes=("a", "a"), world_size=2, steps=5, odd=(1, 2, what))
+    if what == "partial":
+        job = replace(job, nodes=("a", "a", "b", "b"), world_size=4, replicas=2)
     ended = start(replace(job, loop="unlike"))
     assert all(re.search(message, str(each.error)) for each in ended), ended
     assert newest_reported(job) == 2

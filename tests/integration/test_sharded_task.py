@@ -294,12 +294,16 @@ def test_a_task_that_builds_something_else_the_second_time_gets_fresh_processes(
             assert "builds a second time changes" in outcome.error.error.message
 
 
-@pytest.mark.parametrize("setup", ["hiding", "routing"])
-def test_what_torch_does_not_see_trains_as_without_sharding(setup: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "setup"), [("full", "hiding"), ("full", "routing"), ("hybrid", "routing")]
+)
+def test_what_torch_does_not_see_trains_as_without_sharding(
+    sharding: str, setup: str, tmp_path: Path
+) -> None:
     """A model that returns an object of its own, and one whose samples decide which of its layers
-    are used."""
-    job = replace(job_of(tmp_path, "sharded"), setup=f"{TASKS}:{setup}", world_size=2)
-    job = replace(job, nodes=("a", "b"), spec=spec(epochs=1))
+    are used, in each of several micro-batches."""
+    job = replace(other_job(tmp_path, "sharded", sharding), setup=f"{TASKS}:{setup}")
+    job = replace(job, spec=spec(epochs=1, sharding=sharding))
     alone = {"world_size": 1, "nodes": ("a",), "spec": spec(epochs=1, sharding="none")}
     whole = train_to_end(replace(job, run_dir=make_run_dir(tmp_path, "whole"), **alone), tmp_path)
     theirs = merged_losses(whole)
@@ -502,9 +506,20 @@ def test_replicas_that_differ_are_not_mixed_if_a_death_comes_before_their_gate(
     require_like(hybrid_twin, job, first[0], last)
 
 
-def test_a_hook_that_lets_replicas_go_apart_is_named(tmp_path: Path) -> None:
-    job = replace(other_job(tmp_path, "hook", "hybrid"), setup=f"{TASKS}:leaving_apart")
+@pytest.mark.parametrize(
+    ("sharding", "setup", "problem"),
+    [
+        ("hybrid", "leaving_apart", "left different values on the ranks"),
+        ("full", "calling_alone", "on rank 0, while rank 1 has returned"),
+        ("hybrid", "gathering_alone", "on rank 0, while rank 1 has returned"),
+    ],
+)
+def test_a_hook_in_which_ranks_do_not_do_the_same_is_named(
+    sharding: str, setup: str, problem: str, tmp_path: Path
+) -> None:
+    """With torch alone, gloo would end the processes where one rank alone calls the model."""
+    job = replace(other_job(tmp_path, "hook", sharding), setup=f"{TASKS}:{setup}")
     for outcome in run_ranks(job, tmp_path):
-        assert isinstance(outcome.error, StepFailed)
+        assert isinstance(outcome.error, StepFailed), outcome
         message = outcome.error.error.message
-        assert "on_epoch_end" in message and "left different values on the ranks" in message
+        assert "on_epoch_end" in message and problem in message

@@ -265,6 +265,14 @@ def gan(job: LoopJob, rank: int) -> Any:
     return nn.ModuleDict({"g": generator, "c": critic})
 
 
+def mesh_of(job: LoopJob) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = (job.replicas, job.world_size // job.replicas)[-min(job.replicas, 2) :]
+    names = ("replicate", "shard")[-len(sizes) :]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def sharded(job: LoopJob, rank: int) -> Any:
     """A model that FSDP2 shards: some tensors have fewer rows than there are ranks, some are not
     divisible; gradients are clipped, and weights averaged."""
@@ -272,15 +280,11 @@ def sharded(job: LoopJob, rank: int) -> Any:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     import everstep.train as es
 
-    shape = (
-        (job.world_size,) if job.replicas == 1 else (job.replicas, job.world_size // job.replicas)
-    )
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = mesh_of(job)
 
     def built() -> Any:
         torch.manual_seed(3)
@@ -346,15 +350,15 @@ def sharded(job: LoopJob, rank: int) -> Any:
 
 
 def unlike(job: LoopJob, rank: int) -> Any:
-    """A sharded loop of layers of one size, in which ranks do not do the same at the odd step.
-    torch would train on, with another layer's gradients or with none."""
+    """A sharded loop of layers of one size, in which ranks do not do the same at the odd step, or
+    leave out a layer in the second of its passes. torch would train on, with another layer's
+    gradients or with none."""
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(3)
-    mesh = init_device_mesh("cpu", (job.world_size,))
+    mesh = mesh_of(job)
 
     class Layers(nn.Sequential):
         def forward(self, x: Any, without: int | None = None, ahead: int | None = None) -> Any:
@@ -374,6 +378,11 @@ def unlike(job: LoopJob, rank: int) -> Any:
             is_odd = state.step_number == at
             without = 1 + rank if is_odd and what == "skip" else None
             model.set_requires_gradient_sync(not (is_odd and what == "unsummed"))
+            if is_odd and what == "partial":
+                model.set_requires_all_reduce(False)
+                model(torch.randn(6, 16)).square().mean().backward()
+                model.set_requires_all_reduce(True)
+                without = 1
             ahead = 2 if is_odd and what == "gather" and rank else None
             loss = model(torch.randn(6, 16), without, ahead).square().mean()
             loss.backward()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,8 +173,9 @@ class GradientsUsed(Check):
             raise BadTask(
                 f"state.step() was called for step {self._state.step + 1} while gradients of a "
                 "sharded model wait to be summed over the ranks: no state holds them, and the "
-                "optimizer did not see them. Call model.set_requires_gradient_sync(True) before "
-                "the last backward pass of each step, and state.step() after optimizer.step()"
+                "optimizer did not see them. Call model.set_requires_gradient_sync(True), and "
+                "set_requires_all_reduce(True), before the last backward pass of each step, let it "
+                "use all layers that others have used, and call state.step() after optimizer.step()"
             )
 
     def _who_steps(self) -> str:
@@ -223,15 +225,22 @@ class CallOrder:
         self._numbers = {id(each): _GRADIENTS + at for at, each in enumerate(weights, 1)}
         self._weights = list(weights)
         self._digest = 0
+        self.compare: Callable[[int], object] | None = None
+        """Called with the digest before this rank meets others, where they may not come."""
         module, order = importlib.import_module(_COLLECTIVES), weakref.ref(self)
         for kind, name in enumerate(_MEETINGS, 1):
             setattr(module, name, _noted(_OWN.setdefault(name, getattr(module, name)), kind, order))
 
     def meet(self, kind: int, weights: Iterable[Any]) -> None:
         """Note that this rank meets others, for these weights of FSDP2's."""
-        self._note(kind)
-        for each in weights:
-            self._note(self._numbers.get(id(each.sharded_param), 0))
+        self.begin(kind, [self._numbers.get(id(each.sharded_param), 0) for each in weights])
+
+    def begin(self, kind: int, numbers: Iterable[int]) -> None:
+        """Note a collective that begins, and what it is about."""
+        for number in (kind, *numbers):
+            self._note(number)
+        if self.compare is not None:
+            self.compare(self._digest)
 
     def _note(self, number: int) -> None:
         self._digest = (self._digest + number + 1) * _SPREAD & MASK64
@@ -253,6 +262,38 @@ def _noted(own: Any, kind: int, order: weakref.ref[CallOrder]) -> Any:
         return own(weights, *args, **kwargs)
 
     return meet
+
+
+_RETURNED = 0
+
+
+@checked(Moment.EPOCH_HOOK, cost="a small exchange before each collective of the sharded model")
+@contextmanager
+def met_by_all(order: CallOrder, peers: Peers, source: str) -> Iterator[None]:
+    """Raise BadTask inside the block where a rank is about to meet others for the sharded model,
+    and they do not come: gloo would end the processes. A collective."""
+
+    def compare(digest: int) -> None:
+        rows = peers.exchange(digest.to_bytes(8, "little"))
+        digests = [int.from_bytes(each, "little") for each in rows]
+        if len(set(digests)) == 1:
+            return
+        rank = next(rank for rank, each in enumerate(digests) if each != _RETURNED)
+        other = next(at for at, each in enumerate(digests) if each != digests[rank])
+        does = "has returned" if digests[other] == _RETURNED else "does something else"
+        raise BadTask(
+            f"{source} calls the sharded model, or gathers a weight of it, on rank {rank}, while "
+            f"rank {other} {does}. Do it on all ranks in the same order, and let one of them write "
+            "or print what it finds, or set train.sharding to none"
+        )
+
+    order.take()
+    order.compare = compare
+    try:
+        yield
+        compare(_RETURNED)
+    finally:
+        order.compare = None
 
 
 @checked(Moment.LOSS, Moment.EVALUATED, cost="a digest of what FSDP2 gathers and sums")

@@ -209,7 +209,8 @@ def call_hook(replica: Replica, reporter: Reporter) -> None:
     reporter.hand_over()
     replica.before_hook = _reach(replica) if replica.state.piece is None else None
     source = where(replica.task, "on_epoch_end")
-    with replica.checks.around(Moment.EPOCH_HOOK, source), rows_alone(replica, source):
+    is_watched = rows_alone(replica, source, meets=True)
+    with replica.checks.around(Moment.EPOCH_HOOK, source), is_watched:
         replica.task.on_epoch_end(replica.state.model, epoch, dict(replica.state.metrics))  # type: ignore[attr-defined]
     replica.learning_rates.note_options()
     reporter.sign(
