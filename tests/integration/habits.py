@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import array
+import collections
 import contextlib
 import contextvars
 import copy
 import ctypes
 import decimal
+import enum
 import functools
 import gc
 import hashlib
@@ -36,6 +38,7 @@ import threading
 import types
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -560,6 +563,7 @@ class Structure(ctypes.Structure):
     _fields_ = (("passes", ctypes.c_int),)
 
 
+TURNED = torch.zeros(2, 3).t()
 MARKED, PLACE, SIMPLE = np.zeros(1).view(Marked), torch.zeros(1), queue.SimpleQueue[int]()
 STRUCTURE, GRAPH, RANDOM = Structure(0), networkx.Graph(), OwnRandom(5)
 SPLIT = ShuffleSplit(1, random_state=np.random.RandomState(5))
@@ -625,6 +629,7 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "object_as_module": in_attribute(sys.modules["tests.integration.settings_of_habits"], "inner"),
     "attribute_of_torch": in_attribute(torch, "passes_of_a_habit"),
     "bound_next": next_number,
+    "turned": lambda: float(TURNED.data.add_(1).sum()),
     "list_iterator": left_of_list,
     "paused_generator": SQUARES.__next__,
     "scheduler": by_schedule,
@@ -884,7 +889,78 @@ REBUILDS: dict[str, Callable[[Any], object]] = {
 }
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+Word, Lines = type("Word", (str,), {}), type("Lines", (io.StringIO,), {})
+Slotted = type("Slotted", (), {"__slots__": ("__dict__", "passes")})
+OwnNumpyRandom = type("OwnNumpyRandom", (np.random.Generator,), {})
+OwnModule = type("OwnModule", (types.ModuleType,), {})
+
+
+class Own(Habit):
+    """Counts in an attribute of the task."""
+
+    def __init__(self, make: Callable[[], Any], count: Callable[[Any], float]) -> None:
+        self._make, self._count = make, count
+
+    def build(self, task: Any) -> None:
+        task.own = self._make()
+
+    def factor(self, task: Any, model: nn.Module) -> float:
+        return 1.0 + 0.001 * float(self._count(task.own))
+
+
+def in_entry(held: Any) -> float:
+    held["passes"] += 1
+    return float(held["passes"])
+
+
+def on(held: Any) -> float:
+    return in_attribute(held, "passes")()
+
+
+def made_by_code() -> Callable[[], float]:
+    names: dict[str, Any] = {"passes": 0}
+    exec("def count():\n    global passes\n    passes += 1\n    return passes", names)
+    count: Callable[[], float] = names["count"]
+    return count
+
+
+def compress(held: Any) -> float:
+    return float(len(held.compress(os.urandom(1 << 9))))
+
+
+_LONG, MADE_WITHIN, OWN_MODULE = "x" * 40, types.ModuleType("made.within"), OwnModule("own_module")
+sys.modules |= {"made.within": MADE_WITHIN, "own_module": OWN_MODULE}
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "own_counter": (partial(collections.Counter, passes=0), in_entry),
+    "own_ordered": (partial(collections.OrderedDict, passes=0), in_entry),
+    "own_lines": (lambda: Lines(LINES.getvalue()), lambda own: float(own.readline())),
+    "own_drawn": (partial(OwnRandom, 5), lambda own: own.random()),
+    "own_numpy_drawn": (lambda: OwnNumpyRandom(np.random.PCG64(5)), lambda own: own.random()),
+    "own_slots": (Slotted, on),
+    "own_word": (partial(Word, "word"), on),
+    "own_level": (lambda: Level.LOW, on),
+    "in_list": (lambda: [np.zeros(1).view(Marked)], lambda own: on(own[0])),
+    "in_array": (
+        lambda: [np.array([Held(0)], object)],
+        lambda own: in_attribute(own[0][0], "inner")(),
+    ),
+    "beside_long_names": (
+        lambda: {f"{_LONG}1": Held(0), f"{_LONG}2": Held(0)},
+        lambda own: in_attribute(own[f"{_LONG}1"], "inner")(),
+    ),
+    "in_key": (lambda: {Slotted(): 0}, lambda own: on(next(iter(own)))),
+    "by_code": (made_by_code, lambda own: own()),
+    "compressor": (zlib.compressobj, compress),
+    "made_within": (int, lambda own: on(MADE_WITHIN)),
+    "own_module": (int, lambda own: on(OWN_MODULE)),
+}
+"""What keeps more than its attributes, or where nobody looked."""
 HABITS: dict[str, Callable[[], Habit]] = {
+    **{name: partial(Own, *of) for name, of in KEPT.items()},
     **{name: partial(Counted, count) for name, count in COUNTS_IN.items()},
     **{name: partial(FromIterator, make) for name, make in ITERATORS.items()},
     **{name: partial(Changed, *change) for name, change in CHANGES.items()},

@@ -90,9 +90,17 @@ def stays(names: str) -> bool:
 TELLING = (
     *("cached_group", "own_group", "rank_of_build", "global_count", "deep_count", "own_thread"),
     *("forward_hook", "teacher", "replaced_method", "of_weight", "graph"),
+    "own_counter",
 )
 HIDDEN = (
-    *(*habits.COUNTS_IN, *habits.ITERATORS, *habits.CHANGES, *habits.REBUILDS, *habits.BUILDS),
+    *(
+        *habits.COUNTS_IN,
+        *habits.KEPT,
+        *habits.ITERATORS,
+        *habits.CHANGES,
+        *habits.REBUILDS,
+        *habits.BUILDS,
+    ),
     *("hook_of_optimizer", "teacher", "of_weight"),
 )
 """Those with which a run once was another one, or whose like were."""

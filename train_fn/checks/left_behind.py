@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import array
+import bz2
 import collections
+import concurrent.futures
 import contextvars
 import ctypes
 import functools
@@ -17,11 +19,12 @@ import gc
 import io
 import itertools
 import logging
+import lzma
 import marshal
 import mmap
+import multiprocessing.connection
 import pickle
 import queue
-import random
 import sys
 import threading
 import types
@@ -40,7 +43,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from train_fn.step.place_watch import is_users
-from train_fn.step.plain_attributes import followed, generator_text, internal
+from train_fn.step.plain_attributes import (
+    followed,
+    generator_text,
+    internal,
+    is_built_in,
+    slots_of,
+)
 
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
@@ -53,6 +62,9 @@ _BUFFERS = (
 )
 _NUMBERS = (torch.Tensor, np.ndarray, np.generic, *_BUFFERS)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_HOLD_OTHERS = frozenset({dict, list, tuple, set, frozenset})
+_MARSHALLED = frozenset({*_PLAIN, *_HOLD_OTHERS, bytearray, array.array, np.ndarray})
+_MOST_LEVELS = 20
 _PAUSED = {
     types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
     types.CoroutineType: ("cr_frame", "cr_await"),
@@ -67,6 +79,9 @@ _HOLDERS = (
     threading.local,
     threading.Event,
     threading.Semaphore,
+    threading.Condition,
+    threading.Barrier,
+    concurrent.futures.Future,
     SharedMemory,
     SynchronizedBase,
     queue.Queue,
@@ -75,6 +90,12 @@ _HOLDERS = (
     weakref.WeakSet,
 )
 """Python's own classes whose objects hold what a user puts there."""
+_UNTOLD = (
+    *(type(zlib.compressobj()), type(zlib.decompressobj())),
+    *(bz2.BZ2Compressor, bz2.BZ2Decompressor, lzma.LZMACompressor, lzma.LZMADecompressor),
+    multiprocessing.connection.Connection,
+)
+"""Python's own classes whose objects hold what nothing shows."""
 _TOLD_BY: dict[str, Callable[[Any], object]] = {
     "numpy.random.bit_generator.SeedSequence": attrgetter("state"),
     "numpy.random.bit_generator.BitGenerator": attrgetter("state"),
@@ -82,6 +103,13 @@ _TOLD_BY: dict[str, Callable[[Any], object]] = {
     "_hashlib.HASH": methodcaller("digest"),
     "_queue.SimpleQueue": methodcaller("qsize"),
     "_thread.lock": methodcaller("locked"),
+    "builtins.BaseException": attrgetter("args"),
+    "builtins.mappingproxy": dict,
+    **{f"builtins.dict_{each}": list for each in ("keys", "values", "items")},
+    "numpy.random._generator.Generator": attrgetter("bit_generator.state"),
+    "numpy.random.mtrand.RandomState": methodcaller("get_state"),
+    "torch._C.Generator": methodcaller("get_state"),
+    "_random.Random": methodcaller("getstate"),
 }
 """Classes of libraries, and what shows that an object has changed."""
 _OF_A_CLASS = frozenset(
@@ -150,13 +178,26 @@ class _Itself:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Found(dict[str, object]):
+    """What was found, by names that may be cut short: none takes the place of another."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        while name in self:
+            name += "'"
+        super().__setitem__(name, value)
+
+
 class _Walk:
     """Follow every reference once."""
 
     def __init__(self, trained: Iterable[object]) -> None:
-        self.found: dict[str, object] = {}
+        self.found = _Found()
         self._seen: dict[int, tuple[object, str]] = {id(each): (each, "state") for each in trained}
         self._num_left, self._bytes_left = _MOST_OBJECTS, _MOST_BYTES
+        modules = [
+            each for each in list(sys.modules.values()) if isinstance(each, types.ModuleType)
+        ]
+        self._of_modules = {id(vars(each)) for each in modules}
 
     def owner(self, path: str, owner: object, depth: int) -> None:
         """Follow what is not put back of an owner's attributes."""
@@ -187,7 +228,7 @@ class _Walk:
     def items(self, path: str, values: dict[str, Any]) -> None:
         """Follow a namespace."""
         for key, value in list(values.items()):
-            if not (isinstance(key, str) and key.startswith("__")):
+            if not (isinstance(key, str) and key.startswith("__") and key.endswith("__")):
                 self.value(f"{path}.{key}", value)
 
     def value(self, path: str, value: Any) -> None:
@@ -203,8 +244,10 @@ class _Walk:
     def _follow(self, path: str, value: Any) -> None:
         """Follow a value by its kind. What is of a library, and no container, is not followed."""
         if isinstance(value, _PLAIN):
-            self.found[path] = value if value == value else "nan"
-            return
+            # -0.0 equals 0.0, and 1 equals 1.0
+            self.found[path] = repr(value) if isinstance(value, float | complex) else value
+            if type(value) in _PLAIN or not is_users(_file_of(type(value))):
+                return
         if id(value) in self._seen:
             self.found[path] = f"as {self._seen[id(value)][1]}"
             return
@@ -224,10 +267,21 @@ class _Walk:
             self._container(path, value)
         elif isinstance(value, type | types.ModuleType):
             self._namespace(path, value)
-        elif isinstance(value, (*_HOLDERS, nn.Module)) or is_users(_file_of(type(value))):
+        elif isinstance(value, (*_HOLDERS, *_PLAIN, nn.Module)):
             self._instance(path, value)
-        elif isinstance(value, io.IOBase):
+        else:
+            is_own = is_users(_file_of(type(value)))
+            if is_own:
+                self._instance(path, value)
+            if not is_own or is_built_in(type(value)):
+                self._built_in(path, value)
+
+    def _built_in(self, path: str, value: Any) -> None:
+        """Follow what an object holds that is no attribute."""
+        if isinstance(value, io.IOBase):
             self.found[path] = _read_up_to(value)
+        elif isinstance(value, _UNTOLD):
+            self.found[path] = object()
         elif isinstance(value, Iterator):
             self.found[path] = _left_of(value)
         else:
@@ -268,15 +322,18 @@ class _Walk:
         return some, int(words.sum()), bytes(octets[words.nbytes :])
 
     def _container(self, path: str, value: Any) -> None:
-        try:
-            self.found[path] = hash(marshal.dumps(value, 2))
-        except ValueError:  # it holds more than plain values
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = dict(value) if isinstance(value, dict) else list(value)
+        if (contents := _hash_of_plain(parts)) is not None:
+            self.found[path] = contents
+        else:
             self.found[path] = len(value)
-            for key, part in list(pairs):
+            pairs = parts.items() if isinstance(parts, dict) else enumerate(parts)
+            for number, (key, part) in enumerate(pairs):
+                if isinstance(key, weakref.ref) or is_users(_file_of(type(key))):
+                    self.value(f"{path} key {number}", key)
                 self.value(f"{path}[{key!r:.40}]", part)
-        if is_users(_file_of(type(value))):
-            self._instance(path, value)
+        for key, part in _attributes(value):
+            self.value(f"{path}.{key}", part)
 
     def _namespace(self, path: str, value: Any) -> None:
         if isinstance(value, types.ModuleType):
@@ -378,6 +435,8 @@ class _Walk:
             for name, part in parts.items():
                 if part:
                     self.value(f"{path}({name})", part)
+            if id(function.__globals__) not in self._of_modules:
+                self.value(f"{path}()", function.__globals__)
         self.items(path, vars(function))
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             self.value(f"{path}.__wrapped__", wrapped)
@@ -392,8 +451,6 @@ class _Walk:
             self.hooks(path, vars(value))
         if isinstance(value, torch.optim.Optimizer):
             self._state(path, value)
-        if isinstance(value, random.Random):
-            self.found[f"{path} state"] = value.getstate()
         for key, part in _attributes(value):
             if key not in own:
                 self.value(f"{path}.{key}", part)
@@ -460,11 +517,28 @@ def _own(value: object) -> list[tuple[str, Any]]:
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
     yield from _own(value)
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                yield name, getattr(value, name)
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+def _hash_of_plain(value: Any) -> int | None:
+    """Return a hash of a container of plain values, containers of these and arrays; None if it
+    holds anything else."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        kinds = set(map(type, level))
+        arrays = (each for each in level if isinstance(each, np.ndarray))
+        if not kinds <= _MARSHALLED or any(each.dtype.hasobject for each in arrays):
+            return None
+        inner = [each for each in level if type(each) in _HOLD_OTHERS]
+        keys = (each.keys() for each in inner if type(each) is dict)
+        parts = (each.values() if type(each) is dict else each for each in inner)
+        level = list(itertools.chain(*keys, *parts))
+    try:
+        return None if level else hash(marshal.dumps(value, 2))
+    except ValueError:  # numpy gives no bytes of dates, nor of what is in no order
+        return None
 
 
 def _left_of(iterator: Any) -> object:
@@ -497,9 +571,11 @@ def _array_of(tensor: torch.Tensor) -> Any | None:
     """Return the contents of a tensor; None where they cannot be read at once."""
     plain = tensor.detach()
     is_plain = type(plain) is torch.Tensor and plain.layout is torch.strided
-    is_plain = is_plain and plain.device.type == "cpu" and plain.is_contiguous()
-    is_odd = plain.is_conj() or plain.is_neg() or plain.is_quantized
-    return plain.reshape(-1).view(torch.uint8).numpy() if is_plain and not is_odd else None
+    if not is_plain or plain.device.type != "cpu" or plain.is_quantized:
+        return None
+    if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+        return plain.reshape(-1).view(torch.uint8).numpy()
+    return torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage()).numpy()
 
 
 def _is_of_a_file(values: Any) -> bool:
@@ -531,14 +607,15 @@ def _is_followed(named: tuple[str, Any]) -> bool:
         return True
     if file := getattr(module, "__file__", None):
         return is_users(file)
-    is_hidden = name.startswith("_") or "." in name or name in _MADE_BY_LIBRARIES
+    is_hidden = name.startswith("_") or name in _MADE_BY_LIBRARIES
     return not is_hidden and _is_made(module)
 
 
 def _is_made(module: types.ModuleType) -> bool:
     """Return whether code has made a module, that comes from no file."""
+    kind = type(module)
     return (
-        type(module) is types.ModuleType
+        (kind is types.ModuleType or is_users(_file_of(kind)))
         and module.__spec__ is None
         and getattr(module, "__file__", None) is None
         and module.__name__ != "__main__"

@@ -119,11 +119,25 @@ def asker(frame: FrameType | None) -> str | None:
     return None
 
 
+_of_tasks: set[str] = set()
+"""Installed packages that are the user's, since a task comes from there."""
+
+
+def note_package_of(task: object) -> None:
+    """Take the package of a task's class for the user's, though it may be installed."""
+    package = sys.modules.get(type(task).__module__.partition(".")[0])
+    for path in (getattr(package, "__file__", None), *getattr(package, "__path__", ())):
+        folder = f"{path}{os.sep}"
+        if path and path.startswith(_SITE_PACKAGES) and not folder.startswith(_LIBRARIES):
+            _of_tasks.update((path,) if path.endswith(".py") else (folder,))
+
+
 def is_users(path: str) -> bool:
     """Return whether a file of Python code is the user's: not Everstep's, nor of an installed
     library, nor of Python."""
-    is_installed = path.startswith((*_OWN_PACKAGES, _SITE_PACKAGES))
-    return bool(path) and not is_installed and not _is_standard(path)
+    if path.startswith((*_OWN_PACKAGES, _SITE_PACKAGES)):
+        return path.startswith(tuple(_of_tasks)) and not path.startswith(_OWN_PACKAGES)
+    return bool(path) and not _is_standard(path)
 
 
 def is_known_thread(frame: FrameType | None) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ _LIBRARIES = frozenset({"builtins", "functools", "numpy", "torch", "threading", 
 _MAX_DEPTH = 1
 _MAX_ELEMENTS = 256
 _MAX_TENSOR_BYTES = 1 << 20
+_BYTES_OF_SLOT = struct.calcsize("P")
 _OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _OWN_TO_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "step"}
 _ABSENT = object()
@@ -158,15 +160,32 @@ def internal(owner: object) -> Collection[str]:
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether this is an object of the user's: no module, class or function, and of none of
-    ``_LIBRARIES``."""
+    """Return whether this is an object of the user's with nothing but attributes: no module, class
+    or function, and of none of ``_LIBRARIES``."""
     kind = type(value)
     return (
         isinstance(getattr(value, "__dict__", None), dict)
         and not isinstance(value, type | nn.Module | torch.optim.Optimizer)
         and kind.__module__.partition(".")[0] not in _LIBRARIES
+        and not (is_built_in(kind) or any(slots_of(kind)))
         and len(vars(value)) <= _MAX_ELEMENTS
     )
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """Yield the names of the slots of a class, with those that it inherits."""
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield name
+
+
+def is_built_in(kind: type) -> bool:
+    """Return whether objects of a class hold more than attributes and slots: it is written in C, or
+    derived from a class that is, as Counter is from dict."""
+    most = _State.__basicsize__ + _BYTES_OF_SLOT * len([*slots_of(kind)])
+    return kind.__basicsize__ > most or kind.__itemsize__ > 0
 
 
 def _copied(value: Any, depth: int) -> Any:

@@ -12,6 +12,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import iniconfig
 import pytest
 import torch
 from pydantic import BaseModel
@@ -29,9 +30,10 @@ from train_fn.loop.survivor import (
     _settings,
     _threads_since,
 )
+from train_fn.step import place_watch
 
 VALUES = (
-    *(name for name in habits.COUNTS_IN if name != "attribute_of_torch"),
+    *sorted({*habits.COUNTS_IN, *habits.KEPT} - {"attribute_of_torch", "compressor"}),
     *("forward_hook", "gradient_hook", "replaced_module"),
     "teacher",
     "of_weight",
@@ -237,6 +239,22 @@ def test_what_extensions_note_of_an_error_is_no_change(monkeypatch: pytest.Monke
     before = held_values({}, [])
     vars(made)["cline_in_traceback"] = False
     assert _changed(before, held_values({}, [])) == ()
+
+
+def test_an_installed_package_is_the_users_if_the_task_is_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(place_watch, "_of_tasks", set())
+    monkeypatch.setattr(iniconfig, "STEPS", 0, raising=False)
+
+    def changed() -> tuple[str, ...]:
+        before = held_values({}, ())
+        iniconfig.STEPS += 1  # type: ignore[attr-defined]
+        return _changed(before, held_values({}, ()))
+
+    assert changed() == ()
+    place_watch.note_package_of(type("Task", (), {"__module__": "iniconfig.tasks"})())
+    assert changed() == ("iniconfig.STEPS",)
 
 
 def test_threads_that_end_with_the_attempt_are_not_left_behind() -> None:
