@@ -113,7 +113,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         handler = trainer.callback_handler
         others = [each for each in handler.callbacks if each is not self]
         handler.callbacks = [*others, self]
-        self._watch = CallbackWatch(others, self._extra, "es.hf.Protect(trainer, extra=…)")
+        unkept = [each for each in others if not isinstance(each, ExportableState)]
+        self._watch = CallbackWatch(unkept, self._extra, "es.hf.Protect(trainer, extra=…)")
         self._state = Protected(self._parts(), "refuse", self._settings)
         self._state.ends_with_commit = True
         with self._state as state:

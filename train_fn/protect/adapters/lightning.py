@@ -29,7 +29,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from train_fn.errors import BadTask
-from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches
+from train_fn.protect.adapters.trainer_state import CallbackWatch, NotedBatches, keeps_itself
 from train_fn.protect.arguments import check_torn, named, parts_of
 from train_fn.protect.batches import Taken
 from train_fn.protect.data_order import (
@@ -93,7 +93,8 @@ class Protect(Callback):  # type: ignore[misc]
         others = [each for each in trainer.callbacks if each is not self]
         saving = [each for each in others if isinstance(each, Checkpoint)]
         trainer.callbacks = [*(each for each in others if each not in saving), self, *saving]
-        self._watch = CallbackWatch(others, self._extra, "es.lightning.Protect(extra=…)")
+        unkept = [each for each in others if not keeps_itself(each)]
+        self._watch = CallbackWatch(unkept, self._extra, "es.lightning.Protect(extra=…)")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the newest trustworthy state."""

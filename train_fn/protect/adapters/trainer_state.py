@@ -96,13 +96,14 @@ class CallbackWatch:
     holds."""
 
     def __init__(self, callbacks: Iterable[Any], extra: Any, way_out: str) -> None:
-        """``extra`` is what the user gave to be kept; ``way_out`` names its argument."""
+        """``callbacks`` are those whose state the trainer does not keep, ``extra`` is what the user
+        gave to be kept, and ``way_out`` names its argument."""
         self._kept = list(named("extra", extra).values())
         self._way_out = way_out
         self._owners = {
             type(each).__name__: each
             for each in callbacks
-            if _is_own(type(each)) and not _keeps_itself(each) and not self._is_kept(each)
+            if _is_own(type(each)) and not self._is_kept(each)
         }
         self._before: PlainAttributes | None = PlainAttributes(dict(self._owners))
         self._weights = set(self._held())
@@ -155,11 +156,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _keeps_itself(callback: Any) -> bool:
-    """Return whether the trainer keeps a callback's state: Lightning asks for ``state_dict`` or
-    ``on_save_checkpoint``, Hugging Face for ``state``."""
+def keeps_itself(callback: Any) -> bool:
+    """Return whether Lightning asks a callback of the user's for its state."""
     own = {name for kind in type(callback).__mro__ if _is_own(kind) for name in vars(kind)}
-    return bool(own & {"state_dict", "on_save_checkpoint", "state"})
+    return bool(own & {"state_dict", "on_save_checkpoint"})
 
 
 def _is_own(kind: type) -> bool:
