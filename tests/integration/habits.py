@@ -875,8 +875,12 @@ CHOICES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         partial(torch.set_float32_matmul_precision, "high"),
         torch.get_float32_matmul_precision,
     ),
+    "compiler_of_build": (
+        partial(setattr, torch._dynamo.config, "recompile_limit", 5),
+        lambda: torch._dynamo.config.recompile_limit,
+    ),
 }
-"""Settings of the whole process, which no later attempt may take back."""
+"""Settings that no later attempt in a process may take back."""
 
 REBUILDS: dict[str, Callable[[Any], object]] = {
     "accumulator": hook_accumulator,

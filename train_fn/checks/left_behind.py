@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._config_module import ConfigModule
 from torch.utils.data import DataLoader
 
 from train_fn.step.place_watch import is_users
@@ -125,6 +126,8 @@ _PLACES_OF_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 _NOT_PICKLED = ("everstep", "ray.", "service.", "storage.", "torch._", "train_fn.")
 """Beginnings of modules whose objects are not pickled: they hold no state of the user's."""
+_OF_COMPILER = frozenset({"_vt_active_calls"})
+"""Context variables of torch's compiler that are empty between two calls."""
 _MADE_BY_LIBRARIES = frozenset({"cython_runtime"})
 """Modules without a file that extensions make, and change when an error passes through them."""
 
@@ -160,9 +163,24 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
             walk.items(name, vars(module))
         else:
             walk.value(name, module)
-    for variable, value in contextvars.copy_context().items():
-        walk.value(f"context variable {variable.name}", value)
+    of_torch = _settings_of_torch()
+    for variable, value in own_context().items():
+        if id(variable) not in of_torch and variable.name not in _OF_COMPILER:
+            walk.value(f"context variable {variable.name}", value)
     return walk.found
+
+
+def own_context() -> dict[contextvars.ContextVar[Any], object]:
+    """Return this thread's context variables but torch's caches and patches of its settings."""
+    here = contextvars.copy_context()
+    return {each: here[each] for each in here if not each.name.startswith("torch.")}
+
+
+def _settings_of_torch() -> set[int]:
+    """Return the ids of the context variables that hold torch's settings. Its compiler sets some of
+    them again whenever it compiles, and every attempt begins with those of the build."""
+    modules = [each for each in list(sys.modules.values()) if isinstance(each, ConfigModule)]
+    return {id(entry.user_override) for each in modules for entry in each._config.values()}
 
 
 class _Itself:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from everstep.spec.sections import ConstantScheduleSpec
 from storage.run_dir import Origin
 from train_fn.checks.attributes import owners_of, steppers_held, steppers_of
 from train_fn.checks.fits import require_fit_for, require_fits, warnings_of
+from train_fn.checks.left_behind import own_context
 from train_fn.checks.returns import (
     checked_datasets,
     checked_model,
@@ -97,6 +99,8 @@ class Parts:
     """What the process held once it had built these; None before the first pass."""
     ignored: set[str] = field(default_factory=set)
     """Names of those that depend on the batch alone."""
+    context: dict[ContextVar[Any], object] = field(default_factory=own_context)
+    """This thread's context variables once these were built, for the next attempt's thread."""
     is_tried: bool = False
     """Whether a first pass has found that the model takes the run's micro-batches."""
     flops_per_sample: float | None = None
@@ -116,6 +120,8 @@ class Parts:
         the last step.
         """
         state = self.state
+        for variable, value in self.context.items():
+            variable.set(value)
         if self.is_kept:
             if any(map(is_iterable, filter(None, self.datasets.values()))):
                 self.datasets = build_datasets(ctx, self.task)
