@@ -12,7 +12,6 @@ import collections
 import contextlib
 import contextvars
 import copy
-import ctypes
 import decimal
 import enum
 import functools
@@ -48,8 +47,6 @@ import networkx
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.model_selection import ShuffleSplit
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -510,12 +507,7 @@ LINES = io.StringIO("".join(f"{number}\n" for number in range(999)))
 FILE = tempfile.TemporaryFile("w+")  # noqa: SIM115 it stays open
 FILE.write(LINES.getvalue())
 FILE.seek(0)
-SEEDS, BITS, SCALER, HASH = (
-    np.random.SeedSequence(5),
-    np.random.PCG64(5),
-    StandardScaler(),
-    hashlib.sha256(),
-)
+SEEDS, BITS, HASH = np.random.SeedSequence(5), np.random.PCG64(5), hashlib.sha256()
 DATABASE = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
 DATABASE.execute("create table passes (number integer)")
 appended = partial(lambda numbers: numbers.append(0) or len(numbers), [])
@@ -546,11 +538,6 @@ def in_database() -> float:
     return float(DATABASE.execute("select count(*) from passes").fetchone()[0])
 
 
-def samples_seen() -> float:
-    SCALER.partial_fit([[1.0]])
-    return float(SCALER.n_samples_seen_)
-
-
 class Marked(np.ndarray):  # type: ignore[type-arg]
     pass
 
@@ -559,18 +546,10 @@ class OwnRandom(random.Random):
     pass
 
 
-class Structure(ctypes.Structure):
-    _fields_ = (("passes", ctypes.c_int),)
-
-
 TURNED = torch.zeros(2, 3).t()
 MARKED, PLACE, SIMPLE = np.zeros(1).view(Marked), torch.zeros(1), queue.SimpleQueue[int]()
-STRUCTURE, GRAPH, RANDOM = Structure(0), networkx.Graph(), OwnRandom(5)
-SPLIT = ShuffleSplit(1, random_state=np.random.RandomState(5))
+GRAPH, RANDOM = networkx.Graph(), OwnRandom(5)
 ORDER = torch.utils.data.RandomSampler(range(99), generator=torch.Generator().manual_seed(5))
-with tempfile.NamedTemporaryFile(suffix=".npy") as of_numbers:
-    np.save(of_numbers.name, np.zeros(9))
-    COPIED = np.load(of_numbers.name, mmap_mode="c")
 
 
 def in_graph() -> float:
@@ -601,16 +580,12 @@ COUNTS_IN: dict[str, Callable[[], float]] = {
     "spawned_seeds": lambda: np.random.default_rng(SEEDS.spawn(1)[0]).random(),
     "random_bits": lambda: BITS.random_raw() % 97,
     "bound_list": appended,
-    "scaler": samples_seen,
     "database": in_database,
     "hash": in_hash,
     "graph": in_graph,
-    "split": lambda: float(next(SPLIT.split(np.zeros((99, 1))))[0][0]),
     "order": lambda: float(next(iter(ORDER))),
     "own_random": RANDOM.random,
-    "structure": in_attribute(STRUCTURE, "passes"),
     "simple_queue": in_simple_queue,
-    "copied_file": in_place(COPIED),
     "attribute_of_array": in_attribute(MARKED, "passes"),
     "attribute_of_tensor": in_attribute(PLACE, "passes"),
     "numpy_scalar": average,
@@ -865,6 +840,8 @@ BUILDS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     ),
     "errors_of_build": (partial(np.seterr, under="warn"), np.geterr),
 }
+COMPILER: Any = torch._dynamo.config
+recompile_limit = partial(getattr, COMPILER, "recompile_limit")
 CHOICES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "determinism_of_build": (
         partial(torch.use_deterministic_algorithms, False),
@@ -875,10 +852,7 @@ CHOICES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         partial(torch.set_float32_matmul_precision, "high"),
         torch.get_float32_matmul_precision,
     ),
-    "compiler_of_build": (
-        partial(setattr, torch._dynamo.config, "recompile_limit", 5),
-        lambda: torch._dynamo.config.recompile_limit,
-    ),
+    "compiler_of_build": (partial(setattr, COMPILER, "recompile_limit", 5), recompile_limit),
 }
 """Settings that no later attempt in a process may take back."""
 

@@ -44,13 +44,7 @@ from torch.utils._config_module import ConfigModule
 from torch.utils.data import DataLoader
 
 from train_fn.step.place_watch import is_users
-from train_fn.step.plain_attributes import (
-    followed,
-    generator_text,
-    internal,
-    is_built_in,
-    slots_of,
-)
+from train_fn.step.plain_attributes import followed, generator_text, internal, is_built_in, slots_of
 
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
@@ -126,8 +120,6 @@ _PLACES_OF_HOOKS = ("torch.nn.modules.module", "torch.optim.optimizer")
 
 _NOT_PICKLED = ("everstep", "ray.", "service.", "storage.", "torch._", "train_fn.")
 """Beginnings of modules whose objects are not pickled: they hold no state of the user's."""
-_OF_COMPILER = frozenset({"_vt_active_calls"})
-"""Context variables of torch's compiler that are empty between two calls."""
 _MADE_BY_LIBRARIES = frozenset({"cython_runtime"})
 """Modules without a file that extensions make, and change when an error passes through them."""
 
@@ -165,7 +157,7 @@ def held_values(owners: dict[str, object], trained: Iterable[object]) -> dict[st
             walk.value(name, module)
     of_torch = _settings_of_torch()
     for variable, value in own_context().items():
-        if id(variable) not in of_torch and variable.name not in _OF_COMPILER:
+        if id(variable) not in of_torch and variable.name != "_vt_active_calls":
             walk.value(f"context variable {variable.name}", value)
     return walk.found
 
@@ -199,10 +191,13 @@ class _Itself:
 class _Found(dict[str, object]):
     """What was found, by names that may be cut short: none takes the place of another."""
 
+    def __init__(self) -> None:
+        self._times: collections.Counter[str] = collections.Counter()
+
     def __setitem__(self, name: str, value: object) -> None:
-        while name in self:
-            name += "'"
-        super().__setitem__(name, value)
+        self._times[name] += 1
+        is_first = self._times[name] == 1
+        super().__setitem__(name if is_first else f"{name} ({self._times[name]})", value)
 
 
 class _Walk:
@@ -212,10 +207,8 @@ class _Walk:
         self.found = _Found()
         self._seen: dict[int, tuple[object, str]] = {id(each): (each, "state") for each in trained}
         self._num_left, self._bytes_left = _MOST_OBJECTS, _MOST_BYTES
-        modules = [
-            each for each in list(sys.modules.values()) if isinstance(each, types.ModuleType)
-        ]
-        self._of_modules = {id(vars(each)) for each in modules}
+        every = list(sys.modules.values())
+        self._of_modules = {id(vars(each)) for each in every if isinstance(each, types.ModuleType)}
 
     def owner(self, path: str, owner: object, depth: int) -> None:
         """Follow what is not put back of an owner's attributes."""

@@ -468,12 +468,8 @@ def _place(env: Mapping[str, str]) -> LocalPlace:
         return place_alone()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node = os.uname().nodename
-    nodes = Peers(rank, world_size, _device_of_group()).gather(node)
+    device = torch.device("cuda" if backend_of(dist.group.WORLD) == "nccl" else "cpu")
+    nodes = Peers(rank, world_size, device).gather(node)
     agent = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid())
     local_rank = nodes[:rank].count(node)
     return LocalPlace(rank, world_size, local_rank, nodes.count(node), node, launch_of(agent))
-
-
-def _device_of_group() -> torch.device:
-    """Return a device whose tensors the process group exchanges."""
-    return torch.device("cuda" if backend_of(dist.group.WORLD) == "nccl" else "cpu")

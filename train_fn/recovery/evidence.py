@@ -378,10 +378,6 @@ def _resolved(known: type[BaseException] | str) -> object:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _has_no_memory(exc: BaseException) -> bool:
-    return getattr(exc, "errno", None) == errno.ENOMEM
-
-
 def _raised_in_storage(exc: BaseException) -> bool:
     """Return whether Everstep's storage code raised an OSError.
 
@@ -389,11 +385,8 @@ def _raised_in_storage(exc: BaseException) -> bool:
     somebody frees it.
     """
     frames = traceback.walk_tb(exc.__traceback__)
-    return any(_is_of_storage(frame.f_globals.get("__name__")) for frame, _ in frames)
-
-
-def _is_of_storage(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] == "storage"
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
+    return any(module.partition(".")[0] == "storage" for module in modules)
 
 
 def _lost_its_loader(exc: BaseException) -> bool:
@@ -413,7 +406,11 @@ def _lost_its_loader(exc: BaseException) -> bool:
 
 _TABLE: Final[tuple[_Row, ...]] = (
     _Row(ErrorKind.OUT_OF_MEMORY, MemoryError),
-    _Row(ErrorKind.OUT_OF_MEMORY, OSError, holds=_has_no_memory),
+    _Row(
+        ErrorKind.OUT_OF_MEMORY,
+        OSError,
+        holds=lambda exc: getattr(exc, "errno", None) == errno.ENOMEM,
+    ),
     _Row(ErrorKind.OUT_OF_MEMORY, "ray.exceptions:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:OutOfMemoryError"),
     _Row(ErrorKind.DEVICE_MEMORY, "torch:AcceleratorError", _DEVICE_MEMORY_WORDS),

@@ -72,7 +72,8 @@ def judge(evidence: Evidence) -> Judgement:
         error = raised[0].error
         assert error is not None
         judgement = _judgement(evidence, raised[0], VERDICT_OF_KIND[error.kind])
-        return _of_no_rank(judgement) if _are_all_apart(evidence) else judgement
+        apart = _are_all_apart(evidence)
+        return replace(judgement, first_rank=None, node_id=None) if apart else judgement
     draining = [r for r in evidence.ranks if r.node_draining]
     if draining:
         return _judgement(evidence, draining[0], Verdict.PREEMPTION)
@@ -100,10 +101,6 @@ def _of_all(judgement: Judgement) -> Judgement:
         return judgement
     detail = judgement.detail | {"signature": ALL_DIED}
     return replace(judgement, signature=ALL_DIED, detail=detail)
-
-
-def _of_no_rank(judgement: Judgement) -> Judgement:
-    return replace(judgement, first_rank=None, node_id=None)
 
 
 def _raised_at(report: RankReport) -> tuple[float, int]:

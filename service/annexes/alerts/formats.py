@@ -6,6 +6,7 @@ Texts of runs and of user code are shown as they are: no receiver may read marku
 from __future__ import annotations
 
 from email.message import EmailMessage
+from html import escape
 from typing import Any, Final
 
 from everstep.text.words import duration
@@ -82,12 +83,8 @@ def slack(message: AlertMessage) -> dict[str, Any]:
         button = {"type": "plain_text", "text": "Open the run"}
         element = {"type": "button", "text": button, "url": message.run.url}
         blocks.append({"type": "actions", "elements": [element]})
-    return {"text": _slack_text(f"{text}: {message.summary}"), "blocks": blocks}
-
-
-def _slack_text(text: str) -> str:
-    """Return a text in which Slack finds no link and no mention."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # Slack finds no link and no mention in an escaped text.
+    return {"text": escape(f"{text}: {message.summary}", quote=False), "blocks": blocks}
 
 
 def teams(message: AlertMessage) -> dict[str, Any]:
