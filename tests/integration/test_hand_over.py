@@ -143,7 +143,7 @@ class Task:
 
     def build_model(self):
         joins = not threading.current_thread().name.startswith("TrainingThread")
-        if joins == self.joins:
+        if joins == self.joins and self.place != "is asked":
             self.plant()
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
@@ -167,20 +167,28 @@ class Task:
                 marker.touch(exist_ok=False)
             except FileExistsError:
                 return found if after else call(*arguments)
-            os.kill(os.getpid(), self.number)
-            deadline = time.monotonic() + 20
-            while not self.marker.with_suffix(".done").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            self.strike()
             return found if after else call(*arguments)
 
         setattr(owner, name, once)
+
+    def strike(self):
+        os.kill(os.getpid(), self.number)
+        deadline = time.monotonic() + 20
+        while not self.marker.with_suffix(".done").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def build_datasets(self):
         x = torch.randn(1280, 8, generator=torch.Generator().manual_seed(1))
         return {"train": torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), "val": None}
 
     def loss(self, model, batch):
+        from train_fn.ray_train import rank_process
+
         time.sleep(0.02)
+        if self.place == "is asked" and rank_process.yield_asked() and not self.marker.exists():
+            self.marker.touch()
+            self.strike()
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 """
 """Sends a signal once to a process, one that joins or one that trains, on its way to the next
@@ -319,6 +327,19 @@ def test_what_happens_on_the_way_to_the_next_attempt_costs_no_step(
     wait_for_ranks(run, 3, after=1)
     # With the controller all ranks die: what they have made since a publication is made again.
     check_steps(run, may_lose=strike is kill_controller)
+
+
+def test_ranks_that_were_asked_to_hand_over_save_if_all_their_nodes_are_drained_meanwhile(
+    client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, 2, joins=False, place="is asked", number=0)
+    wait_for(marker.exists, 60, "the long step")
+    client.nodes.drain(run.attempts()[-1].workers[0].node_id, deadline_s=120)
+    words = "asking them to save and exit instead"
+    wait_for(lambda: any(words in line.message for line in run.logs()), 20, words)
+    marker.with_suffix(".done").touch()
+    wait_for_ranks(run, 1, after=1)
+    check_steps(run)
 
 
 def test_a_node_that_is_closed_before_its_rank_is_ready_disturbs_nobody(
