@@ -3,6 +3,7 @@ that collects into a list."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from storage.checkpoints.store import CheckpointStore
 from storage.filesystem import open_storage
 from storage.run_control import DrillOrder, ProfileOrder, Stop
 from storage.run_dir import RunDir
+from tests.support.own_loops import die_while_moving, die_while_sending
 from tests.support.rank_processes import run_id_for, run_to_end
 from tests.support.service_process import wait_for
 from tests.support.silent_backend import SilentOptions
@@ -30,7 +32,9 @@ from train_fn.recovery.launch import Left
 if TYPE_CHECKING:
     from train_fn.context import WorkerContext
 
-Place = Literal["backward", "gate", "update", "committed", "copying", "evaluation"]
+Place = Literal[
+    "forward", "backward", "gate", "update", "torn", "committed", "copying", "evaluation", "moving"
+]
 _LOST = "lost"
 """A file beside the ranks' results: one of them has died, or raised."""
 
@@ -47,7 +51,7 @@ class Job:
     submission: int = 1
     killed: tuple[int, int] | None = None
     """(rank, steps done): that rank ends itself with SIGKILL while its peers wait for its
-    gradients."""
+    gradients, in that step or the first later one that comes there."""
     killed_after: int | None = None
     """Steps of a checkpoint that is committed before that rank ends itself: how soon one is written
     is the disk's matter."""
@@ -57,7 +61,9 @@ class Job:
     place: Place = "backward"
     """Where in that step."""
     with_it: tuple[int, ...] = ()
-    """Ranks that end themselves there as well."""
+    """Ranks that it takes along."""
+    by: int = signal.SIGKILL
+    """The signal."""
     nodes: tuple[str, ...] = ()
     """Node of each rank; by default, each is on its own."""
     abandon: tuple[int, int] | None = None
@@ -82,9 +88,9 @@ class Job:
 
     def dies(self, rank: int, step: int, place: Place) -> bool:
         """Return whether a rank ends itself there."""
-        if self.killed is None or (self.killed[1], self.place) != (step, place):
+        if self.killed is None or self.place != place:
             return False
-        return rank in (self.killed[0], *self.with_it)
+        return rank == self.killed[0] and step >= self.killed[1]
 
     @property
     def hangs_without_peers(self) -> bool:
@@ -119,8 +125,9 @@ class ListJournal:
     """A journal client that keeps what it is given, and brings about the deaths and stops that a
     job asks for."""
 
-    def __init__(self, job: Job, rank: int, outcome: Outcome) -> None:
-        self._job, self._rank, self._outcome = job, rank, outcome
+    def __init__(self, job: Job, rank: int, outcome: Outcome, base: str | None = None) -> None:
+        """``base``: directory that keeps what a rank has told when it dies."""
+        self._job, self._rank, self._outcome, self._base = job, rank, outcome, base
         self._asked = 0
         self.step = 0
         self.steps_done: Callable[[], int] = lambda: 0
@@ -129,7 +136,17 @@ class ListJournal:
         if kind is EventKind.CHECKPOINT_COMMITTED and data["step"] == self._job.killed_telling:
             os.kill(os.getpid(), signal.SIGKILL)
         # Pickled at once, as a real client would: a later change of ``data`` must not show.
-        self._outcome.events.append(pickle.loads(pickle.dumps((kind, data))))
+        told = pickle.dumps((kind, data))
+        self._outcome.events.append(pickle.loads(told))
+        if self._base is not None:
+            with Path(self._base, f"{self._rank}.events").open("ab") as file:
+                file.write(told)
+
+    def die(self) -> None:
+        """End this rank, and those that it takes along."""
+        assert self._base is not None
+        for rank in (*self._job.with_it, self._rank):
+            os.kill(int(Path(self._base, f"{rank}.pid").read_text()), self._job.by)
 
     @property
     def stop_requested(self) -> Stop | None:
@@ -138,7 +155,7 @@ class ListJournal:
         if self._job.dies(self._rank, step, "backward"):
             if self._job.killed_after is not None:
                 wait_for(self._is_committed, 60, f"the checkpoint of step {self._job.killed_after}")
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
         if self._job.stopped is not None and self._rank == 0 and step >= self._job.stopped[1]:
             return self._job.stopped[0]
         return None
@@ -227,9 +244,18 @@ def _abandon_when_lost(lost: Path, ended: threading.Event) -> None:
 
 def _outcome(path: Path, exit_code: int | None) -> Outcome:
     if not path.is_file():
-        return Outcome(exit_code)
+        return dead(path.with_suffix(".events"), exit_code)
     outcome: Outcome = pickle.loads(path.read_bytes())
     outcome.exit_code = exit_code
+    return outcome
+
+
+def dead(path: Path, exit_code: int | None) -> Outcome:
+    """Return the outcome of a rank that died, with the events that it told before."""
+    outcome = Outcome(exit_code)
+    with contextlib.suppress(FileNotFoundError, EOFError), path.open("rb") as file:
+        while True:
+            outcome.events.append(pickle.load(file))
     return outcome
 
 
@@ -276,6 +302,7 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
     if job.hangs_without_peers:
         lost = Path(base, _LOST)
         threading.Thread(target=_abandon_when_lost, args=(lost, ended), daemon=True).start()
+    Path(base, f"{rank}.pid").write_text(str(os.getpid()))
     dist.init_process_group(
         group_backend(torch.device(job.device)),
         init_method=f"file://{base}/rendezvous",
@@ -283,10 +310,10 @@ def run_attempt(job: Job, rank: int, base: str) -> Outcome:
         world_size=job.world_size,
     )
     outcome = Outcome(exit_code=None)
-    journal = ListJournal(job, rank, outcome)
+    journal = ListJournal(job, rank, outcome, base)
     context = context_of(job, rank, journal, outcome)
     _follow_restores(journal)
-    if job.killed is not None and job.place != "backward":
+    if job.killed is not None and job.killed[0] == rank and job.place != "backward":
         _die_at(job, rank, journal)
     try:
         outcome.stop = train(context)
@@ -335,21 +362,30 @@ def context_of(job: Job, rank: int, journal: ListJournal, outcome: Outcome) -> W
 
 def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
     """Let this rank end itself where the job says."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    from tests.support.own_loops import die_while_sending
-    from train_fn.loop import attempt
+    from train_fn.loop import attempt, commit
+    from train_fn.loop.replica import Replica
     from train_fn.session.session import Session
 
     def at(place: Place, step: int | None = None) -> None:
         if job.dies(rank, journal.steps_done() if step is None else step, place):
-            os.kill(os.getpid(), signal.SIGKILL)
+            journal.die()
 
     pass_gate, keep, evaluate = Session.pass_gate, Session.keep, attempt.evaluate
+    forward, update = Replica.forward, commit._update_weights
+
+    def forward_or_die(replica: Replica, batch: Any) -> Any:
+        at("forward")
+        return forward(replica, batch)
 
     def pass_gate_or_die(session: Session) -> None:
         at("gate")
         pass_gate(session)
+
+    def update_or_die(replica: Replica) -> bool:
+        at("update")
+        was_skipped = update(replica)
+        at("torn")
+        return was_skipped
 
     def keep_or_die(session: Session, **options: Any) -> None:
         at("committed", journal.steps_done() - 1)
@@ -359,13 +395,15 @@ def _die_at(job: Job, rank: int, journal: ListJournal) -> None:
         at("evaluation", journal.steps_done() - 1)
         return evaluate(*arguments)
 
+    Replica.forward = forward_or_die  # type: ignore[method-assign]
     Session.pass_gate = pass_gate_or_die  # type: ignore[method-assign]
     Session.keep = keep_or_die  # type: ignore[method-assign]
     attempt.evaluate = evaluate_or_die
-    register_optimizer_step_pre_hook(lambda *_: at("update"))
-    assert job.killed is not None
-    if job.dies(rank, job.killed[1], "copying"):
-        die_while_sending(job.killed[1], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    commit._update_weights = update_or_die
+    if job.killed is not None and job.place == "copying":
+        die_while_sending(job.killed[1], journal.die)
+    if job.place == "moving":
+        die_while_moving(journal.die)
 
 
 def build_ahead_of(job: Job) -> None:

@@ -17,6 +17,7 @@ from tests.integration.ranks import (
     Job,
     Outcome,
     _notice_death,
+    dead,
     prepare_process,
     run_attempt,
 )
@@ -37,9 +38,11 @@ class StayingRanks:
         self._pipes: dict[str, Connection] = {}
         self._num_attempts = 0
 
-    def run(self, job: Job, names: str) -> list[Outcome]:
+    def run(
+        self, job: Job, names: str, meanwhile: Callable[[list[Any]], None] = lambda ranks: None
+    ) -> list[Outcome]:
         """Run an attempt to its end in these processes, one letter each, by rank. Those that are
-        not there yet are started."""
+        not there yet are started. ``meanwhile`` is given the processes."""
         assert job.world_size == len(names)
         self._num_attempts += 1
         base = self._tmp_path / f"{job.run_dir.run_id}-{self._num_attempts}"
@@ -49,11 +52,18 @@ class StayingRanks:
                 self._start(name, job)
         for rank, name in enumerate(names):
             self._pipes[name].send((job, rank, str(base)))
+        processes = [self.processes[name] for name in names]
         if job.hangs_without_peers:
-            watched = [self.processes[name] for name in names]
-            threading.Thread(target=_notice_death, args=(watched, base), daemon=True).start()
+            threading.Thread(target=_notice_death, args=(processes, base), daemon=True).start()
+        meanwhile(processes)
         deadline = time.monotonic() + DEADLINE_S
-        return [self._answer(name, deadline) for name in names]
+        answers = [self._answer(name, deadline) for name in names]
+        return [
+            dead(base / f"{rank}.events", self.processes[names[rank]].exitcode)
+            if each is None
+            else each
+            for rank, each in enumerate(answers)
+        ]
 
     def call(self, name: str, function: Callable[[], Any], job: Job) -> Any:
         """Return what a function of a module returns in that process, which is started for the job
@@ -71,18 +81,19 @@ class StayingRanks:
         self.processes[name], self._pipes[name] = process, mine
 
     def _answer(self, name: str, deadline: float) -> Any:
+        """Return what a process says; None if it dies."""
         pipe, process = self._pipes[name], self.processes[name]
         left_s = max(0.0, deadline - time.monotonic())
         ready = wait([pipe, process.sentinel], left_s)
         assert ready, f"{name} does not answer"
         if pipe not in ready:
             process.join()
-            return Outcome(process.exitcode)
+            return None
         try:
             return pickle.loads(pipe.recv())
         except (EOFError, ConnectionResetError):
             process.join(10)
-            return Outcome(process.exitcode)
+            return None
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -5,26 +5,23 @@ nobody killed."""
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 from everstep.wire.events import EventKind
 from storage.checkpoints.store import CheckpointStore
 from tests.support.own_loops import Ended, LoopJob, events, losses, start, train_to_end
-from tests.support.rank_processes import DEADLINE_S, run_id_for
+from tests.support.rank_processes import end_stopped, plan_of, run_id_for, wait_until_stopped
 from train_fn.checkpoints.sharded import main
 from train_fn.node.node_dir import shared_memory_root
 from train_fn.standalone.rank import EXIT_STOPPED
@@ -332,14 +329,6 @@ def test_a_full_memory_costs_protection_and_no_bit(
     require_like(job, ended, twin)
 
 
-def wait_until_stopped(ranks: list[Any]) -> None:
-    """Wait until these processes are stopped by a signal."""
-    deadline = time.monotonic() + DEADLINE_S
-    while any(psutil.Process(each.pid).status() != psutil.STATUS_STOPPED for each in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("late", [pytest.param((2,), marks=pytest.mark.chaos), (0, 1, 2)])
 def test_what_a_late_attempt_leaves_counts_for_nothing(
     late: tuple[int, ...], tmp_path: Path, twin: tuple[LoopJob, Ended]
@@ -372,85 +361,11 @@ def test_what_a_late_attempt_leaves_counts_for_nothing(
 
 # ---------------------------------------------------------------- random plans
 
-PLACES = ("forward", "backward", "gate", "torn", "committed", "copying")
-
-
-@dataclass(frozen=True)
-class Death:
-    """What dies in an attempt, and where: the victim, and others at the same time."""
-
-    nodes: tuple[str, ...]
-    """Of all ranks of the attempt."""
-    ranks: tuple[int, ...]
-    """The victim first."""
-    from_step: int
-    place: str
-    is_stopped: bool
-    """By SIGSTOP; killed once all are stopped, as a controller does."""
-    lost: str | None
-    """Node whose memory is lost."""
-
-
-def plan_of(seed: int, num_deaths: int = 3) -> tuple[list[Death], tuple[str, ...]]:
-    """Return deaths that must cost no reported step, one for each attempt, and the nodes of the
-    attempt that ends. Even seeds keep the number of ranks.
-
-    After a node is lost, what it had is on one node until an attempt has passed its first gate: no
-    other one is lost before.
-    """
-    rng = random.Random(seed)
-    size = rng.randint(2, 5)
-    nodes = [*"abcd"[: rng.randint(2, min(4, size))]]
-    nodes = sorted(nodes + rng.choices(nodes, k=size - len(nodes)))
-    found: list[Death] = []
-    step, newest, is_exposed, new = 0, 0, False, iter("efghijkl")
-    for number in range(num_deaths):
-        step += rng.randint(0 if number else 1, 3)
-        place = rng.choice([*PLACES, "moving", "moving"] if number else PLACES)
-        if place == "copying" and len({*nodes}) == 1:
-            place = "committed"  # nothing is sent
-        if place != "moving" and step > newest:  # it passes its first gate
-            is_exposed = False
-        may_lose = len({*nodes}) > 1 and not is_exposed
-        if place != "moving":
-            newest = max(step, newest) + 1  # that the next attempt may begin with
-        victim = rng.randrange(len(nodes))
-        mates = [at for at, node in enumerate(nodes) if node == nodes[victim] and at != victim]
-        lost = nodes[victim] if may_lose and rng.random() < 0.6 else None
-        if lost is None:
-            mates = [at for at in range(len(nodes)) if at != victim and rng.random() < 0.3]
-        ranks = (victim, *mates)
-        found.append(Death(tuple(nodes), ranks, step, place, rng.random() < 0.25, lost))
-        is_exposed = is_exposed or lost is not None
-        replacement = next(new)
-        nodes = [replacement if node == lost else node for node in nodes]
-        if seed % 2:
-            nodes = other_size(rng, nodes, replacement)
-    return found, tuple(nodes)
-
-
-def other_size(rng: random.Random, nodes: list[str], new: str) -> list[str]:
-    """Return the nodes of a group that grew, shrank or stayed."""
-    change = rng.choice([-1, 0, 1])
-    if change > 0 and len(nodes) < 5:
-        return [*nodes, new]
-    gone = [at for at, node in enumerate(nodes) if nodes.count(node) > 1 or node == new]
-    if change < 0 and len(nodes) > 2 and gone:
-        del nodes[rng.choice(gone)]
-    return nodes
-
 
 @cache
 def twin_of(directory: Path, size: int) -> tuple[LoopJob, Ended]:
     job = job_of(directory, f"of-{size}", nodes=("a",) * size, world_size=size)
     return job, train_to_end(job)
-
-
-def end_stopped(death: Death, ranks: list[Any]) -> None:
-    if death.is_stopped:
-        wait_until_stopped([ranks[at] for at in death.ranks])
-        for at in death.ranks:
-            ranks[at].kill()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,14 @@ twin that nobody killed."""
 
 from __future__ import annotations
 
+import random
 import shutil
+import signal
+import string
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,7 @@ from tests.integration.ranks import Job, Outcome, Place, make_run_dir, run_ranks
 from tests.integration.sharded_tasks import spec
 from tests.integration.staying_ranks import staying_ranks
 from tests.integration.test_exactness import merged_losses
+from tests.support.rank_processes import PLACES, end_stopped, plan_of
 from train_fn.checkpoints.commit import MODEL_FILE
 from train_fn.checkpoints.sharded import join
 from train_fn.node.node_dir import shared_memory_root
@@ -81,8 +88,13 @@ def restored(outcome: Outcome) -> dict[str, Any]:
 
 
 def require_like(
-    twin: tuple[Job, Outcome], job: Job, *outcomes: Outcome, exactly: bool = True
+    twin: tuple[Job, Outcome],
+    job: Job,
+    *outcomes: Outcome,
+    exactly: bool = True,
+    within: float = 1.0,
 ) -> None:
+    """Compare with a twin. ``within``: how much wider the tolerance is if not exactly."""
     theirs, mine = merged_losses(twin[1]), merged_losses(*outcomes)
     assert mine.keys() == theirs.keys() == {*range(1, STEPS + 1)}
     evaluated = metrics(twin[1]), metrics(*outcomes)
@@ -94,9 +106,10 @@ def require_like(
         assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
         return
     for step, loss in theirs.items():
-        assert mine[step] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+        assert mine[step] == pytest.approx(loss, rel=1e-4 * within, abs=1e-5 * within)
     for name, value in wanted.items():
-        np.testing.assert_allclose(found[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-4)
+        limits = {"rtol": 1e-3 * within, "atol": 1e-4 * within}
+        np.testing.assert_allclose(found[name].numpy(), value.numpy(), **limits)
 
 
 def test_the_twin_is_that_of_plain_ddp(tmp_path: Path, twin: tuple[Job, Outcome]) -> None:
@@ -117,15 +130,9 @@ def test_the_twin_is_that_of_plain_ddp(tmp_path: Path, twin: tuple[Job, Outcome]
 @pytest.mark.parametrize(
     ("rank", "place"),
     [
-        pytest.param(0, "backward", marks=pytest.mark.chaos),
         (2, "backward"),
-        pytest.param(0, "gate", marks=pytest.mark.chaos),
-        pytest.param(2, "gate", marks=pytest.mark.chaos),
         (0, "update"),
-        pytest.param(1, "update", marks=pytest.mark.chaos),
         (1, "committed"),
-        pytest.param(0, "copying", marks=pytest.mark.chaos),
-        pytest.param(2, "copying", marks=pytest.mark.chaos),
     ],
 )
 def test_a_lost_node_costs_no_reported_step(
@@ -523,3 +530,103 @@ def test_a_hook_in_which_ranks_do_not_do_the_same_is_named(
         assert isinstance(outcome.error, StepFailed), outcome
         message = outcome.error.error.message
         assert "on_epoch_end" in message and problem in message
+
+
+# ---------------------------------------------------------------- random plans
+
+
+def planned(seed: int, tmp_path: Path) -> Job:
+    """Return a run whose settings are drawn. One of a model with BatchNorm, dropout, a frozen and a
+    tied weight; of the same, gathered by size; or of experts that not all ranks use."""
+    rng = random.Random(f"settings of {seed}")
+    sharding = ("full", "hybrid", "optimizer")[seed % 3]
+    job = job_of(tmp_path, "plan", nodes=FOUR, in_process=rng.random() < 0.7)
+    train = {
+        "sharding": sharding,
+        "precision": rng.choice(["fp32", "bf16"]),
+        "grad_clip_norm": rng.choice([0.5, None]),
+        "micro_batch_size": rng.choice([2, 4, 10]),
+    }
+    setup = rng.choice(["sharded", "by_size", "routing"])
+    return replace(job, spec=spec(**train), setup=f"{TASKS}:{setup}")
+
+
+@cache
+def twin_of(directory: Path, seed: int, nodes: tuple[str, ...]) -> tuple[Job, Outcome]:
+    directory = directory / f"{seed}"
+    job = replace(planned(seed, directory), nodes=nodes, world_size=len(nodes), in_process=False)
+    return job, train_to_end(job, directory)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("twins")
+    twin_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*(pytest.param(at, marks=pytest.mark.chaos) for at in range(60)), 60, 61, 62, 63],
+)
+def test_deaths_at_random_cost_a_task_no_reported_step(
+    seed: int, tmp_path: Path, twins: Path
+) -> None:
+    """Survivors keep their processes in most plans. At the same size all bits are a twin's."""
+    job = planned(seed, tmp_path)
+    is_hybrid = job.spec.train.sharding == "hybrid"
+    places = [*PLACES, "update", "evaluation"]
+    if is_hybrid:
+        places.remove("copying")  # replicas send nothing
+    deaths, nodes = plan_of(seed, FOUR if is_hybrid else (), places, epoch=5)
+    outcomes: list[Outcome] = []
+    letters, alive = iter(string.ascii_letters), defaultdict[str, list[str]](list)
+
+    def names_of(nodes: tuple[str, ...]) -> str:
+        """Return a process for each rank, of its node if one stays there."""
+        return "".join(alive[each].pop(0) if alive[each] else next(letters) for each in nodes)
+
+    with staying_ranks(tmp_path) as ranks:
+        for number, death in enumerate(deaths, 1):
+            job = replace(
+                job,
+                attempt=number,
+                nodes=death.nodes,
+                world_size=len(death.nodes),
+                killed=(death.ranks[0], death.from_step),
+                place=death.place,
+                with_it=death.ranks[1:],
+                by=signal.SIGSTOP if death.is_stopped else signal.SIGKILL,
+            )
+            names = names_of(job.nodes)
+            ended = ranks.run(job, names, lambda ranks, death=death: end_stopped(death, ranks))
+            assert {ended[at].exit_code for at in death.ranks} == {-9}, (death, ended)
+            require_nothing_lost(outcomes, ended, is_first=number == 1)
+            outcomes += ended
+            alive.clear()
+            for name, node, stays_at in zip(names, job.nodes, stay_of(ended), strict=True):
+                if stays_at is not None:
+                    alive[node].append(name)
+            if death.lost is not None:
+                lose(job, death.lost)
+        job = replace(job, attempt=4, nodes=nodes, world_size=len(nodes), killed=None, with_it=())
+        ended = ranks.run(job, names_of(nodes))
+    assert [each.error for each in ended] == [None] * len(nodes)
+    require_nothing_lost(outcomes, ended)
+    outcomes.append(ended[0])
+    epochs = [data for each in outcomes for data in each.of_kind(EventKind.EPOCH_COMPLETED)]
+    counts = {(each["epoch"], each["used_once"], each["samples"]) for each in epochs}
+    assert counts == {(epoch, 90, 90) for epoch in range(3)}
+    exactly = len({len(nodes), *(len(death.nodes) for death in deaths)}) == 1
+    within = 300.0 if job.spec.train.precision == "bf16" else 1.0
+    twin = twin_of(twins, seed, nodes)
+    require_like(twin, job, *outcomes, exactly=exactly, within=within)
+
+
+def require_nothing_lost(
+    earlier: list[Outcome], now: list[Outcome], *, is_first: bool = False
+) -> None:
+    """Require that an attempt goes on after all steps that were reported before."""
+    reported = max((step for each in earlier for step in each.losses), default=0)
+    for found in (data for each in now for data in each.of_kind(EventKind.RESTORED)):
+        assert found["source"] == ("fresh" if is_first else "snapshot"), found
+        assert found["step"] >= reported and not found["rejected"], (reported, found)
