@@ -437,13 +437,15 @@ class RunStore(RunChanges):
                 raise TransitionConflict(
                     run_id, run.status, "it is being cancelled and cannot be paused"
                 )
-            requested = {
+            requested: dict[str, Any] = {
                 "stop_requested": stop,
                 "stop_requested_at": self._clock(),
                 "preempted_by": None,
             }
             if run.status in SUBMITTED:
-                writer.set(requested | _columns_of(reason))
+                if reason is not None:
+                    requested |= {"reason_code": reason.code, "reason_message": reason.message}
+                writer.set(requested)
                 writer.append(EventKind.STOP_REQUESTED, self._clock(), {"stop": stop})
                 if run.status != RunStatus.STOPPING:
                     writer.change_status(RunStatus.STOPPING, reason)
@@ -478,7 +480,3 @@ class RunStore(RunChanges):
         raise TransitionConflict(
             run_id, run.status if run else None, "only a run that has ended can be deleted"
         )
-
-
-def _columns_of(reason: Reason | None) -> dict[str, str]:
-    return {} if reason is None else {"reason_code": reason.code, "reason_message": reason.message}

@@ -408,11 +408,6 @@ def _umask() -> str | None:
     return next((line for line in lines if line.startswith("Umask:")), None)
 
 
-def _timers() -> tuple[str, ...]:
-    """Return the timers that will send this process a signal."""
-    return tuple(each for each in _TIMERS if any(signal.getitimer(getattr(signal, each))))
-
-
 def may_serve_again(
     began: Beginning,
     parts: Parts,
@@ -451,10 +446,11 @@ def outliving(
     """
     now = take_inventory(parts)
     is_comparable = built.values is not None and now.values is not None
+    timers = [each for each in _TIMERS if any(signal.getitimer(getattr(signal, each)))]
     return Outliving(
         asked_at=asked_at(),
         children=_children(own_children),
-        threads=(*_threads_since(began, own_threads), *_timers()),
+        threads=(*_threads_since(began, own_threads), *timers),
         streams=() if began.streams == Beginning().streams else ("sys.stdout or sys.stderr",),
         environment=_changed(built.environment, now.environment),
         directory=() if built.directory == now.directory else (now.directory,),
