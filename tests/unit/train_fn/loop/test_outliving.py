@@ -21,6 +21,7 @@ from torch._inductor import async_compile
 from tqdm import tqdm
 
 from tests.integration import habits
+from train_fn.checks import left_behind
 from train_fn.checks.left_behind import TooMuch, held_values
 from train_fn.loop.survivor import (
     Beginning,
@@ -52,10 +53,14 @@ VALUES = (
 
 @pytest.fixture(autouse=True)
 def few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide other tests' modules, as no training process imports a whole suite."""
-    for name in list(sys.modules):
-        if name.startswith("tests.") and name not in (__name__, habits.__name__):
-            monkeypatch.delitem(sys.modules, name)
+    """Leave out the modules of other tests, as no training process imports a whole suite."""
+    is_followed = left_behind._is_followed
+
+    def is_near(named: tuple[str, Any]) -> bool:
+        is_other = named[0].startswith(("benchmarks.", "tests."))
+        return is_followed(named) and (not is_other or named[0] in (__name__, habits.__name__))
+
+    monkeypatch.setattr(left_behind, "_is_followed", is_near)
 
 
 def changed_by(habit: str) -> tuple[str, ...]:
