@@ -145,12 +145,9 @@ async def _lines(
 def _row(run: RunRow, point: MetricPoint) -> tuple[str, ...]:
     at = datetime.fromtimestamp(point.at, UTC).isoformat(timespec="milliseconds")
     value = "" if point.value is None else repr(point.value)
-    return run.id, run.name, _cell(point.name), str(point.step), at, value
-
-
-def _cell(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+    is_formula = point.name[:1] in ("=", "+", "-", "@", "\t", "\r")  # to a spreadsheet
+    name = f"'{point.name}" if is_formula else point.name
+    return run.id, run.name, name, str(point.step), at, value
 
 
 def _written(rows: Sequence[Sequence[str]]) -> str:
