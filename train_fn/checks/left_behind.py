@@ -548,7 +548,7 @@ def _hash_of_plain(value: Any) -> int | None:
         level = list(itertools.chain(*keys, *parts))
     try:
         return None if level else hash(marshal.dumps(value, 2))
-    except ValueError:  # numpy gives no bytes of dates, nor of what is in no order
+    except ValueError:  # marshal reads no arrays of dates, nor any that is not contiguous
         return None
 
 
