@@ -152,13 +152,24 @@ class ListJournal:
     def stop_requested(self) -> Stop | None:
         """The loop asks once a step on every rank, before its last backward."""
         step, self._asked = self.first_step() + self._asked, self._asked + 1
+        if self._job.hangs_without_peers and self._base is not None:
+            Path(self._base, f"{self._rank}.asked-{step}").touch()
         if self._job.dies(self._rank, step, "backward"):
+            if self._job.hangs_without_peers:
+                wait_for(lambda: self._have_asked(step), 60, f"the peers in the step after {step}")
             if self._job.killed_after is not None:
                 wait_for(self._is_committed, 60, f"the checkpoint of step {self._job.killed_after}")
             self.die()
         if self._job.stopped is not None and self._rank == 0 and step >= self._job.stopped[1]:
             return self._job.stopped[0]
         return None
+
+    def _have_asked(self, step: int) -> bool:
+        """Return whether all ranks are in that step. One that is let go before it has the result of
+        the step before it rightly falls back by a step."""
+        assert self._base is not None
+        ranks = range(self._job.world_size)
+        return all(Path(self._base, f"{rank}.asked-{step}").exists() for rank in ranks)
 
     def _is_committed(self) -> bool:
         return any(
