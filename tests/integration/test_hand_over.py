@@ -17,6 +17,7 @@ import torch
 from everstep import Client
 from everstep.client.runs import RunHandle
 from tests.support.digits_run import (
+    SAMPLES,
     assert_every_sample_counted_once,
     assert_every_step_is_there_once,
     digits,
@@ -372,17 +373,76 @@ def test_nodes_that_come_one_after_the_other_are_taken_at_once(
     check_steps(run)
 
 
+STREAMED = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import IterableDataset, get_worker_info
+
+class Lines(IterableDataset):
+    def __init__(self, num_samples):
+        self.x = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(1))
+        self.order, self.at = [], 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __iter__(self):
+        stream = get_worker_info()
+        if self.at == len(self.order):
+            order = torch.randperm(len(self.x)).tolist()
+            self.order, self.at = [n for n in order if n % stream.num_workers == stream.id], 0
+        while self.at < len(self.order):
+            self.at += 1
+            x = self.x[self.order[self.at - 1]]
+            yield x, (x.sum() > 0).long()
+
+class WithState(Lines):
+    def state_dict(self):
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.order, self.at = state["order"], state["at"]
+
+class Task:
+    def __init__(self, num_samples, has_state):
+        self.num_samples, self.has_state = num_samples, has_state
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 2))
+
+    def build_datasets(self):
+        return {"train": (WithState if self.has_state else Lines)(self.num_samples), "val": None}
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+"""
+"""Iterable data, whose streams are read by loader processes."""
+
+
 @CHAOS
+@pytest.mark.parametrize("data", ["digits", "a stream", "a stream that keeps its place"])
 def test_a_run_that_grew_by_itself_has_the_bits_of_one_that_did_not(
-    client: Client, tmp_path: Path
+    data: str, client: Client, tmp_path: Path
 ) -> None:
     spec = digits("twin", epochs=EPOCHS, workers=(2, 3))
-    spec["train"] |= {"exactness": "elastic", "ema_decay": 0.9, "audit_fraction": 0.05}
+    spec["train"] |= {"exactness": "elastic", "ema_decay": 0.9}
+    if data == "digits":
+        spec["train"]["audit_fraction"] = 0.05
+    else:
+        del spec["task"]
+        (tmp_path / "task.py").write_text(STREAMED)
+        args = {"num_samples": SAMPLES, "has_state": "keeps" in data}
+        archive = client.code.upload(tmp_path).digest
+        spec |= {"code": {"archive": archive, "task": "task:Task", "args": args}}
+        spec["checkpoint"] = {"every_steps": 1_000_000}
     grown = begun_on_two_nodes(client, spec)
     require_begun_by_itself(grown, wait_for_ranks(grown, 3, after=1))
     grown.wait(timeout_s=240)
-    whole = client.runs.create(spec | {"scaling": {"min_workers": 2, "max_workers": 2}})
+    restored = [event.data["source"] for event in grown.events() if event.kind == "restored"]
+    assert restored == ["fresh", "process"] and grown.steps_lost == 0
+    client.nodes.cordon(free_node(client))
+    whole = client.runs.create(spec)
     whole.wait(timeout_s=240)
+    assert [attempt.world_size for attempt in whole.attempts()] == [2]
     assert_every_sample_counted_once(grown, EPOCHS)
     found, expected = (
         torch.load(run.download_checkpoint("latest", tmp_path / run.id) / "model.pt")

@@ -141,7 +141,7 @@ class KeyedDataset(Dataset[Loaded]):
         return iter(DataLoader(self, batch_sampler=micro_batches, **options))  # type: ignore[arg-type]  # keys, which __getitems__ takes whole
 
 
-class Loader:
+class Loader(Iterator[Loaded]):
     """Iterates over ``micro_batches`` of a data set. Copies to the device run while it computes."""
 
     def __init__(
@@ -158,9 +158,6 @@ class Loader:
         )
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Loaded | Exception | None = None
-
-    def __iter__(self) -> Iterator[Loaded]:
-        return self
 
     def __next__(self) -> Loaded:
         """Return the next micro-batch; its copy to the device may still run."""
@@ -200,13 +197,18 @@ class Loader:
     @property
     def processes(self) -> list[int]:
         """Return the ids of the loader's processes."""
-        return [worker.pid for worker in getattr(self._iterator, "_workers", ())]
+        return [each.pid for part in self._parts for each in getattr(part, "_workers", ())]
 
     @property
     def threads(self) -> list[int | None]:
         """Return the ids of the threads that feed them."""
-        queues = getattr(self._iterator, "_index_queues", ())
+        queues = [each for part in self._parts for each in getattr(part, "_index_queues", ())]
         return [each._thread.ident for each in queues if each._thread is not None]
+
+    @property
+    def _parts(self) -> Iterable[Any]:
+        """Return torch's iterators, of which iterable data have one for each stream."""
+        return getattr(self._iterator, "parts", {0: self._iterator}).values()
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -330,11 +332,6 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 # Set what ``torch.utils.data.get_worker_info`` returns, by which iterable data sets choose their
 # part of the samples.
-
-
-def is_in_loader_process() -> bool:
-    """Return whether ``get_worker_info`` returns a loader process now."""
-    return torch_worker._worker_info is not None
 
 
 @contextmanager
@@ -479,7 +476,7 @@ class WholePass(IterableDataset[Loaded]):
         process, since data sets use it to choose their part."""
         reading = (
             nullcontext
-            if is_in_loader_process()
+            if torch_worker._worker_info is not None
             else partial(as_worker, 0, 1, self._seed, self._dataset)
         )
         with reading():

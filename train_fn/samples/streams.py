@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from everstep.spec.run_spec import RunSpec
@@ -49,7 +50,7 @@ class StreamSet:
         """Wrap a data set. ``source`` names the method that built it, for errors."""
         self.dataset, self.sampler = dataset, sampler
         seed = key(spec.train.seed, _PURPOSE)
-        self._streams = Streams(dataset, sampler, collate, seed, source)
+        self.streams = Streams(dataset, sampler, collate, seed, source)
         self.bookmarks = Bookmarks()
         self._spec, self._local_world_size = spec, local_world_size
 
@@ -97,9 +98,8 @@ class StreamSet:
 
     def first(self, micro: MicroBatch) -> Loaded:
         """Read one micro-batch from the beginning of its stream, with a bookmark after it."""
-        reader = StreamReader(self._streams, micro, None, always=True)
-        with closing(self._loaded_by(reader, torch.device("cpu"))) as loaded:
-            return next(loaded)
+        reader = StreamReader(self.streams, micro, None, always=True)
+        return next(self.loaded_by(reader, torch.device("cpu")))
 
     def batches(
         self,
@@ -109,39 +109,43 @@ class StreamSet:
         device: torch.device,
     ) -> Iterator[Loaded]:
         """Yield the micro-batches in order. Each stream resumes from its newest bookmark."""
-        readers: dict[int, Iterator[Loaded]] = {}
-        for micro in micro_batches:
-            stream = self.sampler.stream_of(micro)
-            if stream not in readers:
-                bookmark = self.bookmarks.newest.get(stream)
-                reader = StreamReader(self._streams, micro, bookmark)
-                readers[stream] = self._loaded_by(reader, device)
-            yield next(readers[stream])
+        return _Batches(self, micro_batches, device)
 
-    def _loaded_by(self, reader: StreamReader, device: torch.device) -> Generator[Loaded]:
+    def loaded_by(self, reader: StreamReader, device: torch.device) -> Iterator[Loaded]:
         """Yield what a reader reads, in its own process if the spec has loader processes."""
         num_workers = min(1, num_loader_workers(self._spec, self.dataset, self._local_world_size))
         options = loader_options(self._spec, num_workers, device, f"stream {reader.stream}, loader")
-        yield from DataLoader(reader, batch_size=None, **options)
+        return iter(DataLoader(reader, batch_size=None, **options))
+
+
+class _Batches(Iterator[Loaded]):
+    """The micro-batches of one rank, by a DataLoader for each of its streams."""
+
+    def __init__(
+        self, data: StreamSet, micro_batches: Iterable[MicroBatch], device: torch.device
+    ) -> None:
+        self._data, self._micro_batches, self._device = data, iter(micro_batches), device
+        self.parts: dict[int, Iterator[Loaded]] = {}
+        """What reads each stream."""
+
+    def __next__(self) -> Loaded:
+        data, micro = self._data, next(self._micro_batches)
+        stream = data.sampler.stream_of(micro)
+        if stream not in self.parts:
+            reader = StreamReader(data.streams, micro, data.bookmarks.newest.get(stream))
+            self.parts[stream] = data.loaded_by(reader, self._device)
+        return next(self.parts[stream])
 
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two batches hold the same values."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(_equal(one[name], other[name]) for name in one)
-        )
-    if isinstance(one, list | tuple):
-        return (
-            isinstance(other, list | tuple)
-            and len(one) == len(other)
-            and all(map(_equal, one, other))
-        )
-    return bool(np.array_equal(one, other))
+    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(
+        torch.equal(value, each)
+        if isinstance(value, torch.Tensor) and isinstance(each, torch.Tensor)
+        else np.array_equal(value, each)
+        for value, each in zip(values, others, strict=True)
+    )
 
 
 # ---------------------------------------------------------------- stream sampler

@@ -3,11 +3,13 @@ very sample after a restart."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from everstep.spec.run_spec import RunSpec
 from train_fn.errors import BadTask
 from train_fn.samples.ledger import BOOKMARK_STEPS, Bookmarks
-from train_fn.samples.loader import Loaded, WholePass
+from train_fn.samples.loader import Loaded, Loader, WholePass
 from train_fn.samples.sampler import MicroBatch
 from train_fn.samples.streams import StreamSampler, StreamSet, num_streams_of
 
@@ -148,7 +150,6 @@ def read(
         found[step, micro.number] = loaded
         if exchange and (position + 1 == len(shares) or shares[position + 1][0] > step):
             data.bookmarks.exchange(step + 1, lambda mine: [mine])
-    batches.close()  # type: ignore[attr-defined]
     return found
 
 
@@ -284,6 +285,21 @@ def test_passes_that_are_no_epochs_are_warned_of_once(caplog: pytest.LogCaptureF
     warned = [each.getMessage() for each in caplog.records if "set_epoch" in each.getMessage()]
     assert len(warned) == 2, "one for each stream"
     assert "stream 0 is in pass 0 where epoch 2 begins. Give train a __len__" in warned[0]
+
+
+def test_a_rank_knows_the_processes_that_read_its_streams() -> None:
+    data = stream_set(Numbers(70), num_workers=1)
+    before = set(psutil.Process().children())
+    own_threads = {each.ident for each in threading.enumerate()}
+    loader = Loader(data, data.sampler.stream(0, 0, 0, 1), make_spec(), 1, CPU)
+    for _ in data.sampler.share(0, 0, 0, 1):
+        next(loader)
+    begun = {child.pid for child in set(psutil.Process().children()) - before}
+    assert len(begun) == data.sampler.num_streams and set(loader.processes) == begun
+    feeding = {each.ident for each in threading.enumerate()} - own_threads
+    assert feeding and set(loader.threads) == feeding
+    loader.close()
+    assert not {child.pid for child in psutil.Process().children()} & begun
 
 
 def test_reading_one_micro_batch_leaves_the_streams_alone() -> None:
