@@ -93,7 +93,7 @@ def start(service: ServiceProcess, case: str, *, in_process: bool, megabytes: in
     spec |= {
         "scaling": {"min_workers": 1, "max_workers": ranks},
         "recovery": {"in_process": in_process},
-        "train": {**spec["train"], "max_steps": 1_000_000},
+        "train": {**spec["train"], "micro_batch_size": 32, "max_steps": 1_000_000},
         "checkpoint": {"every_steps": None if case == "large" else 50},
     }
     run = client.runs.create(spec)
