@@ -167,7 +167,7 @@ class StorageGate:
     def _first_use(self) -> KnownStorage:
         """The database knows no storage: it is new, or from before storages had ids."""
         runs = self._records.submitted_runs(_RUNS_LOOKED_FOR)
-        if runs and not any(_has_directory(self._storage, run_id) for run_id in runs):
+        if runs and not any(self._storage.files.list(f"runs/{run_id}") for run_id in runs):
             raise StorageMismatch(
                 f"the database knows {len(runs)} run{'s' * (len(runs) > 1)} ({runs[0]} for one), "
                 f"and storage {self._storage.uri} "
@@ -197,10 +197,6 @@ def known_of(run: RunRow, storage_id: str | None) -> Known:
     """What the database knows of a run."""
     checkpoint = run.latest_checkpoint["name"] if run.latest_checkpoint else None
     return Known(storage_id, run.journal_submission if run.journal_n else 0, checkpoint)
-
-
-def _has_directory(storage: Storage, run_id: str) -> bool:
-    return bool(storage.files.list(f"runs/{run_id}"))
 
 
 # ---------------------------------------------------------------- adoption

@@ -201,7 +201,8 @@ def _print_summary(terminal: Terminal, service: Service, run: RunHandle, ending:
     run.download_checkpoint(checkpoint.step, out)
     result = {**_result(run, story, out), "proof": proof, "seconds": ending.phases.seconds}
     if terminal.as_json:
-        terminal.json({**result, **(_how_to_go_on(service) if keep or not service.pid else {})})
+        served = {"url": service.client.url, "home": str(service.home), "pid": service.pid}
+        terminal.json({**result, **(served if keep or not service.pid else {})})
         return code
     terminal.line()
     terminal.line(headline, style=style)
@@ -296,10 +297,6 @@ def _result(run: RunHandle, story: DemoStory, out: Path) -> dict[str, Any]:
         "failures": run.failures(),
         "checkpoint": str(out.absolute()),
     }
-
-
-def _how_to_go_on(service: Service) -> dict[str, Any]:
-    return {"url": service.client.url, "home": str(service.home), "pid": service.pid}
 
 
 def _print_next_commands(terminal: Terminal, service: Service, run: Run) -> None:

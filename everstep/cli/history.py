@@ -408,16 +408,12 @@ def _figures(runs: list[RunHandle]) -> list[tuple[object, ...]]:
         ("name", *(run.name for run in shown)),
         ("status", *(run.status for run in shown)),
         ("steps", *(words.progress(run) for run in shown)),
-        ("time", *(None if run.progress is None else _elapsed(run) for run in shown)),
+        ("time", *(run.progress and words.duration(run.progress.elapsed_s) for run in shown)),
         ("goodput", *(None if run.goodput is None else f"{run.goodput:.0%}" for run in shown)),
         ("restarts", *(run.restarts for run in shown)),
         ("steps lost", *(run.steps_lost for run in shown)),
         *((name, *(_metric(run, name) for run in shown)) for name in names),
     ]
-
-
-def _elapsed(run: Run) -> str | None:
-    return None if run.progress is None else words.duration(run.progress.elapsed_s)
 
 
 def _metric(run: Run, name: str) -> str | None:

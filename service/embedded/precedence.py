@@ -133,7 +133,8 @@ class Precedence:
         """Change all threads of a process, also those that others start meanwhile."""
         self._yielding.add(pid)
         with contextlib.suppress(OSError):  # The process has ended.
-            while any([self._changes(int(each.name)) for each in _threads_of(pid)]):
+            threads = Path(f"/proc/{pid}/task")
+            while any([self._changes(int(each.name)) for each in list(threads.iterdir())]):
                 pass
 
     def _changes(self, thread: int) -> bool:
@@ -191,10 +192,6 @@ def _is_idle(pid: int) -> bool:
         return os.sched_getscheduler(pid) == os.SCHED_IDLE
     except OSError:
         return False
-
-
-def _threads_of(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").iterdir())
 
 
 def starved(before: Mapping[int, Turn], now: Mapping[int, Turn]) -> list[int]:

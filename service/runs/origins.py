@@ -144,7 +144,10 @@ def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
                 "optimizer state this run continues"
             )
             faults.append(FieldError(path, msg))
-    named, wanted = (_patterns(each) for each in (parent.spec, own))
+    named, wanted = (
+        [group["parameters"] for group in _at(spec, ("optimizer", "groups")) or ()]
+        for spec in (parent.spec, own)
+    )
     if named != wanted:
         msg = (
             f"must list {named} in this order, as in run {parent.id}, whose optimizer state this "
@@ -152,10 +155,6 @@ def _differences(spec: RunSpec, parent: RunRow) -> list[FieldError]:
         )
         faults.append(FieldError(("optimizer", "groups"), msg))
     return faults
-
-
-def _patterns(spec: Any) -> list[str]:
-    return [group["parameters"] for group in _at(spec, ("optimizer", "groups")) or ()]
 
 
 def _at(node: Any, path: Sequence[str]) -> Any:

@@ -46,6 +46,8 @@ from torch.utils.data import DataLoader
 from train_fn.step.place_watch import is_users
 from train_fn.step.plain_attributes import followed, generator_text, internal, is_built_in, slots_of
 
+logger = logging.getLogger(__name__)
+
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
 """Bytes of arrays and tensors that are read in all. Of what is beyond, some words are."""
@@ -249,7 +251,9 @@ class _Walk:
             self._follow(path, value)
         except TooMuch:
             raise
-        except Exception:  # of any code behind an attribute
+        except Exception as exc:  # of any code behind an attribute
+            kind = type(exc).__name__
+            logger.info("%s counts as changed, since looking at it raises %s", path, kind)
             self.found[path] = object()
 
     def _follow(self, path: str, value: Any) -> None:

@@ -136,7 +136,8 @@ def checked_optimizer(
     source = where(task, "build_optimizer") + (name and f", optimizer {name!r}:")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadTask(f"{source} must return a torch.optim.Optimizer, not {_kind(optimizer)}")
-    if _needs_closure(optimizer):
+    # its class's own, since a scheduler wraps that of the object; that of LBFGS needs a closure
+    if not _binds(type(optimizer).step, optimizer):
         raise BadTask(
             f"{source} returned {_kind(optimizer)}, whose step needs a closure that computes the "
             "loss again. Everstep computes the "
@@ -196,12 +197,6 @@ def _binds(function: Any, *arguments: Any) -> bool:
     except ValueError:  # made by C code, which does not say what it takes
         return True
     return True
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` needs an argument, as that of LBFGS does."""
-    # a scheduler wraps the object's own
-    return not _binds(type(optimizer).step, optimizer)
 
 
 @checked(Moment.LOSS, cost="none")

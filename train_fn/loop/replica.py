@@ -123,7 +123,8 @@ class StepModule(nn.Module):
         modes = self._modes()
         with autocast(self._precision, self._device):
             if self._asked:
-                answer = self._task.loss(self._called[0], batch, **self._step_arguments())
+                arguments = {name: getattr(self._state, name) for name in self._asked}
+                answer = self._task.loss(self._called[0], batch, **arguments)
             else:
                 answer = self._task.loss(self._called[0], batch)
         if self._modes() != modes:
@@ -134,9 +135,6 @@ class StepModule(nn.Module):
             assert refused is not None
             raise refused
         return loss_sum, weight
-
-    def _step_arguments(self) -> dict[str, int]:
-        return {name: getattr(self._state, name) for name in self._asked}
 
 
 def _zero_of(parameter: nn.Parameter, *, is_sparse: bool) -> torch.Tensor:
@@ -494,6 +492,12 @@ def build_replica(ctx: WorkerContext, parts: Parts | None = None) -> Replica:
         replica.exchange = Exchange(peers, replica.parameters, replica.sampler, spec.full_size)
     if debugging := lowered_level():
         replica.warn(debugging)
+    if (most := spec.most_workers) < spec.scaling.max_workers:
+        replica.warn(
+            f"scaling.max_workers is {spec.scaling.max_workers}, but a global batch has {most} "
+            f"micro-batches, so the run uses at most {most} ranks; lower train.micro_batch_size to "
+            "use more"
+        )
     for warning in parts.warnings:
         replica.warn(warning)
     return replica

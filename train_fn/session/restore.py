@@ -104,7 +104,9 @@ def find_newest(
         holdings: of a sharded model. Each rank then returns its own part of the state, unless the
             run is new, and none travels from one rank to all.
     """
-    own_labels = _earlier(ctx, snapshot_store(ctx).labels())
+    labels = snapshot_store(ctx).labels()
+    # others belong to a run of the same name and place that was begun anew since
+    own_labels = [each for each in labels if each.origin < (ctx.submission, ctx.attempt)]
     of_ranks = list(enumerate(peers.gather((own_labels, own))))
     offers = [Offer(rank, label) for rank, (labels, _) in of_ranks for label in labels]
     kept_by = {rank: found for rank, (_, found) in of_ranks if found is not None}
@@ -196,12 +198,6 @@ def _read(
         logger.warning("the %s cannot be read", snapshot_name(label), exc_info=exc)
         return None, f"cannot be read: {exc}"
     return state, None
-
-
-def _earlier(ctx: WorkerContext, labels: list[Label]) -> list[Label]:
-    """Return the labels that earlier attempts left. The others belong to a run of the same name and
-    place that was begun anew since."""
-    return [label for label in labels if label.origin < (ctx.submission, ctx.attempt)]
 
 
 # ---------------------------------------------------------------- newest checkpoint

@@ -100,7 +100,7 @@ def read_state(path: Path) -> tuple[dict[str, Any], str]:
         if hashlib.sha256(header).digest() != checksum:
             raise ValueError(f"{path.name} is damaged: its header is not what was written")
         mapped = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_COPY)
-    skeleton = _unpacked(header)
+    skeleton = torch.load(io.BytesIO(header), weights_only=True)
     tensors = _mapped_tensors(mapped, header_bytes, skeleton)
     state: dict[str, Any] = put_together(skeleton, tensors)
     return state, digest(put_together(skeleton, word_sums(tensors)))
@@ -169,10 +169,6 @@ def _packed(skeleton: Any) -> bytes:
 # For good: what torch allows inside of a `with` only, it allows for all threads until the first one
 # of them leaves.
 torch.serialization.add_safe_globals([TensorShape])
-
-
-def _unpacked(header: bytes) -> Any:
-    return torch.load(io.BytesIO(header), weights_only=True)
 
 
 def _starts(header_bytes: int, sizes: Sequence[int]) -> list[int]:

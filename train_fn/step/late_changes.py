@@ -165,7 +165,11 @@ class LateChanges:
         for number, kept in self._unfit.items():
             self._places[number].holder[self._places[number].key] = kept.tensor
         unknown = [number for number, change in self.found.items() if change.before is None]
-        torn = [number for number, kept in self._unfit.items() if self._is_torn(number, kept)]
+        torn = [
+            number
+            for number, kept in self._unfit.items()
+            if self._places[number].is_saved and kept.differs(kept.tensor)
+        ]
         return unknown + torn
 
     def put_back_new(self) -> list[int]:
@@ -219,9 +223,6 @@ class LateChanges:
         [kept] = (self._watch.drop([number]) or {number: self._unfit.pop(number)}).values()
         current = keep([kept.tensor], kept.tensor.nbytes)[0]
         return self._change_of(current, kept.tensor, own_samples, 0, is_first=True)
-
-    def _is_torn(self, number: int, kept: EarlierValue) -> bool:
-        return self._places[number].is_saved and kept.differs(kept.tensor)
 
     def _change_of(
         self,

@@ -60,7 +60,8 @@ async def get_sweep(
     [sweep] = await sweeps.sweep_answers(context, [row])
     runs = [run_of_sweep(trial) for trial in await sweeps.trials_of_sweep(context, row.id)]
     ranked = best_first(runs, sweep.mode)
-    drawn = [str(run.run_id) for run in ranked if _has_curve(run)][:MOST_CURVES]
+    drawn = [str(run.run_id) for run in ranked if run.status not in (None, RunStatus.QUEUED)]
+    drawn = drawn[:MOST_CURVES]
     if drawn and not has_curves:
         return Response(headers={"HX-Refresh": "true"})
     return page(
@@ -102,10 +103,6 @@ def _parallel(sweep: Sweep, ranked: Sequence[SweepRun]) -> compare.Picture | Non
     columns.append((sweep.metric, [run.value for run in runs]))
     names = [(str(run.run_id), f"run {run.number}") for run in runs]
     return compare.drawn(columns, names, len(ranked[0].params) - len(paths))
-
-
-def _has_curve(run: SweepRun) -> bool:
-    return run.status is not None and run.status != RunStatus.QUEUED
 
 
 def _best(sweep: Sweep, runs: Sequence[SweepRun]) -> SweepRun | None:

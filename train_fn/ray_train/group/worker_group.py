@@ -334,7 +334,7 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
         )
         gone = self._patience.gone(self.get_workers(), self._world_rank_to_ongoing_poll)
         return [
-            _ended_by(gone[rank])
+            WorkerStatus(running=False, error=gone[rank], training_report=None)
             if rank in gone
             else (_still_running() if rank in running else status)
             for rank, status in enumerate(statuses)
@@ -491,10 +491,6 @@ class EverstepWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._survivors.hold(kept)
             for callback in self._callbacks:
                 callback.after_worker_group_shutdown(self._worker_group_context)
-
-
-def _ended_by(error: BaseException) -> Any:
-    return WorkerStatus(running=False, error=error, training_report=None)
 
 
 def _still_running() -> Any:

@@ -162,10 +162,14 @@ class _Proxy:
 
 @pytest.mark.parametrize("is_proxy", [False, True])
 def test_an_object_that_raises_where_it_is_looked_at_breaks_nothing(
-    is_proxy: bool, monkeypatch: pytest.MonkeyPatch
+    is_proxy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor does a mistake of our own hide there: the log says what cannot be looked at."""
+    caplog.set_level("INFO", left_behind.__name__)
     monkeypatch.setattr(habits, "HELD", [_Proxy() if is_proxy else _Deferred], raising=False)
     changed = _changed(held_values({}, ()), held_values({}, ()))
+    assert all("HELD" in text for text in caplog.messages)
+    assert bool(caplog.messages) is is_proxy
     assert any("HELD" in name for name in changed) is is_proxy, "what cannot be seen may change"
 
 

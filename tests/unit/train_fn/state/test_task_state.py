@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from everstep.spec.sections import ScalingSpec
 from everstep.wire.events import EventKind
 from storage.filesystem import open_storage
 from storage.run_dir import RunDir
@@ -207,14 +208,18 @@ class KeepsAll(Counting):
 
 
 @pytest.mark.own_process
-def test_only_what_the_task_s_state_leaves_out_is_named(tmp_path: Path) -> None:
-    task, ctx = KeepsAll(), one_rank(SPEC, RunDir(open_storage(str(tmp_path)), "run_task"))
+def test_only_what_the_task_s_state_leaves_out_is_named_and_ranks_with_nothing_to_do(
+    tmp_path: Path,
+) -> None:
+    spec = SPEC.model_copy(update={"scaling": ScalingSpec(max_workers=64)})
+    task, ctx = KeepsAll(), one_rank(spec, RunDir(open_storage(str(tmp_path)), "run_task"))
     with small_task_alone(tmp_path, Saver.offer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "build_task", lambda spec: task)
         assert train(ctx) is None
     [started] = journal_of(ctx).of_kind(EventKind.TRAINING_STARTED)
-    [warning] = started["warnings"]
-    assert "the first pass changes KeepsAll.lost, which no checkpoint holds" in warning
+    too_many, lost = started["warnings"]
+    assert "a global batch has 2 micro-batches, so the run uses at most 2 ranks" in too_many
+    assert "the first pass changes KeepsAll.lost, which no checkpoint holds" in lost
     assert (task.passes, task.lost) == (NUM_PASSES, NUM_PASSES)
 
 
