@@ -185,7 +185,7 @@ class EverstepTrainWorker(RayTrainWorker):  # type: ignore[misc]
             self._offer.forget()
         following.train_fn_ref.get()  # to read it a second time is faster
         self._offer = offer = rank_process.make_offer(following.number, connect(following))
-        if self._withdrawn == following.number:  # while it connected
+        if following.number <= self._withdrawn:  # while it connected
             offer.settle(has_begun=False)
             return
         threading.Thread(

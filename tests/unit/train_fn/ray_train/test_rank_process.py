@@ -394,6 +394,7 @@ def test_an_offer_that_is_withdrawn_while_it_connects_is_not_made(
     call.start()
     assert connects.wait(20)
     actor.withdraw_offer(3)
+    actor.withdraw_offer(4)  # the next one, whose call waits for this one
     goes_on.set()
     call.join(20)
     assert rank_process.open_offer() is None, "nobody follows it"
