@@ -144,21 +144,26 @@ class Task:
 
     def build_model(self):
         joins = not threading.current_thread().name.startswith("TrainingThread")
-        if joins == self.joins and self.place != "is asked":
+        if self.joins is None and joins:
+            self.marker = self.marker.with_suffix(".joins")
+        if self.joins in (joins, None) and self.place != "is asked":
             self.plant()
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def plant(self):
         from train_fn.loop import survivor
         from train_fn.ray_train import rank, rank_process, worker_actor
+        from train_fn.session import session
 
         owner, name, after = {
             "is built": (survivor, "take_inventory", True),
+            "has tried a pass": (survivor, "asked_at", True),
             "gets the offer": (worker_actor, "connect", False),
             "is connected": (worker_actor, "connect", True),
             "has decided": (rank_process.NextAttempt, "await_turn", True),
             "goes over": (worker_actor, "enter_group", False),
             "has gone over": (rank, "prove_storage", True),
+            "receives the state": (session, "broadcast", False),
         }[self.place]
         call, marker = getattr(owner, name), self.marker
 
@@ -168,6 +173,7 @@ class Task:
                 marker.touch(exist_ok=False)
             except FileExistsError:
                 return found if after else call(*arguments)
+            self.marker.write_text(str(os.getpid()))
             self.strike()
             return found if after else call(*arguments)
 
@@ -219,7 +225,8 @@ def begun_mortal(
 def check_steps(run: RunHandle, *, may_lose: bool = False) -> None:
     """End the run: no step was lost, and each was made once."""
     assert may_lose or run.refresh().steps_lost == 0
-    run.cancel()
+    if not run.status.terminal:
+        run.cancel()
     wait_for(lambda: run.refresh().status == "CANCELLED", 120, "the cancel")
     steps = [step for step, _, _ in run.metrics("loss", max_points=10_000)["loss"]]
     assert steps == list(range(1, run.step + 1)), "each was made once"
@@ -228,11 +235,14 @@ def check_steps(run: RunHandle, *, may_lose: bool = False) -> None:
 @pytest.mark.parametrize(
     ("joins", "place", "deaths"),
     [
+        pytest.param(True, "is built", 0, marks=CHAOS),
+        pytest.param(True, "has tried a pass", 0, marks=CHAOS),
         pytest.param(True, "gets the offer", 0),
         pytest.param(True, "is connected", 0, marks=CHAOS),
         pytest.param(True, "has decided", 1, marks=CHAOS),
         pytest.param(True, "goes over", 1, marks=CHAOS),
         pytest.param(True, "has gone over", 1, marks=CHAOS),
+        pytest.param(True, "receives the state", 1, marks=CHAOS),
         pytest.param(False, "gets the offer", 1, marks=CHAOS),
         pytest.param(False, "is connected", 1, marks=CHAOS),
         pytest.param(False, "has decided", 1, marks=CHAOS),
@@ -300,7 +310,15 @@ def drain_another(service: ServiceProcess, run: RunHandle) -> None:
         client.nodes.drain(run.attempts()[-1].workers[1].node_id, deadline_s=60)
 
 
-STRIKES = (kill_driver, kill_controller, pause_and_resume, cordon, drain, drain_another)
+def restart_service(service: ServiceProcess, run: RunHandle) -> None:
+    service.kill()
+    service.start()
+
+
+STRIKES = (
+    *(kill_driver, kill_controller, restart_service, pause_and_resume),
+    *(cordon, drain, drain_another),
+)
 
 
 @CHAOS
@@ -326,8 +344,64 @@ def test_what_happens_on_the_way_to_the_next_attempt_costs_no_step(
             if node.mark is not None:
                 client.nodes.uncordon(node.id)
     wait_for_ranks(run, 3, after=1)
+    if strike is restart_service:
+        assert [attempt.world_size for attempt in run.attempts()] == [2, 3]
     # With the controller all ranks die: what they have made since a publication is made again.
     check_steps(run, may_lose=strike is kill_controller)
+
+
+def cancel(client: Client, run: RunHandle) -> None:
+    run.cancel()
+    wait_for(lambda: run.refresh().status == "CANCELLED", 60, "the cancel")
+
+
+def pause(client: Client, run: RunHandle) -> None:
+    run.pause()
+    wait_for(lambda: run.refresh().status == "PAUSED", 60, "the pause")
+
+
+def shrink(client: Client, run: RunHandle) -> None:
+    """Have another run take the place of the rank that is to join, and one more."""
+    before = run.attempts()[-1].attempt
+    other = client.runs.create(digits("other", epochs=2000, workers=(2, 2), priority=10))
+    wait_for_ranks(run, 1, before)
+    wait_for_ranks(other, 2)
+    other.cancel()
+
+
+def num_used(client: Client) -> float:
+    """The cores that placement groups and actors of runs hold."""
+    nodes = [node for node in client.cluster().nodes if not node.is_head]
+    return sum((node.resources_used or {}).get("CPU", 0.0) for node in nodes)
+
+
+@CHAOS
+@pytest.mark.parametrize("strike", [cancel, pause, shrink])
+@pytest.mark.parametrize(
+    ("joins", "place"), [(True, "is built"), (True, "is connected"), (False, "is connected")]
+)
+def test_a_run_that_is_to_stop_or_shrink_leaves_nothing_of_the_group_on_offer(
+    strike: Callable[[Client, RunHandle], None],
+    joins: bool,
+    place: str,
+    client: Client,
+    tmp_path: Path,
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, joins=joins, place=place, number=0)
+    wait_for(lambda: marker.exists() and marker.read_text(), 60, "the process that waits")
+    pid = int(marker.read_text())
+    strike(client, run)
+    if strike is not shrink:
+        wait_for(lambda: num_used(client) == 0, 60, "the release of what the run held")
+        assert not psutil.pid_exists(pid)
+    marker.with_suffix(".done").touch()
+    if strike is pause:
+        run.resume()
+    if strike is not cancel:
+        wait_for_ranks(run, 3, after=1)
+    check_steps(run)
+    assert run.failures() == []
+    wait_for(lambda: num_used(client) == 0, 60, "the release of what the run held")
 
 
 def test_ranks_that_were_asked_to_hand_over_save_if_all_their_nodes_are_drained_meanwhile(

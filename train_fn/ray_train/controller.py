@@ -144,7 +144,7 @@ class EverstepController(TrainController):  # type: ignore[misc]
             self._nodes,
             self.worker_group_cls,
             lambda: self._worker_group,
-            self._is_running,
+            lambda: isinstance(self.get_state(), RunningState),
             self._patience_s,
             self._settle_next,
         )
@@ -363,9 +363,6 @@ class EverstepController(TrainController):  # type: ignore[misc]
         stops = self._driver.is_leaving or self._journal.stop_requested is not None
         return 0.0 if stops else self._hangs.left_s
 
-    def _is_running(self) -> bool:
-        return isinstance(self.get_state(), RunningState)
-
     def _has_group(self) -> bool:
         """Return whether ranks hold what their nodes may not: they train, or have left for a group
         of another size, which may go on in their processes. That one is asked to save and exit."""
@@ -446,7 +443,7 @@ class YieldRequest:
             return
         now = time.monotonic()
         if self._since is None:
-            if self._is_next_ready():
+            if self._is_next_ready(group):
                 self._ask(group, now)
         elif not self._overdue_killed and self._sizes.must_have_left(time.time() + _DRAIN_MARGIN_S):
             self._overdue_killed = True
@@ -466,15 +463,16 @@ class YieldRequest:
             self._sizes.wanted = None
             self._since = None
 
-    def _is_next_ready(self) -> bool:
+    def _is_next_ready(self, group: EverstepWorkerGroup) -> bool:
         """Return whether nothing but the ranks' exit is left to wait for."""
-        wanted, sizes = self._sizes.wanted, self._sizes
-        return (
-            self._recruits is None
-            or wanted is None
-            or self._is_leaving()
-            or sizes.must_have_left(time.time() + 2 * _DRAIN_MARGIN_S)
-            or self._recruits.are_ready(wanted, sizes.scaling_config, self._attempt_log.attempt)
+        wanted, sizes, recruits = self._sizes.wanted, self._sizes, self._recruits
+        if recruits is None or wanted is None or self._is_leaving():
+            return True
+        if wanted <= len(group.ranks_outside(sizes.draining)):
+            recruits.dismiss()  # nobody joins it, and another run may wait for the place
+            return True
+        return sizes.must_have_left(time.time() + 2 * _DRAIN_MARGIN_S) or recruits.are_ready(
+            wanted, sizes.scaling_config, self._attempt_log.attempt
         )
 
     def _ask(self, group: EverstepWorkerGroup, now: float) -> None:

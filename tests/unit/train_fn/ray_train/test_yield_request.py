@@ -156,6 +156,19 @@ def test_those_that_join_are_dismissed_if_the_group_is_not_to_grow_any_more(
     assert (turns.group.num_asked, recruits.dismissed) == (1, 1), "not after the ranks were asked"
 
 
+@pytest.mark.parametrize(("draining", "wanted"), [("", 2), ("", 1), ("b", 1)])
+def test_ranks_that_make_room_do_not_wait_for_those_that_were_to_join(
+    draining: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recruits = Recruiting()
+    turns = Turns(monkeypatch, recruits)
+    turns.sizes.wanted, turns.sizes.draining = 3, frozenset()
+    turns.turn(100.0)
+    turns.sizes.wanted, turns.sizes.draining = wanted, frozenset(draining)
+    turns.turn(101.0)
+    assert (turns.group.num_asked, recruits.dismissed) == (1, 1)
+
+
 def test_ranks_of_a_node_that_goes_soon_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(monkeypatch, Recruiting())
     turns.sizes.wanted, turns.leave_by = 2, 1120.0
