@@ -277,6 +277,26 @@ def test_a_rank_that_stops_on_its_way_is_replaced_and_costs_no_step(
     assert "does not answer" in fell_back.data["reason"]
 
 
+@CHAOS
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [("is built", 0), ("has tried a pass", 1), ("is connected", 0), ("has decided", 1)],
+)
+def test_a_rank_that_dies_while_another_one_gets_ready_costs_no_step(
+    place: str, rank: int, client: Client, tmp_path: Path
+) -> None:
+    run, marker = begun_mortal(client, tmp_path, joins=True, place=place, number=0)
+    wait_for(marker.exists, 60, "the process that waits")
+    os.kill(run.attempts()[0].workers[rank].pid, signal.SIGKILL)
+    wait_for(run.failures, 60, "the failure")
+    marker.with_suffix(".done").touch()
+    wait_for_ranks(run, 3, after=1)
+    check_steps(run)
+    assert [failure.verdict for failure in run.failures()] == ["worker_lost"]
+    restored = [event.data["source"] for event in run.events() if event.kind == "restored"]
+    assert restored[0] == "fresh" and set(restored[1:]) <= {"process", "snapshot"}
+
+
 def kill_controller(service: ServiceProcess, run: RunHandle) -> None:
     [found] = [p for p in service.processes() if "EverstepController" in p.cmdline()[:1][0]]
     found.kill()
