@@ -23,9 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from train_fn.checks.check import Check, Moment
+from train_fn.checks.left_behind import file_of, is_full
 from train_fn.state.contents import few
 from train_fn.step.place_watch import is_users
 from train_fn.step.plain_attributes import PlainAttributes, generator_text
+from train_fn.step.untrained import marks_of
 
 if TYPE_CHECKING:
     from train_fn.protect.loop_state import LoopState
@@ -48,7 +50,8 @@ class CarriedWatch(Check):
     def __init__(self, state: LoopState) -> None:
         self._state, parts = state, state.parts
         self._held = {id(each) for each in (*parts.others.values(), *parts.models.values())}
-        self._held |= {id(each) for each in (*parts.wrapped, *parts.optimizers.values())}
+        owned = (part for each in (*parts.wrapped, *parts.modules()) for part in each.modules())
+        self._held |= {id(each) for each in (*owned, *parts.optimizers.values())}
         self._followed = {id(getattr(each, "loader", each)) for each in parts.others.values()}
         self._noted: PlainAttributes | None = None
         self._counts: dict[str, Any] = {}
@@ -117,24 +120,64 @@ class CarriedWatch(Check):
             value, nn.Module | torch.optim.Optimizer | ModuleType | type | FunctionType
         )
 
+    def _variables(self, frame: FrameType) -> dict[str, Any]:
+        """Return the variables of a frame, and those that functions there, hooks on weights and
+        modules, and schedulers have of their own, by name."""
+        parts, found = self._state.parts, {**frame.f_globals, **frame.f_locals}
+        owners = (each for model in parts.models.values() for each in model.modules())
+        places = [getattr(each, "_backward_hooks", None) for each in parts.parameters()]
+        places += [hooks for each in owners for key, hooks in vars(each).items() if "_hooks" in key]
+        hooks = [hook for place in places if isinstance(place, dict) for hook in place.values()]
+        calls = [call for each in parts.others.values() for call in getattr(each, "lr_lambdas", ())]
+        return {**_own_variables([*hooks, *calls, *found.values()]), **found}
+
     def _note(self, frames: Iterable[FrameType]) -> None:
         """Copy what the variables of the loop hold, to see what it changes in place."""
         held, owners = SimpleNamespace(), dict[str, object]()
         for frame in frames:
-            for name, value in {**frame.f_globals, **frame.f_locals}.items():
-                is_own = (
-                    _is_own_object(value) or _is_small(value) or generator_text(value) is not None
-                )
-                if is_own and not name.startswith("__") and id(value) not in self._held:
-                    is_optimizer = isinstance(value, torch.optim.Optimizer)
-                    (owners if is_optimizer else vars(held)).setdefault(name, value)
-            self._counts.update(_counts_of(frame))
+            for name, value in self._variables(frame).items():
+                is_own = _is_own_object(value) or isinstance(value, nn.Module | type)
+                is_owner = isinstance(value, torch.optim.Optimizer | nn.Module | type)
+                is_own |= _is_small(value) or generator_text(value) is not None
+                if is_own and self._may_count(name, value):
+                    (owners if is_owner else vars(held)).setdefault(name, value)
+            self._counts.update(self._counts_of(frame))
         self._noted = PlainAttributes({"": held, **owners})
 
+    def _may_count(self, name: str, value: Any) -> bool:
+        """Return whether a variable is neither of the state, nor of a library."""
+        is_of_library = isinstance(value, type) and not _is_of_user(file_of(value))
+        return not name.startswith("__") and id(value) not in self._held and not is_of_library
+
+    def _counts_of(self, frame: FrameType) -> dict[str, Any]:
+        """Return the numbers that functions and their module hold, and marks of the tensors of
+        other models. At its top a module's are those of the loop."""
+        found = self._variables(frame)
+        inner = found.keys() - frame.f_locals.keys()
+        return {
+            name: marks_of([*each.parameters(), *each.buffers()]) if is_model else each
+            for name, each in found.items()
+            if ((is_model := isinstance(each, nn.Module)) and self._may_count(name, each))
+            or (name in inner and type(each) in (int, float))
+        }
+
     def _changed_counts(self, frames: Iterable[FrameType]) -> list[str]:
-        """Return the names of numbers of a module that a function of it changes."""
-        now = {name: value for frame in frames for name, value in _counts_of(frame).items()}
+        """Return the names of such numbers and models that have changed."""
+        now = {name: value for frame in frames for name, value in self._counts_of(frame).items()}
         return [name for name, value in self._counts.items() if now.get(name, value) != value]
+
+
+def _own_variables(values: Iterable[Any]) -> dict[str, Any]:
+    """Return the variables that the user's among these functions keep from call to call: of the
+    functions around them, and their own attributes."""
+    every = [(each, each.__code__) for each in values if isinstance(each, FunctionType)]
+    own = [(each, code) for each, code in every if _is_of_user(code.co_filename)]
+    names = (name for _, code in own for name in code.co_freevars)
+    cells = (cell for each, _ in own for cell in each.__closure__ or ())
+    return {
+        **{f"{each.__name__}()": vars(each) for each, _ in own},
+        **{at: each.cell_contents for at, each in zip(names, cells, strict=True) if is_full(each)},
+    }
 
 
 def _is_small(value: Any) -> bool:
@@ -145,14 +188,6 @@ def _is_small(value: Any) -> bool:
     return sum(each.nbytes for each in parts if isinstance(each, torch.Tensor)) <= _MOST_BYTES
 
 
-def _counts_of(frame: FrameType) -> dict[str, Any]:
-    """Return the numbers that a module holds; none for a loop at its top, whose variables these
-    are."""
-    if frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>":
-        return {}
-    return {name: each for name, each in frame.f_globals.items() if type(each) in (int, float)}
-
-
 def _is_own_object(value: Any) -> bool:
     """Return whether this is an object of a class of the user's that may count: data and modules
     are looked at elsewhere."""
@@ -161,7 +196,7 @@ def _is_own_object(value: Any) -> bool:
         kind.__dictoffset__ != 0
         and not issubclass(kind, nn.Module | Dataset | DataLoader | type)
         and not issubclass(kind, ModuleType | FunctionType)
-        and _is_of_user(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+        and _is_of_user(file_of(kind))
     )
 
 

@@ -261,7 +261,7 @@ class _Walk:
         if isinstance(value, _PLAIN):
             # -0.0 equals 0.0, and 1 equals 1.0
             self.found[path] = repr(value) if isinstance(value, float | complex) else value
-            if type(value) in _PLAIN or not is_users(_file_of(type(value))):
+            if type(value) in _PLAIN or not is_users(file_of(type(value))):
                 return
         if id(value) in self._seen:
             self.found[path] = f"as {self._seen[id(value)][1]}"
@@ -285,7 +285,7 @@ class _Walk:
         elif isinstance(value, (*_HOLDERS, *_PLAIN, nn.Module)):
             self._instance(path, value)
         else:
-            is_own = is_users(_file_of(type(value)))
+            is_own = is_users(file_of(type(value)))
             if is_own:
                 self._instance(path, value)
             if not is_own or is_built_in(type(value)):
@@ -344,7 +344,7 @@ class _Walk:
             self.found[path] = len(value)
             pairs = parts.items() if isinstance(parts, dict) else enumerate(parts)
             for number, (key, part) in enumerate(pairs):
-                if isinstance(key, weakref.ref) or is_users(_file_of(type(key))):
+                if isinstance(key, weakref.ref) or is_users(file_of(type(key))):
                     self.value(f"{path} key {number}", key)
                 self.value(f"{path}[{key!r:.40}]", part)
         for key, part in _attributes(value):
@@ -356,7 +356,7 @@ class _Walk:
                 self.items(path, vars(value))
             return
         self.found[path] = _Itself(value)
-        if is_users(_file_of(value)):
+        if is_users(file_of(value)):
             for key, part in list(vars(value).items()):
                 if key not in _OF_A_CLASS:
                     self.value(f"{path}.{key}", part)
@@ -445,7 +445,7 @@ class _Walk:
     def _code(self, path: str, function: types.FunctionType) -> None:
         self.found[path] = _Itself(function.__code__)
         if is_users(function.__code__.co_filename):
-            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+            cells = [cell.cell_contents for cell in function.__closure__ or () if is_full(cell)]
             parts = {"": function.__defaults__, "*": function.__kwdefaults__, "closure": cells}
             for name, part in parts.items():
                 if part:
@@ -515,7 +515,7 @@ class _Pickler(pickle.Pickler):
         if (
             is_plain
             or value is self._root
-            or not (is_part or generator_text(value) is not None or is_users(_file_of(type(value))))
+            or not (is_part or generator_text(value) is not None or is_users(file_of(type(value))))
         ):
             return None
         self._parts.append(value)
@@ -608,10 +608,10 @@ def _file_behind(function: Any) -> str:
         function = function.func
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
-    return _file_of(type(function)) if code is None else code.co_filename
+    return file_of(type(function)) if code is None else code.co_filename
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
@@ -630,14 +630,14 @@ def _is_made(module: types.ModuleType) -> bool:
     """Return whether code has made a module, that comes from no file."""
     kind = type(module)
     return (
-        (kind is types.ModuleType or is_users(_file_of(kind)))
+        (kind is types.ModuleType or is_users(file_of(kind)))
         and module.__spec__ is None
         and getattr(module, "__file__", None) is None
         and module.__name__ != "__main__"
     )
 
 
-def _is_full(cell: types.CellType) -> bool:
+def is_full(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:  # a variable that was not set yet

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -214,9 +215,9 @@ class Batches:
             yield batch
 
     def _loaded(self, state: Consumer, total: int | None) -> Iterator[Any]:
-        ahead = _micro_batches(
-            Shares(self.sampler, state.rank, state.world_size), state.step_number, total, state.rank
-        )
+        shares = Shares(self.sampler, state.rank, state.world_size)
+        steps = count(state.step_number) if total is None else range(state.step_number, total)
+        ahead = (_micro_batch(shares.of(step), state.rank) for step in steps)
         if not self._num_workers:
             return (self._keyed.__getitems__(micro).batch for micro in ahead)
         loader = DataLoader(
@@ -227,13 +228,6 @@ class Batches:
             worker_init_fn=partial(begin_loader_process, "loader"),
         )
         return (loaded.batch for loaded in loader)
-
-
-def _micro_batches(shares: Shares, step: int, total: int | None, rank: int) -> Iterator[MicroBatch]:
-    """Yield one micro-batch for each step from ``step`` on."""
-    while total is None or step < total:
-        yield _micro_batch(shares.of(step), rank)
-        step += 1
 
 
 def _micro_batch(share: Share, rank: int) -> MicroBatch:
@@ -329,20 +323,14 @@ class EqualBatches:
         self._before = list(marks)
         if self._num_equal < EQUAL_STEPS:
             return
-        first, second = _equal_ranks(marks)
+        second = next(at for at, mark in enumerate(marks) if mark and mark in marks[:at])
         raise BadTask(
-            f"ranks {first} and {second} got the same batches in {EQUAL_STEPS} steps, "
-            "so samples count twice. Divide the data: sampler=DistributedSampler(dataset) in the "
-            "DataLoader, torch.manual_seed(seed + rank) before es.protect for a sampler that draws "
-            "by itself, or es.loader(dataset, global_batch_size=…)"
+            f"ranks {marks.index(marks[second])} and {second} got the same batches in "
+            f"{EQUAL_STEPS} steps, so samples count twice. Divide the data: "
+            "sampler=DistributedSampler(dataset) in the DataLoader, torch.manual_seed(seed + rank) "
+            "before es.protect for a sampler that draws by itself, or es.loader(dataset, "
+            "global_batch_size=…)"
         )
-
-
-def _equal_ranks(marks: Sequence[int]) -> tuple[int, int]:
-    for rank, mark in enumerate(marks):
-        if mark and mark in marks[:rank]:
-            return marks.index(mark), rank
-    raise AssertionError("no ranks are equal")
 
 
 def _parts(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:

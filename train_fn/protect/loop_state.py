@@ -306,7 +306,8 @@ class LoopState(RunState):
         self.complete = False
         shards = state.get("shards") or {}
         for prefix, model in self.parts.models.items():
-            plain = _below(prefix, state["model"])
+            own = (each for each in state["model"].items() if each[0].startswith(prefix))
+            plain = {name.removeprefix(prefix): value for name, value in own}
             if self.piece is None:
                 model.load_state_dict(plain)
             else:
@@ -373,14 +374,6 @@ class LoopState(RunState):
             for prefix, model in self.parts.models.items()
             for name, value in model.state_dict().items()
         }
-
-
-def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name.removeprefix(prefix): value
-        for name, value in weights.items()
-        if name.startswith(prefix)
-    }
 
 
 # ---------------------------------------------------------------- metrics

@@ -16,7 +16,6 @@ import torch
 from everstep.wire.events import EventKind
 from storage.run_control import Stop
 from train_fn.checks.check import Moment
-from train_fn.context import WorkerContext
 from train_fn.errors import BadTask, StepNotWhole
 from train_fn.own_loop import Left, StopAgreed
 from train_fn.protect.arguments import LoopParts, Torn
@@ -435,16 +434,11 @@ class Protected:
         commits.close()
         self._close()
         self._stop = stop
-        if stop is None and self._total_steps is not None:
-            self._report_early_end(ctx, self._total_steps)
-        self._home.finished(stop)
-
-    def _report_early_end(self, ctx: WorkerContext, total_steps: int) -> None:
-        """Report the steps done as the total, if the loop ended before the one that it reported."""
-        step = self._state.step
-        if step < total_steps:
-            logger.info("the loop ended by itself at step %d of %d", step, total_steps)
+        step, total = self._state.step, self._total_steps
+        if stop is None and total is not None and step < total:
+            logger.info("the loop ended by itself at step %d of %d", step, total)
             report_training(ctx, self._state, step)
+        self._home.finished(stop)
 
     def _fail(self, home: Home, cause: BaseException) -> StepNotWhole | None:
         """Let the peers go, leave the state of the last commit on this node, and return the fault

@@ -128,7 +128,7 @@ class Protect(TrainerCallback):  # type: ignore[misc]
                         "itself; leave it out, or load those weights into the model before"
                     )
                 return self._unprotected(ignore_keys_for_eval=ignore_keys_for_eval)
-            self._groups = _without_parameters(trainer.optimizer)
+            self._groups = [dict(group) for group in trainer.optimizer.param_groups]
             with self._resumed() as directory:
                 return self._unprotected(directory, ignore_keys_for_eval=ignore_keys_for_eval)
 
@@ -190,7 +190,8 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         protected.follow(trainer.model_wrapped)
         self._scheduler.load()
         for group, saved in zip(trainer.optimizer.param_groups, self._groups, strict=False):
-            group.update(saved)  # a scheduler that begins sets its first rates
+            # A scheduler that begins sets its first rates.
+            group.update({**saved, "params": group["params"]})
         protected.expect(state.max_steps)
         if trainer.args.load_best_model_at_end:
             self._finish_before_best_model()
@@ -271,13 +272,6 @@ class Protect(TrainerCallback):  # type: ignore[misc]
         if self._state is None:
             raise BadTask("es.hf.Protect: call trainer.train(), not its parts")
         return self._state
-
-
-def _without_parameters(optimizer: Any) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def _shards(trainer: Any) -> bool:

@@ -334,10 +334,11 @@ class LightningPlace:
         for callback in self._callbacks():
             callback.on_save_checkpoint(trainer, trainer.lightning_module, kept)
         trainer.lightning_module.on_save_checkpoint(kept)
-        data = trainer.datamodule
+        data, loop = trainer.datamodule, trainer.fit_loop.state_dict()
+        loop["state_dict"].pop(_LOADERS, None)  # of one rank: loaders go on by their place
         tensors: list[torch.Tensor] = []
         present = {
-            "loop": _without_loaders(trainer.fit_loop.state_dict()),
+            "loop": loop,
             "precision": trainer.precision_plugin.state_dict(),
             "data": data.state_dict() if data is not None else {},
             "callbacks": {each.state_key: each.state_dict() for each in self._callbacks()},
@@ -384,13 +385,6 @@ class LightningPlace:
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callbacks if each is not self._protect]
-
-
-def _without_loaders(loop: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the states that loaders have of their own: those of one rank. They go on by their
-    place."""
-    fit = {name: value for name, value in loop["state_dict"].items() if name != _LOADERS}
-    return {**loop, "state_dict": fit}
 
 
 def _enter_once_more(fit: Any) -> None:

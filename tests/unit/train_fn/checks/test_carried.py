@@ -138,6 +138,60 @@ def by_a_global(state: Any, data: Any, step: Any) -> None:
         state.step()
 
 
+def teaching(state: Any, data: Any, step: Any) -> None:
+    teacher = nn.Linear(4, 2)
+    for (batch,) in data.batches(state, epochs=2):
+        loss = step(batch + teacher(batch).mean().detach())
+        with torch.no_grad():
+            teacher.weight.add_(loss)
+        state.step()
+
+
+def falling() -> Any:
+    """A function that counts its calls where only it can see."""
+    num = 0
+
+    def fallen(value: torch.Tensor) -> torch.Tensor:
+        nonlocal num
+        num += 1
+        return value / num
+
+    return fallen
+
+
+def by_a_closure(state: Any, data: Any, step: Any) -> None:
+    weight = falling()
+    for (batch,) in data.batches(state, epochs=2):
+        step(weight(batch))
+        state.step()
+
+
+def by_a_function(state: Any, data: Any, step: Any) -> None:
+    def seen(value: Any) -> int:
+        vars(seen)["num"] = vars(seen).get("num", 0) + 1
+        return vars(seen)["num"]
+
+    for (batch,) in data.batches(state, epochs=2):
+        step(batch * seen(batch))
+        state.step()
+
+
+def by_a_hook(state: Any, data: Any, step: Any) -> None:
+    next(state.parts.parameters()).register_hook(falling())
+    plain(state, data, step)
+
+
+def with_helpers(state: Any, data: Any, step: Any) -> None:
+    """What closures share with the loop is looked at in the loop."""
+
+    def squared() -> torch.Tensor:
+        return batch.square()
+
+    for (batch,) in data.batches(state, epochs=2):
+        step(squared() + batch)
+        state.step()
+
+
 def beside(state: Any, data: Any, step: Any) -> None:
     unlabelled = DataLoader(INPUTS, batch_size=4, shuffle=True)
     for (batch,), (more,) in zip(data.batches(state, epochs=2), cycle(unlabelled), strict=False):
@@ -160,6 +214,11 @@ def by_next(state: Any, data: Any, step: Any) -> None:
         (counting, "carries counter.seen from step to step"),
         (at_the_end_of_an_epoch, "carries stopper.seen from step to step"),
         (mixing, "carries draws from step to step"),
+        (teaching, "carries teacher from step to step"),
+        (by_a_closure, "carries num from step to step"),
+        (by_a_function, "carries seen() from step to step"),
+        (by_a_hook, "carries num from step to step"),
+        (with_helpers, None),
         (by_a_global, "carries CALLS from step to step"),
         (beside, "reads unlabelled beside its state"),
         (by_next, "reads unlabelled beside its state"),
