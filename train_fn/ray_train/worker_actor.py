@@ -49,6 +49,7 @@ from train_fn.snapshots import store
 from train_fn.step.nccl import collective_counts
 from train_fn.step.peers import Connections
 from train_fn.step.place_watch import watch
+from train_fn.storage_proof import prove_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -403,6 +404,7 @@ def build_ahead(job: RankJob, launch: RankLaunch) -> None:
             if build is not None:
                 context = _context(job, launch)
                 wait_for_free_memory(context.device)
+                prove_ahead(context)
                 build(context)
     except Exception as exc:
         raise RuntimeError(f"nothing could be built ahead: {exc}") from None

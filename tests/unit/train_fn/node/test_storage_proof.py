@@ -4,6 +4,7 @@ thread."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from train_fn.recovery.decision import decide
 from train_fn.recovery.evidence import Evidence, RankReport, describe_error
 from train_fn.recovery.verdict import judge
 from train_fn.step.peers import Peers
-from train_fn.storage_proof import prove_storage
+from train_fn.storage_proof import prove_ahead, prove_storage
 
 
 class Meeting:
@@ -82,11 +83,27 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nodes_that_share_their_storage_go_on(tmp_path: Path) -> None:
     write_driver_probe(tmp_path)
     nodes = [("a", tmp_path), ("a", tmp_path), ("b", tmp_path), ("c", tmp_path)]
-    for _ in range(2):  # a later attempt finds its probes there
+    for _ in range(2):  # new processes find their probes there
+        storage_proof._found_right.cache_clear()
         assert prove(nodes) == [None] * 4
-    assert sorted(
-        path.name for path in (tmp_path / "runs/run_saver/control/s001.probes").iterdir()
-    ) == ["a", "b", "c", "driver"]
+    probes = tmp_path / "runs/run_saver/control/s001.probes"
+    assert sorted(path.name for path in probes.iterdir()) == ["a", "b", "c", "driver"]
+    shutil.rmtree(probes)
+    assert prove(nodes) == [None] * 4, "a process reads nothing a second time"
+    assert not probes.exists()
+
+
+def test_a_process_that_proves_ahead_has_only_the_others_left_to_read(tmp_path: Path) -> None:
+    write_driver_probe(tmp_path)
+    assert prove([("a", tmp_path)]) == [None]
+    prove_ahead(dataclasses.replace(make_context(tmp_path, 1), node_id="b"))
+    probes = tmp_path / "runs/run_saver/control/s001.probes"
+    (probes / DRIVER_PROBE).unlink()
+    assert prove([("a", tmp_path), ("b", tmp_path)]) == [None] * 2
+    (probes / "b").unlink()
+    storage_proof._found_right.cache_clear()
+    error, _ = prove([("a", tmp_path), ("b", tmp_path)])
+    assert isinstance(error, StorageNotShared)
 
 
 @pytest.mark.parametrize("alone", ["a", "b", "c"])
