@@ -89,10 +89,12 @@ def own_service(terminal: Terminal, keep: bool) -> Iterator[Service]:
     terminal.note(
         "starting the service with a Ray cluster of three nodes on this machine (about 15 s)"
     )
+    # without settings of a service: the demo's has a cluster and a database of its own
+    inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with (home / "serve.log").open("ab") as log:
         process = subprocess.Popen(
             SERVE,
-            env={"OMP_NUM_THREADS": "1", **_without_options(), "EVERSTEP_HOME": str(home)},
+            env={"OMP_NUM_THREADS": "1", **inherited, "EVERSTEP_HOME": str(home)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -132,12 +134,6 @@ def _await_ready(process: subprocess.Popen[bytes], home: Path) -> Service:
     )
     tail = "\n".join((home / "serve.log").read_text(errors="replace").splitlines()[-15:])
     raise DemoFailed(f"the service {what}; its log ends:\n{tail}")
-
-
-def _without_options() -> dict[str, str]:
-    """Return the environment without settings of a service: the demo's has a cluster and a database
-    of its own."""
-    return {name: value for name, value in os.environ.items() if name not in VARIABLES}
 
 
 def _stop(terminal: Terminal, process: subprocess.Popen[bytes], home: Path) -> None:

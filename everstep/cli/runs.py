@@ -350,7 +350,9 @@ class Watcher:
             self._terminal.json(event)
             return
         self._take(event)
-        line = None if self._is_old(event) else event_words.event(event)
+        is_evaluation = event.kind == EventKind.EVALUATED
+        is_old = is_evaluation and event.data.get("step", 0) <= self._restored_step
+        line = None if is_old else event_words.event(event)  # ranks report those again
         if line is not None:
             self.say(line, event)
         if self._progress is not None:
@@ -376,12 +378,6 @@ class Watcher:
         stamp = event.at.astimezone().strftime("%H:%M:%S  ") if event is not None else ""
         self._terminal.sentence(
             stamp + line, style="bold yellow" if event and event.kind in _ALARMS else None
-        )
-
-    def _is_old(self, event: Event) -> bool:
-        """Return whether an evaluation is from before a restart: ranks report those again."""
-        return (
-            event.kind == EventKind.EVALUATED and event.data.get("step", 0) <= self._restored_step
         )
 
     def _take(self, event: Event) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.text.words import count, duration
-from everstep.wire import CausingDrill, ErrorKind, Failure, LogLine, Run
+from everstep.wire import CausingDrill, ErrorKind, Failure, Run
 from everstep.wire.drills import DrillReport
 from everstep.wire.events import Rung
 
@@ -173,7 +173,10 @@ def _evidence(fault: Failure) -> list[str]:
             *(f"  {line}" for line in plain(str(evidence["stack"])).strip().splitlines()[-8:]),
         ]
     if fault.last_lines:
-        lines += ["last log lines:", *(f"  {_log_line(line)}" for line in fault.last_lines)]
+        lines.append("last log lines:")
+        for each in fault.last_lines:
+            text = plain(each.message)[:300]
+            lines.append(f"  {each.at.astimezone():%H:%M:%S} {each.level} {text}")
     return lines
 
 
@@ -221,10 +224,6 @@ def _first_words(text: str) -> str:
         if "exit" in line.lower() or "memory" in line.lower() or "killed" in line.lower()
     ]
     return (telling or lines or [""])[0][:500]
-
-
-def _log_line(line: LogLine) -> str:
-    return f"{line.at.astimezone():%H:%M:%S} {line.level} {plain(line.message)[:300]}"
 
 
 _ON_RUNG = {

@@ -123,7 +123,9 @@ def _is_member(process: psutil.Process, temp_dir: str) -> bool | None:
         if not arguments:
             # A kernel thread and a process that is ending have no program.
             return None if not environ and process.exe() else False
-        return arguments[0].startswith(RAY_TITLES) and _holds_files_below(process, temp_dir)
+        return arguments[0].startswith(RAY_TITLES) and any(
+            file.path.startswith(f"{temp_dir}/") for file in process.open_files()
+        )
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
@@ -132,10 +134,6 @@ def _signal_all(processes: Sequence[psutil.Process], *, terminate: bool) -> None
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate() if terminate else process.kill()
-
-
-def _holds_files_below(process: psutil.Process, directory: str) -> bool:
-    return any(file.path.startswith(f"{directory}/") for file in process.open_files())
 
 
 def wait_for_end(pids: Sequence[int], woken: int, timeout_s: float) -> bool:

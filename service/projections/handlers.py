@@ -85,10 +85,6 @@ def _are_workers(value: Any) -> bool:
     )
 
 
-def _are_checkpoints(value: Any) -> bool:
-    return all(_is_checkpoint(each) for each in value)
-
-
 def _is_checkpoint(value: Any) -> bool:
     return _is_text(value["name"]) and _is_count(value["step"]) and 0 <= value["size_bytes"] < 2**63
 
@@ -113,7 +109,7 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     ),
     "best": lambda value: _is_number(value["value"]) and _is_count(value["step"]),
     "latest_checkpoint": _optional(_is_checkpoint),
-    "recent_checkpoints": _are_checkpoints,
+    "recent_checkpoints": lambda value: all(map(_is_checkpoint, value)),
 }
 
 

@@ -102,7 +102,10 @@ class _Checksums:
         """Return ``view`` with the checksums that belong into it."""
         if self._header_left:
             self._header_left -= len(view)
-        elif self._in_record and not self._follows_nothing(view):
+        elif self._in_record and (
+            # an empty record has no descriptor: the next one's header follows
+            self._size_bytes or len(view) != _LOCAL_BYTES or view[:4] != _LOCAL
+        ):
             if self._ends_record(view):
                 self._in_record = False
                 self._crcs.append(self._crc)
@@ -117,11 +120,6 @@ class _Checksums:
         elif view[:4] == _CENTRAL:
             return self._directory(view)
         return view
-
-    def _follows_nothing(self, view: memoryview) -> bool:
-        """Return whether the current record is empty and ``view`` is the header of the next one. An
-        empty record has no descriptor."""
-        return not self._size_bytes and len(view) == _LOCAL_BYTES and view[:4] == _LOCAL
 
     def _ends_record(self, view: memoryview) -> bool:
         """Return whether ``view`` is a descriptor: signature, checksum, and the record's size

@@ -204,7 +204,8 @@ class SilentPeers:
             with connection:
                 seen.add(inode)
                 with contextlib.suppress(OSError):
-                    if inode not in self._known and not _leads_away(connection):
+                    ends = connection.getpeername()[0], connection.getsockname()[0]
+                    if inode not in self._known and ends[0] == ends[1]:  # within this host
                         continue
                     if inode not in self._known:
                         self._known.add(inode)
@@ -280,11 +281,6 @@ def _connections() -> Iterator[tuple[int, socket.socket]]:
                 yield status.st_ino, duplicate
             else:
                 duplicate.close()
-
-
-def _leads_away(connection: socket.socket) -> bool:
-    """Return whether the other side is another host. Raises OSError if there is no other side."""
-    return str(connection.getpeername()[0]) != str(connection.getsockname()[0])
 
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:

@@ -43,18 +43,13 @@ def ask(addresses: Sequence[tuple[str, int]], timeout_s: float) -> list[bool | N
                 break
             for key, _ in ready:
                 connection = key.fileobj  # type: ignore[assignment]
-                accepted[key.data] = _meaning_of(
-                    connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                )
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                # connected, refused by the host, or the network cannot reach it
+                refused = False if error == errno.ECONNREFUSED else None
+                accepted[key.data] = refused if error else True
                 waiting.unregister(connection)
                 connection.close()
         for key in list(waiting.get_map().values()):
             waiting.unregister(key.fileobj)
             key.fileobj.close()  # type: ignore[union-attr]
     return accepted
-
-
-def _meaning_of(error: int) -> bool | None:
-    """Return True for a connection, False if the host refused it, None if the network reports that
-    it cannot reach the host."""
-    return True if error == 0 else (False if error == errno.ECONNREFUSED else None)

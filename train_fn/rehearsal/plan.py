@@ -147,8 +147,9 @@ class _Rehearsal:
                 result = training.attempt(orders)
                 if result.done or (orders.dies is None and orders.parks_at is None):
                     break
-                if _raised(result.ended):
-                    break
+                errors = [each for each in result.ended.values() if each and each.error is not None]
+                if not all(each.is_collateral for each in errors):
+                    break  # a rank failed by itself: another attempt would show nothing else
         return training
 
     def _undisturbed(self) -> bool:
@@ -232,14 +233,6 @@ class _Rehearsal:
             text = "the code does not let a process stay, so fresh ones follow: equal"
             return row_of(death.name, "equal", text, went_on_from=went_on)
         return row_of(death.name, "equal", "the same in every bit", went_on_from=went_on)
-
-
-def _raised(ended: dict[int, Any]) -> bool:
-    """Return whether a rank failed by itself: another attempt would show nothing else."""
-    return any(
-        each is not None and each.error is not None and not each.is_collateral
-        for each in ended.values()
-    )
 
 
 def deaths_of(

@@ -427,7 +427,8 @@ def _value(leaf: Any) -> str:
         return _of_bytes(leaf.tobytes())
     if not isinstance(leaf, torch.Tensor):
         # the default text of an object has its address, which differs in every process
-        has_text = isinstance(leaf, _PLAIN) or "__repr__" in _methods(type(leaf))
+        own = type(leaf).__mro__[:-1]
+        has_text = isinstance(leaf, _PLAIN) or any("__repr__" in vars(base) for base in own)
         return repr(leaf) if has_text else f"a {type(leaf).__name__}"
     if leaf.layout is not torch.strided:
         leaf = leaf.to_dense()
@@ -436,11 +437,6 @@ def _value(leaf: Any) -> str:
     return _of_bytes(
         leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     )
-
-
-def _methods(kind: type) -> set[str]:
-    """Return the names of what a class and its bases define, but for ``object``."""
-    return {name for base in kind.__mro__[:-1] for name in vars(base)}
 
 
 def _of_bytes(data: bytes) -> str:

@@ -41,7 +41,11 @@ def build_optimizer(
             fused SGD with momentum cannot do that.
     """
     groups = parameter_groups(spec, model)
-    is_fused = _may_be_fused(model) and not (skips_unused and isinstance(spec, SgdSpec))
+    # torch's fused kernels take no complex parameters, and no sparse gradients
+    is_odd = any(value.is_complex() for value in model.parameters()) or any(
+        getattr(module, "sparse", False) for module in model.modules()
+    )
+    is_fused = not is_odd and not (skips_unused and isinstance(spec, SgdSpec))
     common: dict[str, Any] = {"lr": spec.lr, "fused": is_fused}
     match spec:
         case AdamWSpec():
@@ -50,14 +54,6 @@ def build_optimizer(
             return torch.optim.Adam(groups, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)
         case SgdSpec():
             return torch.optim.SGD(groups, momentum=spec.momentum, nesterov=spec.nesterov, **common)
-
-
-def _may_be_fused(model: nn.Module) -> bool:
-    """Whether torch's fused kernels take all parameters: none complex, none with sparse
-    gradients."""
-    return not any(value.is_complex() for value in model.parameters()) and not any(
-        getattr(module, "sparse", False) for module in model.modules()
-    )
 
 
 def parameter_groups(spec: OptimizerSpec, model: nn.Module) -> list[dict[str, Any]]:
